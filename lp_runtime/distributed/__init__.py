@@ -1,1 +1,1 @@
-"""Shares a step among replicas: the partition (pure) and the exchange (the only home of collectives)."""
+"""Shares a step among replicas: the partition (pure functions) and the exchange (all collectives)."""

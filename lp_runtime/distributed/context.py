@@ -1,4 +1,4 @@
-"""Which replica a process is, and where the replicas meet. Imports nothing that takes long to import."""
+"""A replica's rank and meeting point, from torchrun's environment or the driver. Fast to import."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from dataclasses import dataclass, replace
 
 from lp_runtime.errors import ConfigError, LaunchError
 
-NO_GPUS = ("", "-1", "NoDevFiles")  # first names in CUDA_VISIBLE_DEVICES that hide all GPUs; the last one is Slurm's
+NO_GPUS = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last one
 
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """Which replica a process is, and where the replicas meet.
+    """A process's replica, and the meeting point of its group.
 
     Attributes:
-        rank: The replica's place, 0 <= rank < num_replicas.
+        rank: 0 <= rank < num_replicas.
         num_replicas: LP degree at start.
-        device_index: Index of the replica's GPU among those that the process sees; unused on CPUs.
-        num_local: Number of replicas on this machine.
-        host: Address of the store in which the replicas meet; unused for one replica.
-        port: Port of that store; unused for one replica.
-        hosts_store: Whether this process must open that store.
-        owns_process: Whether the process serves this replica alone; the replica then sets the process's thread count.
-        segment: Name of the shared memory in which the replicas exchange; empty if they meet in the store.
-        owns_device: Whether the process sees one GPU alone, which is then at index 0 and no other replica's.
-        attempt: Number of times that the replicas were started before; torchrun starts all of them when a rank fails.
+        device_index: index of the replica's GPU among those that the process sees; unused on CPUs.
+        num_local: number of replicas on this machine.
+        host: address of the store in which the replicas meet; unused for one replica.
+        port: port of that store; unused for one replica.
+        hosts_store: whether this process must open that store.
+        owns_process: whether the process runs only this replica, which then sets the process's thread count.
+        segment: name of the shared memory over which the replicas exchange; empty if they meet in the store.
+        owns_device: whether the process sees a single GPU, at index 0, that no other replica may use.
+        attempt: earlier starts of the replicas: torchrun restarts all of them when a rank fails.
     """
 
     rank: int = 0
@@ -42,10 +42,10 @@ class ReplicaContext:
 
     @classmethod
     def from_torchrun(cls) -> ReplicaContext:
-        """Return the context that torchrun's environment variables give; no other code reads them.
+        """Read the context from torchrun's environment variables. This is the only code that reads them.
 
         Raises:
-            LaunchError: If torchrun did not start this process.
+            LaunchError: if torchrun did not start this process.
         """
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
@@ -70,21 +70,20 @@ class ReplicaContext:
             num_local,
             os.environ["MASTER_ADDR"],
             port,
-            # torchrun's agent hosts the store, unless told not to; other programs that set these variables do not
+            # torchrun's agent usually hosts the store; other programs that set the same variables do not
             owns_device=owns_device,
             hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
         )
 
     def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
-        """Return the context of the replica that a process of torchrun belongs to, where ranks in a row are the shards
-        of one replica, and which of its shards the process is.
+        """Group torchrun's ranks into replicas of `num_shards` consecutive ranks.
 
-        Args:
-            num_shards: shards of each replica.
+        Returns:
+            (context of this process's replica, index of this process's shard).
 
         Raises:
-            ConfigError: If the processes, or those of this machine, do not make whole replicas.
+            ConfigError: if the number of processes, or of those on this machine, is not a multiple of `num_shards`.
         """
         for number, where in ((self.num_replicas, ""), (self.num_local, " on this machine")):
             if number % num_shards:
@@ -96,14 +95,16 @@ class ReplicaContext:
 
 
 def visible_gpus() -> list[str] | None:
-    """Return the names of the GPUs that CUDA_VISIBLE_DEVICES shows to this process, in the order of their indices; None
-    if it is not set, so that the process sees all GPUs."""
+    """Return the entries of CUDA_VISIBLE_DEVICES; None if it is not set, so that all GPUs are visible."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return None if names is None else [name.strip() for name in names.split(",")]
 
 
 def keep_caches_in(folder: str | None) -> None:
-    """Keep the compiled code of this process and its children below a folder; the environment may name another."""
+    """Cache compiled Numba and Triton code of this process and its children in a folder.
+
+    Variables that are set already (NUMBA_CACHE_DIR, TRITON_CACHE_DIR) take precedence.
+    """
     if folder is None:
         return
     for library in ("numba", "triton"):
@@ -111,10 +112,10 @@ def keep_caches_in(folder: str | None) -> None:
 
 
 def started_by_torchrun() -> bool:
-    """Return whether torchrun (or another elastic agent) started this process."""
+    """Whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def restarted_by_torchrun() -> bool:
-    """Return whether torchrun's agent started this process after a rank had failed; there may be fewer ranks now."""
+    """Whether torchrun restarted this process after a rank failed. There may be fewer ranks now."""
     return started_by_torchrun() and ReplicaContext.from_torchrun().attempt > 0

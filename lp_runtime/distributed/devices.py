@@ -1,4 +1,4 @@
-"""Whether replicas run on GPUs, and why this process sees none on a machine that has some."""
+"""Chooses between GPUs and CPUs, and diagnoses why torch sees no GPU on a machine that has one."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from lp_runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
-DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers that were given no GPU
-DRIVER_CONTROL = Path("/dev/nvidiactl")
-MIN_DRIVERS = {12: 525, 13: 580}  # oldest major version of the driver, by major version of CUDA
+DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers without access to the GPUs
+DRIVER_CONTROL = Path("/dev/nvidiactl")  # only visible with access to the GPUs
+MIN_DRIVERS = {12: 525, 13: 580}  # minimum driver major version, by CUDA major version
 WHEELS = "https://download.pytorch.org/whl"
 
 
 def device_type(device: str) -> str:
-    """Return "cuda" or "cpu": where the replicas of a `device` setting run.
+    """Return "cuda" or "cpu" for a `device` setting.
 
-    With "auto", a container without access to the GPUs logs a warning and runs on CPUs.
+    With "auto", a container without access to the machine's GPUs logs a warning and uses CPUs.
 
     Args:
         device: "auto", "cpu" or "cuda".
@@ -43,12 +43,12 @@ def device_type(device: str) -> str:
 
 
 def why_no_gpu() -> str | None:
-    """Return why torch sees no GPU on a machine that has one, and the remedy; None if it sees one, or none is there."""
+    """Return why torch sees no GPU on a machine that has one, and the remedy; None if there is no problem."""
     visible = visible_gpus()
     if torch.cuda.is_available() or (visible is not None and visible[0] in NO_GPUS):
         return None
     has_control = DRIVER_CONTROL.exists()
-    if torch.version.cuda is None:  # in a container on a GPU machine, a CPU build is no sign of a mistake
+    if torch.version.cuda is None:  # normal in a container without access to the GPUs
         built = f"torch {torch.__version__} is built without CUDA, and this machine has an NVIDIA GPU"
         return f"{built}: install a CUDA build of torch from {WHEELS}" if has_control else None
     driver = _driver_version()
@@ -58,7 +58,7 @@ def why_no_gpu() -> str | None:
 
 
 def _why_too_old(driver: str | None) -> str | None:
-    """Return why torch needs a newer driver; None if it does not, or a version is unknown."""
+    """Return a message if torch needs a newer driver; None if it does not, or a version is unknown."""
     cuda = str(torch.version.cuda)
     needed = MIN_DRIVERS.get(int(cuda.split(".")[0]))
     if driver is None or needed is None or int(driver.split(".")[0]) >= needed:
@@ -70,7 +70,7 @@ def _why_too_old(driver: str | None) -> str | None:
 
 
 def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None) -> str:
-    """Return what to look at where the driver is new enough."""
+    """Return a message with the remedy if the driver is new enough but torch sees no GPU."""
     found = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
     if not has_control:
         return f"{found}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
@@ -79,7 +79,7 @@ def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None
 
 
 def _driver_version() -> str | None:
-    """Return the version of the NVIDIA driver that is loaded; None if there is none, or it is unknown."""
+    """Return the version of the loaded NVIDIA driver; None if there is none or its version is unknown."""
     try:
         found = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
     except OSError:
@@ -88,18 +88,18 @@ def _driver_version() -> str | None:
 
 
 def gpu_number(device: torch.device) -> int:
-    """Return a number of 63 bits that no other GPU has, on any machine."""
+    """Return a 63-bit number that identifies a GPU across machines."""
     return uuid.UUID(str(torch.cuda.get_device_properties(device).uuid)).int >> 65
 
 
 def check_one_each(numbers: Sequence[int]) -> None:
-    """Refuse replicas that each count a GPU as theirs alone, and have the same one.
+    """Check that no two replicas that require an exclusive GPU have the same one.
 
     Args:
         numbers: `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
 
     Raises:
-        ConfigError: if two have the same number.
+        ConfigError: if two replicas have the same number.
     """
     for rank, number in enumerate(numbers):
         if number and (first := list(numbers).index(number)) < rank:
@@ -110,9 +110,9 @@ def check_one_each(numbers: Sequence[int]) -> None:
 
 
 def warn_of_few_cores(num_local: int) -> None:
-    """Warn if this process may use fewer cores than there are replicas on this machine's GPUs.
+    """Warn if this process may use fewer CPU cores than there are GPU processes on this machine.
 
-    A replica keeps a core busy while it waits for its GPU. One that waits for a core delays the step of all.
+    A replica keeps a core busy while it waits for its GPU. A replica that waits for a core delays every replica's step.
     """
     num_cores = len(os.sched_getaffinity(0))
     if num_cores < num_local:

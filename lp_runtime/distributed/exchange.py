@@ -1,4 +1,4 @@
-"""The exchange: one gather of integers a step, after which every replica knows the results of all nodes.
+"""Exchange: one all-gather of integers per step that gives every replica the results of all nodes.
 
 A replica sends one row, [3 + n * width] int64:
 
@@ -28,21 +28,21 @@ from lp_runtime.errors import ReplicaError, StateMismatchError
 from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 3  # integers before the results: digest and rank, control, clock
-DIGEST_BITS = 56  # of the first integer; above them is the rank, so that rows in another order are noticed
-NUM_TOLD_RANKS = 1 << 7  # ranks that the other bits tell apart; the sign is left alone
-NODES_ROUNDED_TO = 16  # so that the sizes of messages are few
+DIGEST_BITS = 56  # low bits of the first integer; the rank above them reveals rows in the wrong order
+NUM_TOLD_RANKS = 1 << 7  # the 7 bits above the digest hold the rank modulo this; the sign bit stays 0
+NODES_ROUNDED_TO = 16  # limits the number of different message sizes
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What every replica knows after the exchange.
+    """Result of an exchange, equal on every replica.
 
     Attributes:
         values: [T, width] int64 results of all nodes, each from its owner; -1 for pending tokens before the root.
-        control: Bits that any replica set; they take effect at the end of the step, on all replicas.
-        clocks: [R] every replica's clock value.
+        control: union of all replicas' control bits; they take effect at the end of the step, on all replicas.
+        clocks: [R] clock value of every replica.
     """
 
     values: np.ndarray
@@ -51,15 +51,11 @@ class Outcome:
 
 
 class _PendingExchange(NamedTuple):
-    """An exchange between `start` and `finish`.
+    """State of an exchange between `start` and `finish`.
 
     Attributes:
-        shares: Everyone's share of the step's T nodes.
-        num_sent: Integers that each replica sends; 0 for a single replica.
-        values: This replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent].
-        digest: This replica's digest of its state.
-        control: This replica's control bits.
-        clock: This replica's clock value.
+        num_sent: integers that each replica sends; 0 for a single replica.
+        values: this replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent].
     """
 
     shares: Shares
@@ -71,21 +67,15 @@ class _PendingExchange(NamedTuple):
 
 
 class Exchange:
-    """Gathers a step's results from all replicas of a group; for one replica, reads them back from its device.
+    """Gathers a step's results from all replicas of a group; a single replica reads back its own.
 
-    `start` begins an exchange and `finish` ends it. Where the results are on a GPU, `start` waits for nothing: the
-    gather is queued behind the kernels that compute the results, and `finish` waits once.
-
-    Args:
-        group: The replicas that exchange.
-        capacity: Largest number of nodes that a replica may own in a step.
-        width: Integers in the result of a node.
+    `start` begins an exchange and `finish` ends it. If the results are on a GPU, `start` does not wait: the gather is
+    queued after the kernels that compute the results, and `finish` waits once.
 
     Attributes:
-        group: The argument.
-        capacity: The argument.
-        width: The argument.
-        bytes_sent: Bytes that this replica has sent so far; 0 for a single replica.
+        capacity: largest number of nodes that a replica may own in a step.
+        width: integers per node result.
+        bytes_sent: bytes that this replica has sent so far; 0 for a single replica.
     """
 
     def __init__(self, group: Group, capacity: int, width: int = 1):
@@ -98,17 +88,17 @@ class Exchange:
         size = 0 if group.is_alone else HEADER + capacity * width
         self._sent = torch.zeros(size, dtype=torch.int64, device=device)
         self._received = torch.empty(group.size * size, dtype=torch.int64, device=device)
-        # On a CPU numpy's views are the buffers themselves: its calls take a fraction of what torch's do.
+        # On CPUs, numpy views of the buffers: numpy calls on such small arrays are several times faster than torch's.
         self._header = torch.empty(HEADER, dtype=torch.int64, pin_memory=True) if self._on_gpu else self._sent[:HEADER]
         self._header_values = self._header.numpy()
         self._sent_values = None if self._on_gpu else self._sent.numpy()
         self._received_values = None if self._on_gpu else self._received.numpy()
-        self._copied: torch.cuda.Event | None = None  # made, like `_pinned`, by the first results on a GPU
+        self._copied: torch.cuda.Event | None = None  # created with `_pinned` by the first results on a GPU
         self._pinned: torch.Tensor | None = None
         self._pending: _PendingExchange | None = None
 
     def _num_sent(self, shares: Shares) -> int:
-        """Return how many integers each replica sends in a step."""
+        """Return the number of integers that each replica sends in a step."""
         most = max(shares.num_owned)
         assert most <= self.capacity
         return HEADER + min(-(-most // NODES_ROUNDED_TO) * NODES_ROUNDED_TO, self.capacity) * self.width
@@ -117,14 +107,14 @@ class Exchange:
         """Begin to exchange one step's results.
 
         Args:
-            shares: Everyone's share of the step's T nodes.
+            shares: shares of all replicas in the step's T nodes.
             values: [n, width] int64 results, a row for each node that this replica owns, on its device.
-            digest: Digest of this replica's state, 56 bits.
-            control: Bits that this replica alone knows, and all must act on.
-            clock: This replica's clock value for the others.
+            digest: 56-bit digest of this replica's state.
+            control: bits that only this replica knows and all must act on.
+            clock: this replica's clock value for the others.
 
         Raises:
-            ReplicaError: If a peer is gone.
+            ReplicaError: if a peer is gone.
         """
         assert values.shape == (shares.num_owned[self.group.rank], self.width)
         num_sent = 0
@@ -144,17 +134,17 @@ class Exchange:
         self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of integers from a GPU to pinned host memory; the copy is done once `_copied` has happened.
+        """Queue a copy of integers from a GPU to pinned host memory; the event `_copied` marks its completion.
 
         Args:
             values: int64 on a GPU, of any shape.
 
         Returns:
-            Host memory of the same shape, valid until the next call.
+            host memory of the same shape, valid until the next call.
         """
         if self._pinned is None or self._pinned.numel() < values.numel():
             capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
-            with torch.inference_mode(False):  # a caller may be in it now, and not later
+            with torch.inference_mode(False):  # later calls may be outside inference mode and must be able to write it
                 self._pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
             self._copied = torch.cuda.Event()
         assert self._copied is not None
@@ -164,29 +154,26 @@ class Exchange:
         return host_values
 
     def finish(self) -> Outcome:
-        """Wait for the exchange that `start` began.
-
-        Returns:
-            The results of all T nodes and what all replicas sent beside them.
+        """Wait for the exchange that `start` began, and return its outcome.
 
         Raises:
-            StateMismatchError: If the replicas' digests differ.
-            ReplicaError: If a peer is gone or does not answer in time.
+            StateMismatchError: if the replicas' digests differ.
+            ReplicaError: if a peer is gone or does not answer in time.
         """
         pending, self._pending = self._pending, None
         assert pending is not None, "start comes first"
         if self._copied is not None:
             if self.group.transport is None:
-                self._copied.synchronize()  # what goes wrong here went wrong on this replica's GPU
+                self._copied.synchronize()  # an error here is one of this replica's GPU
             else:
                 self.group.transport.wait(self._copied)
         values = pending.values.numpy()
-        if self.group.is_alone:  # it owns all nodes from the root on
+        if self.group.is_alone:  # a single replica owns all nodes from the root on
             num_nodes = len(pending.shares.owner)
             merged, root = np.empty((num_nodes, self.width), np.int64), num_nodes - len(values)
             merged[:root], merged[root:] = -1, values
             return Outcome(merged, pending.control, [pending.clock])
-        if self._sent_values is None or self._received_values is None:  # on a GPU, where `start` has gathered
+        if self._sent_values is None or self._received_values is None:  # on a GPU, `start` has queued the gather
             rows = values
         else:
             self._sent_values[HEADER : HEADER + values.size] = values.reshape(-1)
@@ -197,25 +184,21 @@ class Exchange:
 
     @staticmethod
     def _told(rank: int) -> int:
-        """Return what a row tells of its replica's rank."""
+        """Return the bits of a rank that are sent in a row."""
         return rank % NUM_TOLD_RANKS
 
     def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
-        """Return the outcome that all replicas' rows give together.
-
-        Args:
-            pending: The exchange that the rows belong to.
-            rows: [R, n] int64, what each replica sent.
+        """Check the rows of all replicas, [R, n] int64, and merge them into the outcome.
 
         Raises:
-            StateMismatchError: If the replicas' digests differ.
-            ReplicaError: If the transport has mixed up the rows.
+            StateMismatchError: if the replicas' digests differ.
+            ReplicaError: if the transport returned the rows in the wrong order.
         """
         self.bytes_sent += 8 * pending.num_sent
         words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         ranks = [word >> DIGEST_BITS for word in words]
         if any(found != self._told(rank) for rank, found in enumerate(ranks)):
-            raise ReplicaError(f"rank {self.group.rank} was given the replicas' rows in the order {ranks}")
+            raise ReplicaError(f"rank {self.group.rank} received the replicas' rows in the order {ranks}")
         digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
         if any(each != pending.digest for each in digests):
             raise StateMismatchError(digests)
@@ -224,11 +207,11 @@ class Exchange:
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
 
     def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> Outcome:
-        """Exchange one step's results: call `start` with the arguments, and return what `finish` returns.
+        """Exchange one step's results: `start` and `finish` in one call.
 
         Raises:
-            StateMismatchError: If the replicas' digests differ.
-            ReplicaError: If a peer is gone or does not answer in time.
+            StateMismatchError: if the replicas' digests differ.
+            ReplicaError: if a peer is gone or does not answer in time.
         """
         self.start(shares, values, digest, control, clock)
         return self.finish()
@@ -242,17 +225,17 @@ def compile_exchange() -> None:
 
 @functools.cache
 def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    """Return the compiled code of `_merge_owned` for int64 arrays."""
+    """Return `_merge_owned` compiled for int64 arrays."""
     rows = np.zeros((1, 1), np.int64)
     return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
 
 
 @compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
-    """Write each node's result, as its owner sent it; -1 where a node has no owner.
+    """Write each node's result, as its owner sent it; -1 if a node has no owner.
 
     Args:
-        rows: [R, HEADER + n * width] rows that the replicas sent, results in the order of the tree's nodes.
+        rows: [R, HEADER + n * width] rows of all replicas, with results in the order of the tree's nodes.
         owner: [T] rank that owns each node, or -1.
         merged: [T, width], written.
     """
@@ -267,15 +250,13 @@ def _merge_owned(rows, owner, merged):
 
 
 def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
-    """Return rank 0's value on every replica: once a request, or once a step where a caller's own criteria are asked.
+    """Return rank 0's picklable value on every replica; `value` is ignored on the others.
 
-    Args:
-        value: Anything that pickles; read on rank 0 only.
-        group: The replicas that take part.
-        is_patient: Whether rank 0 may take any time before it calls, as between two requests.
+    Used once per request, or once per step if the caller passed its own stopping criteria. With `is_patient`, the
+    others wait for rank 0 without limit, as between two requests.
 
     Raises:
-        ReplicaError: If a peer is gone.
+        ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return value
@@ -284,38 +265,26 @@ def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
 
 
 def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
-    """Return rows of which each replica has some, complete, on every replica: at a request's end, never inside a step.
+    """Combine rows that are spread over the replicas, on all of them. For a request's end, not for steps.
 
-    Args:
-        rows: [n, V] floating point; -inf where another replica has the row.
-        group: The replicas that take part.
-
-    Returns:
-        [n, V] on the device of `rows`.
+    `rows` is [n, V] floating point, -inf in rows that another replica has. The result has the same shape and device.
 
     Raises:
-        ReplicaError: If a peer is gone.
+        ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return rows
-    exact = rows.contiguous().to(torch.float64)  # holds every value of the other types, in as many bits as an integer
+    exact = rows.contiguous().to(torch.float64)  # exact for all other float types, and sent as int64 bits
     theirs = gather_rows(exact.view(torch.int64).flatten().cpu().numpy(), group)
     merged = torch.from_numpy(theirs.view(np.float64)).reshape(group.size, *rows.shape).amax(0)
     return merged.to(rows.device, rows.dtype)
 
 
 def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
-    """Return every replica's row, on every replica: when a runtime or a request starts, never inside a step.
-
-    Args:
-        row: [n] int64, of the same n on every replica.
-        group: The replicas that take part.
-
-    Returns:
-        [R, n] int64, by rank.
+    """All-gather an int64 row, [n], of every replica to [R, n], when a runtime or a request starts.
 
     Raises:
-        ReplicaError: If a peer is gone.
+        ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return row[None]

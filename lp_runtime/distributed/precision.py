@@ -1,4 +1,4 @@
-"""TF32, to which TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in NVIDIA's images rounds the products of float32."""
+"""Handling of TF32, which NVIDIA's images enable for float32 by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1."""
 
 from __future__ import annotations
 
@@ -12,19 +12,23 @@ log = logging.getLogger(__name__)
 
 
 def turn_off_tf32() -> None:
-    """Compute float32 as float32 in this process, which must be ours. 16-bit models compute rotary factors so."""
+    """Compute float32 products in full precision in this process.
+
+    16-bit models need it, too: they compute rotary factors in float32. The setting is global to the process, so
+    call this only in processes that we started.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32", UserWarning)
-        # By the older names: torch.compile reads them, and fails where `fp32_precision` alone was set.
+        # Set by the older API: torch.compile reads it, and fails if only `fp32_precision` is set.
         torch.set_float32_matmul_precision("highest")
         torch.backends.cudnn.allow_tf32 = False
 
 
 @functools.cache
 def warn_of_tf32() -> None:
-    """Warn, once, if products of float32 are TF32 in this process, which is the caller's."""
+    """Warn once if float32 products use TF32. For the caller's process, whose settings we leave alone."""
     if torch.backends.cuda.matmul.fp32_precision == "tf32":
         log.warning(
             "float32 products are TF32 in this process (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, or torch's settings), which"
-            " output may depend on: call torch.set_float32_matmul_precision('highest')"
+            " may change the output: call torch.set_float32_matmul_precision('highest')"
         )

@@ -1,4 +1,4 @@
-"""Forms the group in which replicas exchange, over shared memory or a process group of torch.distributed."""
+"""Forms the group of exchanging replicas, over shared memory or a torch.distributed process group."""
 
 from __future__ import annotations
 
@@ -37,24 +37,22 @@ REFUSAL = "!"  # before the reason why a replica cannot share memory
 
 @contextmanager
 def _settings(interface: str | None) -> Iterator[None]:
-    """Have process groups that are formed inside this context work as a group needs.
+    """Configure gloo and NCCL for process groups formed during a `with` block.
 
-    gloo and NCCL read these settings from environment variables only, which are restored at the end.
-
-    Args:
-        interface: network interface to use; None for the backend's choice.
+    They read these settings from environment variables only, which are restored at the end.
     """
-    # torch's watchdog of NCCL would end the process when a peer is lost; CollectiveTransport.wait notices by itself.
+    # torch's NCCL watchdog would end the process if a peer is lost; CollectiveTransport.wait detects that itself.
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface is not None:
-        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}  # without = a prefix
+        # NCCL takes a name without "=" as a prefix of interface names.
+        variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     with environment(variables):
         yield
 
 
 @contextmanager
 def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that a library reads for the duration of a `with` block."""
+    """Set environment variables that a library reads, for the duration of a `with` block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -69,15 +67,15 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class GroupOptions:
-    """How a process group is formed, and how long its replicas wait for one another.
+    """Backend, network interface and timeouts of a group.
 
     Attributes:
-        timeout: Seconds within which all replicas must have joined.
-        step_timeout: Seconds after which a peer that does not answer is an error; None for `timeout`.
-        backend: "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; where
-            each replica has a machine of its own, NCCL on GPUs and gloo on CPUs.
-        interface: Network interface to exchange over; None for the backend's own choice.
-        machine: Name that the replicas of this machine have in common; None for what the system says.
+        timeout: seconds within which all replicas must have joined.
+        step_timeout: seconds after which a peer that does not answer is an error; None for `timeout`.
+        backend: "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; if
+            every replica is on a different machine, NCCL on GPUs and gloo on CPUs.
+        interface: network interface to exchange over; None for the backend's default.
+        machine: name shared by the replicas that can share memory; None to determine it from the system.
     """
 
     timeout: float
@@ -88,17 +86,14 @@ class GroupOptions:
 
     @property
     def may_share(self) -> bool:
-        """Whether replicas of one machine exchange over shared memory, if they can."""
+        """Whether the backend allows shared memory between replicas of one machine."""
         return self.backend in ("auto", "shared")
 
     def shares_memory(self, num_replicas: int) -> bool:
-        """Whether replicas that are all on this machine exchange over shared memory.
-
-        Args:
-            num_replicas: R.
+        """Whether a group of `num_replicas` replicas, all on this machine, exchanges over shared memory.
 
         Raises:
-            LaunchError: if they must and cannot.
+            LaunchError: if the backend is "shared" and memory cannot be shared.
         """
         reason = why_unavailable(num_replicas) if self.may_share else None
         if reason is not None and self.backend == "shared":
@@ -107,7 +102,7 @@ class GroupOptions:
 
 
 def never_abandoned() -> bool:
-    """Default of `process_group`: the wait for peers goes on until the timeout."""
+    """Default `is_abandoned` of `process_group`: wait for peers until the timeout."""
     return False
 
 
@@ -119,20 +114,13 @@ def process_group(
     store: Store | None = None,
     is_abandoned: Callable[[], bool] = never_abandoned,
 ) -> Iterator[Group]:
-    """Join the group of all replicas, and leave it at the end; a single replica needs none.
+    """Join the group of all replicas for the duration of a `with` block, and yield it.
 
-    Args:
-        context: Rank of this replica, number of replicas, and where they meet.
-        device: Device of this replica's model.
-        options: Timeouts, backend and network interface.
-        store: Store in which the replicas meet; None to open the one that `context` names, if they need one.
-        is_abandoned: Called while peers are waited for; true ends the wait.
-
-    Yields:
-        The group of all replicas.
+    With `store` None, the replicas meet in the store that `context` names, if they need one. `is_abandoned` is called
+    during the wait for peers, and ends it when it returns true.
 
     Raises:
-        LaunchError: If the group does not form in time, or the backend does not support the device.
+        LaunchError: if the group does not form in time, or the backend does not support the device.
     """
     if options.backend == "nccl" and device.type != "cuda":
         raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
@@ -152,7 +140,7 @@ def process_group(
 def _share(
     segment: str, rank: int, num_replicas: int, options: GroupOptions, is_abandoned: Callable[[], bool]
 ) -> SharedMemoryTransport:
-    """Join a group over shared memory; raises LaunchError if it does not form."""
+    """Join a group over shared memory; raise LaunchError if it does not form."""
     step_timeout = options.step_timeout or options.timeout
     return SharedMemoryTransport(segment, rank, num_replicas, options.timeout, step_timeout, is_abandoned)
 
@@ -164,10 +152,10 @@ def _meet(
     store: Store | None,
     is_abandoned: Callable[[], bool],
 ) -> Transport:
-    """Meet the other replicas in a store, find out who is on which machine, and join the group.
+    """Join a group through a store: agree on each replica's machine, then connect all replicas.
 
     Raises:
-        LaunchError: If the group does not form in time.
+        LaunchError: if the group does not form in time.
     """
     rank, num_replicas = context.rank, context.num_replicas
     try:
@@ -195,18 +183,14 @@ def _meet(
 
 
 def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> list[int]:
-    """Agree with the other replicas on who can share memory with whom.
-
-    Args:
-        context: Rank of this replica, and number of replicas.
-        options: Whether memory must be shared.
-        store: The group's own.
+    """Agree with the other replicas on which of them can share memory.
 
     Returns:
-        Number of each rank's machine, 0, 1 ... as they first appear. One that cannot share memory counts as a machine.
+        machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory counts as
+        a separate machine.
 
     Raises:
-        LaunchError: If all must share memory and cannot.
+        LaunchError: if the backend is "shared" and the replicas cannot all share memory.
     """
     reason = why_unavailable(context.num_replicas)
     mine = f"{REFUSAL}{context.rank} {reason}" if reason else options.machine or this_machine()
@@ -217,19 +201,19 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
     if options.backend == "shared":
         _check_shared(refusal, len(order))
     elif refusal and context.rank == 0:
-        log.warning("launcher.backend=auto: memory cannot be shared (%s); going on over the network", refusal)
+        log.warning("launcher.backend=auto: memory cannot be shared (%s); using the network", refusal)
     return [order.index(name) for name in names]
 
 
 def _check_shared(refusal: str | None, num_machines: int) -> None:
-    """Raise LaunchError if replicas of some machines cannot share memory, of which one may have said why."""
+    """Raise LaunchError if a replica reported a refusal, or the replicas are on several machines."""
     if refusal or num_machines > 1:
         why_not = refusal or f"the replicas are on {num_machines} machines"
         raise LaunchError(f"launcher.backend=shared: {why_not}")
 
 
 def new_segment_name() -> str:
-    """Return a name for the shared memory of a group, which no other group has."""
+    """Return a unique name for the shared memory of a group."""
     return f"lp_runtime-{secrets.token_hex(8)}"
 
 
@@ -241,16 +225,7 @@ def _connect(
     store: Store,
     is_abandoned: Callable[[], bool],
 ) -> CollectiveTransport:
-    """Form a process group of torch.distributed.
-
-    Args:
-        rank: This process's place in it.
-        size: Number of its processes.
-        device: On which tensors are; decides between NCCL and gloo where the options do not.
-        options: Timeouts, backend and network interface.
-        store: The group's own.
-        is_abandoned: True ends the wait for the others.
-    """
+    """Form the default process group. With backend "auto", `device` decides between NCCL and gloo."""
     backend = "nccl" if options.backend == "nccl" or (options.backend == "auto" and device.type == "cuda") else "gloo"
     step_timeout = options.step_timeout or options.timeout
     with _settings(options.interface):
@@ -260,10 +235,10 @@ def _connect(
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=step_timeout),
-            device_id=device if backend == "nccl" else None,  # NCCL connects at once
+            device_id=device if backend == "nccl" else None,  # makes NCCL connect now, not in the first step
         )
-    # A replica that leaves at once would close connections that a slower one is still making. A store that is gone, or
-    # a replica that never gets that far, shows in the exchange.
+    # Wait for all: a replica that leaves at once would close connections that a slower one is still making. Failures
+    # are ignored, because the exchange detects a lost store or replica.
     store.add("formed", 1)
     with contextlib.suppress(RuntimeError, ValueError):
         wait_for_all(store, "formed", size, options.timeout, is_abandoned)
@@ -271,27 +246,18 @@ def _connect(
 
 
 def _group_name(context: ReplicaContext) -> str:
-    """Return the prefix of the store's keys that groups of one size and one start of the replicas share."""
+    """Return the prefix of store keys for groups of this size and this start of the replicas."""
     return f"lp_runtime/{context.attempt}/{context.num_replicas}"
 
 
 def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> str:
-    """Wait until every replica has come to the store; forming the process group itself is short then.
-
-    Args:
-        context: Number of replicas and which start of them it is.
-        store: Store in which the replicas meet.
-        timeout: Seconds to wait.
-        is_abandoned: True ends the wait.
-
-    Returns:
-        Prefix of the keys of this group alone.
+    """Wait until every replica has joined in the store; return a key prefix unique to this group.
 
     Raises:
-        ValueError: If replicas are missing when the wait ends.
+        ValueError: if replicas are missing when the wait ends.
     """
-    # Keys of an earlier group in the same store would be taken for this one's. No rank forms its next group
-    # before all have formed this one, so the count of those that came tells which group this is.
+    # Keys must not collide with those of an earlier group in the same store. No rank forms its next group before
+    # all have formed this one, so the count of joins identifies the group.
     key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
     number = (store.add(key, 1) - 1) // num_replicas
     wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
@@ -300,17 +266,12 @@ def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: C
 
 @contextmanager
 def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Group]:
-    """Use the default process group of torchrun's ranks, or form one and leave it at the end.
+    """Yield the default process group of torchrun's ranks, or a new group that is left at the end.
 
-    Args:
-        device: Device of this rank's model.
-        timeout: Seconds that a new group may take to form, and that its ranks wait for one another.
-
-    Yields:
-        The group of all ranks.
+    `timeout` is the limit in seconds for a new group to form, and for a rank to answer in a step.
 
     Raises:
-        LaunchError: If a new group does not form in time.
+        LaunchError: if a new group does not form in time.
     """
     if dist.is_initialized():
         on_gpu = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
@@ -325,15 +286,15 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
 
 
 def num_processes() -> int:
-    """Return the processes of the default process group; 1 where there is none."""
+    """Return the size of the default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @functools.cache
 def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
-    """Return the store of torchrun's ranks, connected to once: connecting may take seconds, and calls are many.
+    """Connect to the store of torchrun's ranks. Cached, since connecting may take seconds.
 
     Raises:
-        LaunchError: If the store cannot be reached.
+        LaunchError: if the store cannot be reached.
     """
     return connect(context, timeout)

@@ -1,4 +1,4 @@
-"""Sums inside the forward passes of a replica that spans several GPUs.
+"""All-reduce and all-gather inside the forward passes of a replica that spans several GPUs.
 
 Letters: P shards.
 """
@@ -18,35 +18,31 @@ from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport
 from lp_runtime.errors import ReplicaError, ShardError, first_line
 
 WORD_BYTES = 8
-ALIGNMENT = 16  # bytes that torch's kernel reads at once
+ALIGNMENT = 16  # bytes: torch's one-shot kernel reads in units of this size
 
 
 class Reducer(ABC):
-    """Puts together what the shards of a replica have computed in a forward pass. All shards make the same calls in the
-    same order, and all get the same result, bit for bit.
+    """Combines tensors of a replica's shards during a forward pass.
+
+    All shards must make the same calls in the same order; all get bitwise equal results.
 
     Attributes:
-        can_capture: whether a CUDA graph may contain the calls.
+        can_capture: whether CUDA graphs may contain the calls.
     """
 
     can_capture = False
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the sum of all shards' tensors, of one shape; the argument may be overwritten."""
+        """Return the sum of all shards' tensors, which have the same shape. The argument may be overwritten."""
 
     @abstractmethod
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all shards' tensors, of one shape, stacked in the order of shards: [P, ...]."""
+        """Return all shards' tensors, which have the same shape, stacked by shard: [P, ...]."""
 
 
 class SharedMemoryReducer(Reducer):
-    """Sums over memory that the shards share, on CPUs. Half precision is summed in float32 and rounded once.
-
-    Args:
-        transport: between the shards.
-        num_shards: P.
-    """
+    """Reduces CPU tensors over shared memory. 16-bit tensors are summed in float32 and rounded once."""
 
     def __init__(self, transport: SharedMemoryTransport, num_shards: int):
         self._transport, self._num_shards = transport, num_shards
@@ -57,7 +53,7 @@ class SharedMemoryReducer(Reducer):
         for first, rows in self._rounds(words):
             values = torch.from_numpy(rows).view(dtype)
             part = total[first : first + rows.shape[1]].view(dtype)
-            # One by one: torch chooses the order of its own sums by the sizes.
+            # Added one by one, for a fixed order: in torch.sum it depends on the sizes.
             summed = torch.add(values[0].float(), values[1]) if dtype.itemsize < 4 else torch.add(values[0], values[1])
             for row in values[2:]:
                 summed += row
@@ -77,11 +73,7 @@ class SharedMemoryReducer(Reducer):
 
 
 class HostReducer(Reducer):
-    """Sums in host memory what lies on GPUs.
-
-    Args:
-        host: sums there.
-    """
+    """Reduces GPU tensors in host memory, with a reducer for CPU tensors."""
 
     def __init__(self, host: Reducer):
         self._host = host
@@ -94,12 +86,12 @@ class HostReducer(Reducer):
 
 
 class CollectiveReducer(Reducer):
-    """Sums over a process group of torch.distributed, in the order of its library.
+    """Reduces with NCCL or gloo; the library decides the order of a sum.
 
     Args:
-        group: of the replica's shards; not the default group, which replicas form and leave.
+        group: process group of the replica's shards; not the default group, which is that of the replicas.
         num_shards: P.
-        can_capture: see Reducer; NCCL's calls may be captured, gloo's not.
+        can_capture: true for NCCL, false for gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_shards: int, can_capture: bool = False):
@@ -121,18 +113,18 @@ class CollectiveReducer(Reducer):
 
 
 class OneShotReducer(Reducer):
-    """Sums small tensors in one kernel, which reads the memory of all shards' GPUs; others as another reducer does.
+    """Sums small tensors in one kernel that reads all shards' GPU memory, others with another reducer.
 
-    A ring passes a sum on 2 (P - 1) times, each of which waits for the one before. What is small is read from everybody
-    at once instead: a GPU reads P - 1 times as much, and waits once. All shards add in the same order.
+    A ring all-reduce has 2 (P - 1) consecutive transfers. For small tensors it is faster that every GPU reads the
+    tensors of all others at once: P - 1 times as much data, but a single wait. All shards add in the same order.
 
     Args:
-        others: sums what is larger, and gathers.
-        buffer: [n] this shard's part of memory that the GPUs of all shards read (torch's symmetric memory).
-        group_name: under which the shards have made that memory known to each other.
+        others: reducer for larger tensors and for all_gather.
+        buffer: [n] this shard's part of torch's symmetric memory, which the GPUs of all shards can read.
+        group_name: name of that memory's group.
 
     Attributes:
-        max_numbers: of a tensor that is summed in one shot; at most n.
+        max_numbers: largest number of elements that is summed in one shot; at most n.
     """
 
     can_capture = True
@@ -148,7 +140,7 @@ class OneShotReducer(Reducer):
         is_aligned = not any(each * flat.element_size() % ALIGNMENT for each in (size, flat.storage_offset()))
         if tensor.dtype != self._buffer.dtype or size > self.max_numbers or not is_aligned:
             return self._others.all_reduce(tensor)
-        buffer = self._buffer[:size]  # torch sums as many numbers as the buffer has
+        buffer = self._buffer[:size]  # torch sums all elements of the buffer
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, flat, "sum", self._group_name)
         return total.view(tensor.shape)
 
@@ -158,7 +150,7 @@ class OneShotReducer(Reducer):
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Raise what goes wrong with another shard as a ShardError; errors of this shard's own device pass through."""
+    """Convert errors from another shard to ShardError; errors of this shard's own device pass through."""
     try:
         yield
     except (torch.AcceleratorError, torch.OutOfMemoryError, ShardError):
@@ -168,11 +160,11 @@ def peers() -> Iterator[None]:
 
 
 def _as_words(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's memory as [n] int64; a copy where it is not contiguous or no multiple of 8 bytes."""
+    """View a tensor's memory as [n] int64; a zero-padded copy if it is not contiguous or aligned."""
     flat = tensor.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
     if num_bytes % WORD_BYTES == 0 and flat.data_ptr() % WORD_BYTES == 0:
-        with contextlib.suppress(RuntimeError):  # a view whose place in its storage is odd
+        with contextlib.suppress(RuntimeError):  # a view whose offset in its storage is not a multiple of 8 bytes
             return flat.view(torch.int64)
     words = torch.zeros(-(-num_bytes // WORD_BYTES), dtype=torch.int64)
     words.view(tensor.dtype)[: flat.numel()] = flat

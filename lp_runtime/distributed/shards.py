@@ -1,8 +1,7 @@
-"""What the shards of a replica say to each other: announcements of forward passes; sums inside them: reducers.py.
+"""Control channel between a replica's shards: shard 0 announces each forward pass.
 
-A replica that spans P GPUs is P processes of one machine, its shards. Shard 0 is the replica: it alone decodes. The
-others follow: it announces every forward pass, all run it on their slices of the model, and the slices' results are
-summed or put together on the way.
+A replica that spans P GPUs consists of P processes on one machine, its shards. Only shard 0 decodes. It announces every
+forward pass; all shards run it on their slices of the model and combine their results during the pass (reducers.py).
 
 Letters: P shards.
 """
@@ -36,18 +35,18 @@ else:
 
 log = logging.getLogger(__name__)
 
-STORES = ("-load", "-sums", "-peers")  # behind a segment's name, the names of files in which the shards meet
-BUFFER_WORDS = 1 << 16  # 512 KiB of each shard: most sums of a step take one round
+STORES = ("-load", "-sums", "-peers")  # suffixes of a segment's name: the files of the stores in which shards meet
+BUFFER_WORDS = 1 << 16  # 512 KiB per shard, so that most all-reduces of a step take one round
 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Which shard of its replica a process is, and where the shards meet.
+    """A process's shard index in its replica, and the meeting point of the shards.
 
     Attributes:
-        shard: 0 <= shard < num_shards; 0 is the one that decodes.
+        shard: 0 <= shard < num_shards; shard 0 decodes.
         num_shards: P.
-        segment: name of the memory that the replica's shards share, which no other replica has; unused for one shard.
+        segment: unique name of the memory that the replica's shards share; unused for one shard.
         step_timeout: seconds after which a shard that does not answer is an error.
     """
 
@@ -68,21 +67,18 @@ class ShardPlace:
 
 
 class ShardLink:
-    """The connection between the shards of a replica. Returns when all of them have come.
+    """Connection between the shards of a replica. The constructor waits until all of them have joined.
 
     Args:
-        place: of this shard.
-        device: of this shard's slice: sums travel over NCCL between GPUs; over shared memory between CPUs, and where
-            two shards share a GPU.
-        timeout: seconds within which all shards must come.
+        device: of this shard's slice. GPUs reduce over NCCL; CPUs, and shards that share a GPU, over shared memory.
+        timeout: seconds within which all shards must join.
 
     Attributes:
-        place: see Args.
-        reducer: for what is summed inside forward passes; may be replaced before the first pass.
+        reducer: for the all-reduces inside forward passes; may be replaced before the first pass.
 
     Raises:
         LaunchError: if the shards do not meet.
-        ShardError: if one of them is gone before they have said which GPUs they have.
+        ShardError: if a shard is gone before all have exchanged their GPUs' identities.
     """
 
     def __init__(self, place: ShardPlace, device: torch.device, timeout: float):
@@ -95,7 +91,7 @@ class ShardLink:
             self.reducer = self._device_reducer(device, timeout)
 
     def _device_reducer(self, device: torch.device, timeout: float) -> Reducer:
-        """Return what sums between GPUs: NCCL, or the host where two shards share a GPU, which NCCL refuses."""
+        """Return the reducer for GPUs: NCCL, or the host if two shards share a GPU (NCCL refuses that)."""
         mine = torch.tensor([gpu_number(device)])
         found = torch.empty(self.place.num_shards, dtype=torch.int64)
         with peers():
@@ -106,19 +102,19 @@ class ShardLink:
         return CollectiveReducer(group, self.place.num_shards, can_capture=True)
 
     def announce(self, message: object) -> None:
-        """Tell the followers what comes next; called by shard 0.
+        """Send the next operation to the other shards; called by shard 0.
 
         Raises:
-            ShardError: if a follower is gone.
+            ShardError: if another shard is gone.
         """
         with peers():
             self._transport.broadcast(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_patient=False)
 
     def listen(self) -> object:
-        """Return what shard 0 announces next; waits for it, however long that takes.
+        """Return shard 0's next announcement; waits without limit.
 
         Raises:
-            ShardError: if shard 0, or another follower, is gone.
+            ShardError: if another shard is gone.
         """
         with peers():
             return pickle.loads(self._transport.broadcast(None, is_patient=True))
@@ -131,46 +127,35 @@ class ShardLink:
             return int(found.min())
 
     def peer_buffer(self, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor | None:
-        """Allocate memory that the GPUs of all shards read: torch's symmetric memory. All shards call this together.
+        """Allocate memory that all shards' GPUs can read (torch's symmetric memory). All shards must call it.
 
-        Args:
-            size: numbers of each shard's part.
-            dtype: of these.
-            device: of this shard.
-            timeout: seconds within which all shards must come.
+        All shards must join within `timeout` seconds.
 
         Returns:
-            [size] this shard's part, whose name is the segment's; None on all shards where one cannot have it: GPUs do
-            not reach one another, or this torch has no such memory.
+            [size] this shard's part, whose group has the segment's name. None on all shards if any of them cannot
+            allocate it: the GPUs do not reach each other, or this version of torch lacks symmetric memory.
         """
         buffer, place = None, self.place
         with _store(place, STORES[2], timeout) as store:
             try:
                 buffer = _symmetric_memory(place, store, size, dtype, device)
-            except Exception as error:  # torch says in many ways that there is no way between two GPUs
-                log.info("no memory that the GPUs of a replica share: %s", first_line(error))
-            has_all = self.smallest(buffer is not None)  # the store is there until nobody needs it
+            except Exception as error:  # torch raises many types if two GPUs cannot reach each other
+                log.info("the GPUs of a replica have no symmetric memory: %s", first_line(error))
+            has_all = self.smallest(buffer is not None)  # also keeps the store open until every shard is done with it
         return buffer if has_all else None
 
     def close(self) -> None:
-        """Leave; the other shards' later calls raise ShardError."""
+        """Leave the connection; later calls of the other shards raise ShardError."""
         self._transport.close()
 
 
 def meet_in_store(
     context: ReplicaContext, shard: int, num_shards: int, timeout: float, step_timeout: float
 ) -> ShardPlace:
-    """Agree with the other shards of a replica that torchrun has started on where they meet.
-
-    Args:
-        context: of the replica, and the address of torchrun's store.
-        shard: this process's.
-        num_shards: P.
-        timeout: seconds within which all shards must come.
-        step_timeout: see ShardPlace.
+    """Agree on a meeting point with the other shards of a replica, through torchrun's store.
 
     Raises:
-        LaunchError: if they do not.
+        LaunchError: if they do not all join within `timeout` seconds.
     """
     name = f"shards/{context.rank}"
     segment = _said_by_first(context, name, new_segment_name, timeout, is_first=shard == 0, num_ranks=num_shards)
@@ -178,16 +163,12 @@ def meet_in_store(
 
 
 def said_by_first(world: ReplicaContext, name: str, value: Callable[[], str], timeout: float) -> str:
-    """Return, on every rank that torchrun has started, what rank 0 has computed.
+    """Broadcast a string from rank 0 to all ranks of torchrun, through its store.
 
-    Args:
-        world: of this rank, with the address of torchrun's store.
-        name: of what is computed.
-        value: computes it; called on rank 0 alone.
-        timeout: seconds within which all ranks must come, and rank 0 must have computed it.
+    `value` computes the string, and is called on rank 0 only; `name` is its key in the store.
 
     Raises:
-        LaunchError: if they do not.
+        LaunchError: if not all ranks join, or rank 0 has not computed the string, within `timeout` seconds.
     """
     return _said_by_first(world, name, value, timeout, is_first=world.rank == 0, num_ranks=world.num_replicas)
 
@@ -198,30 +179,27 @@ def _said_by_first(
     try:
         store = connect(context, timeout)
         key = f"lp_runtime/{name}/{context.attempt}"
-        # A script may start one runtime after another, in the same order on all ranks.
+        # Numbered, since a script may start one runtime after another, in the same order on all ranks.
         key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_ranks}"
         if is_first:
             store.set(key, value())
         found = store.get(key).decode()
         store.add(f"{key}/read", 1)
-        wait_for_all(store, f"{key}/read", num_ranks, timeout, _never)  # the store may end with one of them
+        wait_for_all(store, f"{key}/read", num_ranks, timeout, _never)  # the store may be hosted by one of the ranks
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
     return found
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:
-    """Return a process group of a replica's shards, beside the default group and independent of it.
+    """Form a process group of a replica's shards that is independent of the default process group.
 
-    Args:
-        place: of this shard.
-        backend: "nccl" or "gloo".
-        timeout: seconds within which a shard must answer.
+    Its backend is "nccl" or "gloo". Shards must answer within `timeout` seconds.
 
     Raises:
-        LaunchError: if it does not form.
+        LaunchError: if the group does not form.
     """
-    # NCCL's monitor would look into the store, which is gone once all have come, and keep a shard from ending.
+    # NCCL's monitor would read the store, which is gone once the group has formed, and keep a shard from exiting.
     unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     with _store(place, STORES[1], timeout) as store, environment(unwatched), _meeting(place):
         group: dist.ProcessGroup
@@ -229,15 +207,15 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
             group = dist.ProcessGroupNCCL(store, place.shard, place.num_shards, dist.ProcessGroupNCCL.Options())  # type: ignore[assignment]
         else:
             group = dist.ProcessGroupGloo(store, place.shard, place.num_shards, timedelta(seconds=timeout))  # type: ignore[assignment]
-        group.allreduce([torch.zeros(1, device="cuda" if backend == "nccl" else "cpu")]).wait()  # all have come
+        group.allreduce([torch.zeros(1, device="cuda" if backend == "nccl" else "cpu")]).wait()  # all have joined
     return group
 
 
 def _symmetric_memory(
     place: ShardPlace, store: Store, size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return this shard's part of symmetric memory, [size]; raises whatever torch raises without."""
-    # Its public face wants a group of the default group's; torch looks ours up by its name.
+    """Allocate this shard's part of symmetric memory, [size]; raises torch's errors if that fails."""
+    # The public API requires a subgroup of the default group. This registers a separate group by name.
     from torch._C._distributed_c10d import _register_process_group as register
     from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
 
@@ -251,18 +229,15 @@ def _symmetric_memory(
 
 @contextmanager
 def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> Iterator[None]:
-    """Make a replica's shards the default process group for the duration of a `with` block: transformers slices what
-    it loads by a mesh of that group. Nothing but small objects travels in it.
+    """Make a replica's shards the default process group for the duration of a `with` block.
 
-    Args:
-        place: of this shard.
-        device: of this shard's slice.
-        timeout: seconds within which all shards must come.
+    transformers slices the model that it loads by a device mesh of that group. Only small objects are sent in it.
 
     Raises:
-        LaunchError: if they do not.
+        LaunchError: if the shards do not all join within `timeout` seconds.
     """
-    # The library asks the environment for the GPU of a rank; shards are on one machine, whatever its name resolves to.
+    # transformers reads a rank's GPU from LOCAL_RANK. Loopback: all shards are on this machine, and its host name may
+    # not resolve.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}
     with _store(place, STORES[0], timeout) as store, environment(variables):
         with _meeting(place):
@@ -272,29 +247,21 @@ def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> It
         try:
             yield
             with _meeting(place):
-                dist.barrier()  # the store is there until nobody needs it
+                dist.barrier()  # keeps the store open until every shard is done with it
         finally:
             dist.destroy_process_group()
 
 
 def clear_up(segment: str) -> None:
-    """Remove what shards that were killed while they met have left behind.
-
-    Args:
-        segment: see ShardPlace.
-    """
+    """Remove the files of a segment (see ShardPlace) whose shards were killed while they were joining."""
     for name in ("", *STORES):
-        with contextlib.suppress(OSError):  # not there, or on a read-only file system where it never was
+        with contextlib.suppress(OSError):  # missing (the normal case), or a read-only file system
             (FOLDER / f"{segment}{name}").unlink()
 
 
 @contextmanager
 def _store(place: ShardPlace, name: str, timeout: float) -> Iterator[Store]:
-    """Open a store for a replica's shards, which are all on this machine.
-
-    Raises:
-        LaunchError: if the store cannot be opened.
-    """
+    """Open a file store for a replica's shards; raise LaunchError if that fails."""
     path = FOLDER / f"{place.segment}{name}"
     try:
         with _meeting(place):
@@ -307,7 +274,7 @@ def _store(place: ShardPlace, name: str, timeout: float) -> Iterator[Store]:
 
 @contextmanager
 def _meeting(place: ShardPlace) -> Iterator[None]:
-    """Raise LaunchError in place of what torch raises when the shards of a replica do not meet."""
+    """Convert torch's errors to LaunchError while the shards of a replica meet."""
     try:
         yield
     except (RuntimeError, ValueError, OSError) as error:

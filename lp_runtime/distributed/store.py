@@ -1,4 +1,4 @@
-"""The store in which replicas meet before they exchange: opening it, connecting to it, counting in it."""
+"""TCP store in which replicas meet before they exchange: hosting, connecting, and waiting for a count."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them
 else:
     from torch.distributed import TCPStore
 
-POLL_SECONDS = 0.002  # between looks at who has joined: far below what a group takes to form
+POLL_SECONDS = 0.002  # between polls of a count; short compared with the time in which a group forms
 
 
 def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Open the store in which replicas meet.
+    """Host a store in which replicas meet.
 
     Args:
-        host: Address of this machine to listen on.
-        port: Port to listen on; 0 takes a free one, which is the result's `port`.
-        timeout: Seconds that an operation on the store may take.
+        host: address of this machine to listen on.
+        port: port to listen on; 0 chooses a free one, which is the result's `port`.
+        timeout: seconds that an operation on the store may take.
 
     Raises:
-        LaunchError: If the port is taken or the host is not this machine.
+        LaunchError: if the port is in use or the host is not this machine.
     """
     try:
-        # Bound here, not in the store, so that a port that is taken is an error at once and in one line.
+        # Bound here and not by TCPStore, so that a port in use is reported at once and in one line.
         listener = socket.create_server((host, port), family=_family(host))
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
@@ -54,13 +54,10 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def address_of(interface: str) -> str:
-    """Return the address of a network interface of this machine; IPv4 before IPv6.
-
-    Args:
-        interface: Name of the interface, such as eth0.
+    """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred.
 
     Raises:
-        ConfigError: If the interface does not exist or has no address; the message lists the interfaces that have one.
+        ConfigError: if the interface does not exist or has no address; the message lists the interfaces that have one.
     """
     found = {}
     for name, entries in psutil.net_if_addrs().items():
@@ -76,21 +73,19 @@ def address_of(interface: str) -> str:
 
 
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
-    """Connect to the store in which the replicas meet; open the store first where `context` says so.
+    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
 
-    Args:
-        context: Address of the store, and whether this process hosts it.
-        timeout: Seconds that connecting, and every later operation on the store, may take.
+    Connecting, and every later operation on the store, may take `timeout` seconds.
 
     Raises:
-        LaunchError: If the store cannot be reached.
+        LaunchError: if the store cannot be reached.
     """
     try:
         return TCPStore(
             context.host,
             context.port,
             is_master=context.hosts_store,
-            multi_tenant=True,  # a second group of the same processes shares the first one's
+            multi_tenant=True,  # a second store at the same port in this process shares the first one's server
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout),
         )
@@ -99,12 +94,7 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
 
 
 def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
-    """Return the error that says why a replica could not join its group.
-
-    Args:
-        context: The replica's.
-        error: What went wrong.
-    """
+    """Return the error to raise if a replica could not join its group because of `error`."""
     return LaunchError(
         f"rank {context.rank} of {context.num_replicas} could not join the others at"
         f" {context.host}:{context.port}: {first_line(error)}"
@@ -112,21 +102,19 @@ def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
 
 
 class StoreConnection:
-    """Keeps the connection to the latest group's store: connecting may take seconds, where names resolve slowly."""
+    """Caches the connection to the latest group's store: connecting may take seconds if DNS is slow."""
 
     def __init__(self) -> None:
         self._address: tuple[str, int] | None = None
         self._store: TCPStore | None = None
 
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
-        """Return the store in which the replicas of a group meet; None if they meet in no store.
+        """Return the store in which the replicas of a group meet; None if they need no store.
 
-        Args:
-            context: Address of the store; its process must not host it.
-            timeout: Seconds that connecting, and every later operation on the store, may take.
+        This process must not host the store. Connecting, and every later operation, may take `timeout` seconds.
 
         Raises:
-            LaunchError: If the store cannot be reached.
+            LaunchError: if the store cannot be reached.
         """
         if context.num_replicas == 1 or context.segment:
             return None
@@ -138,21 +126,14 @@ class StoreConnection:
 
 
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-    """Wait until a number in a store has grown to a count.
-
-    Args:
-        store: holds the number.
-        key: of the number; every replica adds 1.
-        count: what all replicas make together.
-        timeout: seconds to wait.
-        is_abandoned: true ends the wait.
+    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
 
     Raises:
-        ValueError: if replicas are missing when the wait ends.
+        ValueError: if the counter, to which every replica adds 1, is lower when the wait ends.
     """
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:
             missing = count - num_found
-            raise ValueError(f"{missing} of them did not come{'' if is_abandoned() else f' within {timeout:g} s'}")
+            raise ValueError(f"{missing} of them did not join{'' if is_abandoned() else f' within {timeout:g} s'}")
         time.sleep(POLL_SECONDS)

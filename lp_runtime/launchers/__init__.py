@@ -1,4 +1,4 @@
-"""Starting replicas: in this process, as spawned processes, under torchrun, or as Ray actors."""
+"""Launchers: start replicas in this process, as spawned processes, under torchrun, or as Ray actors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lp_runtime.launchers.base import Launcher
 
 
 def launch(config: RuntimeConfig) -> Launcher:
-    """Start the replicas that `config` asks for, and return their launcher when all of them are ready.
+    """Start the replicas that `config` asks for, and return their launcher once all of them are ready.
 
     Raises:
-        ConfigError: if torchrun started this process and another launcher is asked for.
-        LookaheadError: if the replicas cannot be started; nothing is left running then.
+        ConfigError: if torchrun started this process and another launcher is requested.
+        LookaheadError: if the replicas cannot be started; no process is left running.
     """
     name = config.launcher.name
     if name == "auto":

@@ -1,4 +1,4 @@
-"""The interface of every launcher: replicas that are up, and a way to have them decode a request."""
+"""Interface of every launcher: running replicas, and a method that decodes a request on them."""
 
 from __future__ import annotations
 
@@ -11,25 +11,19 @@ from lp_runtime.replica.replica import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 
-# Errors that are the request's own fault. All replicas meet them at the same place, see Sequence.advance, or before
-# they exchange anything: so they are in step for the next request.
+# Errors caused by the request itself. All replicas raise them at the same point (see Sequence.advance), or before they
+# exchange anything, so they stay in step for the next request.
 REQUEST_ERRORS = (RequestError, ConfigError)
 
 
 class Launcher(ABC):
-    """Replicas that are up. Construction of a subclass starts them, or raises with everything cleaned up.
-
-    Args:
-        num_replicas: how many replicas there are.
-        is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
-        gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
+    """Running replicas. Constructing a subclass starts them, or raises with everything cleaned up.
 
     Attributes:
-        num_replicas: how many replicas there are.
         gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
-        is_leader: whether this process takes requests; under torchrun the other ranks follow rank 0.
-        outlives_failures: whether a request that was interrupted, or that failed without a fault of its own, leaves
-            the replicas fit for the next one. One that failed by its own fault always does.
+        is_leader: whether this process accepts requests; under torchrun the other ranks follow rank 0.
+        outlives_failures: whether the replicas can decode another request after one was interrupted or failed. After
+            one of REQUEST_ERRORS they always can.
     """
 
     outlives_failures: bool = False
@@ -52,12 +46,12 @@ class Launcher(ABC):
         Raises:
             RequestError: if another request is being decoded, or this one cannot be.
             ConfigError: if a setting of the request is refused.
-            ReplicaError: if a replica fails or is lost, or the launcher is closed, or has failed before.
+            ReplicaError: if a replica fails or is lost, or the launcher is closed or has failed before.
         """
         if self._is_closed:
             raise ReplicaError("the runtime is closed")
         if self._failure_seen:
-            raise ReplicaError(f"the runtime is of no further use, make a new one ({self._failure_seen})")
+            raise ReplicaError(f"the runtime cannot be used any more, create a new one ({self._failure_seen})")
         if self._is_busy:
             raise RequestError("another request is being decoded: finish or close its stream first")
         self._is_busy = True
@@ -78,36 +72,37 @@ class Launcher(ABC):
 
     @property
     def num_loading(self) -> int:
-        """Number of replicas that are being started again."""
+        """Number of replicas that are being restarted."""
         return 0
 
     @property
     def ready(self) -> frozenset[int] | None:
-        """Indices of the replicas that are loaded and not known to be lost; None if this launcher has no `run_on`."""
+        """Indices of the loaded replicas that are not known to be lost; None if this launcher has no `run_on`."""
         return None
 
     @property
     def process_ids(self) -> dict[int, int]:
-        """Process ids by replica index, of replicas that this launcher started as processes of this machine; that of
-        shard 0 where a replica has several shards."""
+        """Process ids by replica index (of shard 0), for replicas that are child processes on this machine."""
         return {}
 
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
-        """Decode a request on the replicas of a lease, where `ready` is not None: see TeamLauncher."""
+        """Decode a request on the replicas of a lease. Only launchers whose `ready` is not None implement it."""
         raise NotImplementedError
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
-        """Decode one request: see `run`. The generator is closed (GeneratorExit) to cancel the request. After any other
-        exception from it that is none of REQUEST_ERRORS only `close` is called, unless the launcher outlives
-        failures."""
+        """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request.
+
+        After any other exception that is not one of REQUEST_ERRORS, only `close` is called, unless
+        `outlives_failures` is set.
+        """
 
     def close(self) -> None:
-        """End every replica. Safe to call twice."""
+        """Stop every replica. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._close()
 
     @abstractmethod
     def _close(self) -> None:
-        """End every replica: see `close`. Called once."""
+        """Stop every replica. Called once, by `close`."""

@@ -1,6 +1,6 @@
-"""The fastest split of a machine's GPUs for a model, as lp-bench splits=auto has measured it, in the cache folder.
+"""Cache of the fastest split of a machine's GPUs for a model, as measured by lp-bench splits=auto.
 
-Letters: P GPUs of a replica.
+Letters: P GPUs per replica.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KEYS = ("gpus_per_replica", "tokens_per_second")
 
 
 def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
-    """Keep what was measured of a model on this machine, where there is a cache folder.
+    """Store the speeds measured for a model on this machine; no effect without a cache folder.
 
     Args:
-        config: the runtime's; its gpus were divided.
+        config: settings of the measured runtime; its `num_gpus` is part of the file's name.
         speeds: tokens per second by P.
     """
     arrays = {KEYS[0]: np.array(list(speeds)), KEYS[1]: np.array(list(speeds.values()))}
@@ -32,14 +32,14 @@ def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
 
 
 def fastest_split(config: RuntimeConfig, gpus: int) -> int:
-    """Return the P that was fastest.
+    """Return the P that was measured to be fastest.
 
     Args:
-        config: the runtime's.
-        gpus: that are divided.
+        config: settings that identify the model, dtype and device.
+        gpus: total number of GPUs to divide into replicas.
 
     Raises:
-        ConfigError: if nothing was measured; names the command that measures.
+        ConfigError: if nothing was measured; the message names the command that measures.
     """
     found = CalibrationFiles(config.cache_dir).load(_name(config, gpus), KEYS)
     if found is None:
@@ -53,7 +53,7 @@ def fastest_split(config: RuntimeConfig, gpus: int) -> int:
 
 
 def _name(config: RuntimeConfig, gpus: int) -> str:
-    """Return the name of the file of a model's speeds on a number of this machine's GPUs."""
+    """Return the name of the file that holds a model's speeds on this many GPUs of this machine."""
     model = config.model
     settings = [config.device, config.dtype, config.exactness, config.compile, model.location, model.parallelism]
     versions = [metadata.version(name) for name in ("torch", "transformers")]

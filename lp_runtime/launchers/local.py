@@ -1,4 +1,4 @@
-"""One replica in this process."""
+"""Launcher of a single replica in this process."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from lp_runtime.request.request import Request
 
 
 class LocalLauncher(Launcher):
-    """launcher=local with one replica.
-
-    Args:
-        config: the runtime's settings.
+    """launcher=local with one replica, which runs in this process.
 
     Raises:
         LookaheadError: if the replica cannot be started.

@@ -1,4 +1,4 @@
-"""What Ray sets aside for the replicas, and which GPU it has given to each."""
+"""The replicas' placement group in a Ray cluster, and the GPU that Ray assigned to each replica."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.split import free_of_this_machine
 from lp_runtime.launchers.worker.process_host import Placement
 
-# A replica on CPUs shares the cores with its peers, so it books next to nothing: Ray would refuse gpus=4 on 2 cores.
+# A replica on CPUs shares the cores with its peers, so it reserves almost nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
 
 
 class Booking:
-    """What Ray has set aside for the replicas: a placement group with a bundle for each, in the order of their indices.
-    The shards of a replica share its bundle, and with it a node. Bundles of a node that is lost go to another one as
-    soon as that has the capacity.
+    """Ray placement group with one bundle per replica, in the order of the replica indices.
+
+    The shards of a replica share its bundle, so they are on one node. Ray moves the bundles of a lost node to another
+    node once that has the capacity.
 
     Args:
-        ray: the module, connected.
-        config: the runtime's settings.
+        ray: the module, connected to a cluster.
 
     Attributes:
-        device: that the replicas are to have: cuda or cpu.
+        device: cuda or cpu, for all replicas.
 
     Raises:
         ConfigError: if the cluster has fewer GPUs.
@@ -40,7 +40,7 @@ class Booking:
         on_gpus = config.device == "cuda" or num_gpus > 0
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
-        # Cores are for what feeds a GPU; a cluster may have fewer than one to spare for each.
+        # The CPU share is small on GPUs, too: a cluster may have less than one free core per GPU.
         self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
         self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"
@@ -48,39 +48,36 @@ class Booking:
         try:
             if not self._group.wait(launcher.start_timeout):
                 raise LaunchError(
-                    f"launcher=ray: the cluster has no room for {num_replicas} x {self._bundle}"
+                    f"launcher=ray: the cluster has no capacity for {num_replicas} x {self._bundle}"
                     f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
                 )
-        except BaseException:  # an interrupted wait, too, books nothing
+        except BaseException:  # also if the wait is interrupted (KeyboardInterrupt)
             self.release()
             raise
 
     def options(self, index: int) -> dict[str, object]:
-        """Return the options that give an actor its part of a replica's bundle: all of it, or a shard's."""
+        """Return the Ray options that place an actor (one shard) in a replica's bundle."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
         return {"num_cpus": CPU_SHARE, "num_gpus": self._shard.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
-        """Return the id of each replica's node."""
+        """Return the Ray node id of each replica, by index."""
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
     def placement(self, index: int) -> Placement:
-        """Return where a replica is, but for its GPU, which only the replica itself knows: see `placement_here`."""
+        """Return a replica's placement, without its GPU index, which only `placement_here` knows."""
         nodes = self.nodes()
         return Placement(0, self._num_shards * nodes.count(nodes[index]), owns_device=self.device == "cuda")
 
     @staticmethod
     def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)
-        """Return where the replica is whose actor calls this, and which of the GPUs that it sees is assigned to it.
-
-        Args:
-            shard: which shard of its replica the actor is.
+        """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it.
 
         Raises:
-            LaunchError: if the actor does not see the GPUs that Ray has assigned to it, or not in a row.
+            LaunchError: if the actor does not see its assigned GPUs, or their indices are not consecutive.
         """
         import ray
 
@@ -91,19 +88,21 @@ class Booking:
             return Placement(0, num_local, shard=shard)
         indices = [device_index(each, visible_gpus()) for each in assigned]
         if indices != list(range(indices[0], indices[0] + len(indices))):
-            raise LaunchError(f"launcher=ray: the replica's GPUs are not in a row: {indices} of those that it sees")
+            raise LaunchError(
+                f"launcher=ray: the replica's GPUs must have consecutive indices, and Ray assigned {indices}"
+            )
         return Placement(indices[0], num_local, owns_device=True, shard=shard)
 
     def release(self) -> None:
-        """Give the bundles back to the cluster."""
+        """Release the bundles."""
         self._ray.util.remove_placement_group(self._group)
 
 
 def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
-    """Return how many GPUs a Ray cluster has for replicas, and the node that has the fewest of them; 0 and 0 on CPUs.
+    """Return (GPUs of a Ray cluster, GPUs of its smallest node that has any); (0, 0) on CPUs.
 
     Args:
-        ray: the module, connected.
+        ray: the module, connected to a cluster.
         device: "auto", "cpu" or "cuda".
     """
     if device == "cpu":
@@ -113,14 +112,10 @@ def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
 
 
 def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
-    """Return, as a list of one, the bytes that are free on a GPU of a Ray cluster, whose GPUs are taken to be alike.
-
-    Args:
-        ray: the module, connected.
-        config: the runtime's settings.
+    """Return [free bytes of one GPU of a Ray cluster]; all its GPUs are assumed to have the same memory.
 
     Raises:
-        LaunchError: if no GPU can be asked within launcher.start_timeout.
+        LaunchError: if no GPU answers within launcher.start_timeout.
     """
     task = ray.remote(num_gpus=1, num_cpus=CPU_SHARE, max_retries=0)(free_of_this_machine)
     call = task.remote()
@@ -128,19 +123,19 @@ def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
         (free, *_) = ray.get(call, timeout=config.launcher.start_timeout)
     except ray.exceptions.RayError as error:
         ray.cancel(call, force=True)
-        reason = first_line(getattr(error, "cause", None) or error)  # of the task's own error, without Ray's traceback
-        raise LaunchError(f"launcher=ray: no GPU's free memory can be told: {reason}") from error
+        reason = first_line(getattr(error, "cause", None) or error)  # the task's own error, without Ray's traceback
+        raise LaunchError(f"launcher=ray: cannot read a GPU's free memory: {reason}") from error
     return [free]
 
 
 def device_index(assigned: int | str, visible: list[str] | None) -> int:
-    """Return which of the GPUs that a process sees is the one that Ray has assigned to it.
+    """Return the index, among the GPUs that a process sees, of the GPU that Ray assigned to it.
 
-    Ray shows an actor the assigned GPU only, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the actor
-    sees what its node's Ray sees.
+    Ray shows an actor only the assigned GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the actor
+    sees all GPUs that its node's Ray sees.
 
     Args:
-        assigned: the GPU's index on its node, or its name in CUDA_VISIBLE_DEVICES.
+        assigned: GPU index on the node, or its name in CUDA_VISIBLE_DEVICES.
         visible: names in CUDA_VISIBLE_DEVICES; None if the process sees all GPUs of its node.
 
     Raises:
@@ -150,6 +145,6 @@ def device_index(assigned: int | str, visible: list[str] | None) -> int:
         return int(assigned)
     if str(assigned) not in visible:
         raise LaunchError(
-            f"launcher=ray: Ray has assigned GPU {assigned}, which CUDA_VISIBLE_DEVICES={','.join(visible)} hides"
+            f"launcher=ray: Ray assigned GPU {assigned}, which CUDA_VISIBLE_DEVICES={','.join(visible)} hides"
         )
     return visible.index(str(assigned))

@@ -1,4 +1,4 @@
-"""Connecting this process to a Ray cluster, which may ask for a token."""
+"""Connects this process to a Ray cluster, with a token if the cluster requires one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 
 from lp_runtime.errors import LaunchError, first_line
 
-CONNECT_SECONDS = 10.0  # that the cluster may take to answer
+CONNECT_SECONDS = 10.0  # limit for the cluster's answer
 ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -18,10 +18,10 @@ def connect(address: str | None) -> None:
     """Connect this process to a Ray cluster.
 
     Args:
-        address: HOST:PORT; None for the one that this machine or job belongs to, else a local one that starts here.
+        address: HOST:PORT; None for the cluster of this machine or job, or if there is none, a new local cluster.
 
     Raises:
-        LaunchError: if it cannot be reached or started.
+        LaunchError: if the cluster cannot be reached or started.
     """
     import ray
 
@@ -29,7 +29,7 @@ def connect(address: str | None) -> None:
     cluster = _resolved(address)
     if cluster:
         _authenticate(cluster, address or cluster)
-    include_dashboard = None if cluster else False  # the latter is for a cluster that starts here
+    include_dashboard = None if cluster else False  # False only if this starts a local cluster
     try:
         ray.init(address=cluster, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
@@ -38,22 +38,19 @@ def connect(address: str | None) -> None:
 
 
 def _resolved(address: str | None) -> str | None:
-    """Return the address of the cluster that Ray would connect to; None for one that starts here."""
+    """Return the address that Ray would connect to; None if it would start a local cluster."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
-        return canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # takes None
-    except Exception:  # ray://HOST:PORT, or a malformed address, which ray.init reports
+        return canonicalize_bootstrap_address(address)  # type: ignore[arg-type]  # accepts None
+    except Exception:  # ray://HOST:PORT, or a malformed address that ray.init will report
         return address
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Use the user's token if the cluster asks for one, and only then: without one, it would end the actors of a driver
-    that has a token.
+    """Enable the user's token if the cluster requires one, and only then.
 
-    Args:
-        address: HOST:PORT.
-        name: of the cluster, for a message.
+    A cluster without tokens would end the actors of a driver that has one.
 
     Raises:
         LaunchError: if there is no token, or the cluster refuses it.
@@ -64,18 +61,18 @@ def _authenticate(address: str, name: str) -> None:
         return
     if not _is_refused(address):
         return
-    tokens.logger.setLevel(logging.ERROR)  # it would warn that tokens are on
+    tokens.logger.setLevel(logging.ERROR)  # hide the warning that tokens are enabled
     if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
         return
     raise LaunchError(
         f"launcher=ray: the Ray cluster at {name} asks for another token: set RAY_AUTH_TOKEN, or"
-        " RAY_AUTH_TOKEN_PATH to a file that holds it"
+        " RAY_AUTH_TOKEN_PATH to the path of a file that contains it"
     )
 
 
 def _is_refused(address: str) -> bool:
-    """Whether a cluster refuses this process's token, or that it has none."""
-    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # in a separate process, whose log lines are not shown
+    """Whether a cluster refuses this process's token, or requires one that it lacks."""
+    command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # a separate process, so that Ray's log stays hidden
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
     except subprocess.TimeoutExpired:
@@ -84,7 +81,7 @@ def _is_refused(address: str) -> bool:
 
 
 def _probe(address: str | None) -> None:
-    """Try to connect to the cluster's port. Ray itself tries for minutes, and logs many lines."""
+    """Try to connect to the cluster's port: Ray retries a dead address for minutes, with many log lines."""
     match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
     if not match:
         return

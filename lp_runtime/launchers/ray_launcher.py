@@ -1,5 +1,8 @@
-"""Replicas as Ray actors, one a GPU. The driver starts them, streams from rank 0 and tears them down; it is never
-inside a step. Ray is imported only when this launcher is chosen."""
+"""Launcher of replicas as Ray actors, one actor per GPU.
+
+The driver starts them, streams from rank 0 and stops them; it is not involved in a step. Ray is imported only when this
+launcher is chosen.
+"""
 
 from __future__ import annotations
 
@@ -29,18 +32,14 @@ from lp_runtime.launchers.worker.follower_server import FollowerServer
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.worker.replica_server import ReplicaServer
 
-BATCH_SECONDS = 0.005  # step outputs that come closer together travel to the driver together
-STORE_SECONDS = 10.0  # that a replica may take to open a store
-MAX_RESTARTS = 1  # by Ray, of an actor whose node is lost before it runs; one that ran is killed as its stream ends
-CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # of an actor: calls of one group run one after another
+BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
+STORE_SECONDS = 10.0  # limit for a replica to open a store
+MAX_RESTARTS = 1  # by Ray, if the node is lost before the actor runs; later the pool kills it when its stream ends
+CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # one thread each: calls of a group run one after another
 
 
 class ReplicaActor:
     """One replica, or one shard of a replica, in a Ray actor.
-
-    Args:
-        config: the runtime's settings.
-        shard: which shard of its replica the actor is.
 
     Attributes:
         outgoing: messages to the driver; None comes last.
@@ -53,8 +52,11 @@ class ReplicaActor:
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
-        """Be a replica, in a thread of its own, and stream its messages in small batches: no step waits for that."""
-        # Asked here, not by the driver: a replica that is started again may have got another node since.
+        """Run the replica in a separate thread, and stream its messages in small batches.
+
+        No step waits for the stream.
+        """
+        # Determined here, not by the driver: a restarted replica may be on another node.
         place = Booking.placement_here(self._shard)
         serving = ReplicaServer if self._shard.is_leader else FollowerServer
         server = serving(self._config, place, self.outgoing.put)
@@ -75,14 +77,10 @@ class ReplicaActor:
             yield [message for message in batch if message is not None]
 
     def post(self, data: bytes) -> None:
-        """Hand a message of the driver's to the replica, which has sent one itself before.
-
-        Args:
-            data: the message, pickled.
-        """
+        """Pass a pickled message of the driver to the replica, which must have sent a message before."""
         try:
             message = pickle.loads(data)
-        except Exception as error:  # of another version of this package or of Python, for one
+        except Exception as error:  # e.g. pickled by another version of this package or of Python
             self.outgoing.put(Failed.from_error(error))
             self.outgoing.put(None)
         else:
@@ -90,10 +88,10 @@ class ReplicaActor:
             self._server.post(message)
 
     def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
-        """Return where a group meets whose rank 0 is this replica; or why it cannot.
+        """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot.
 
         Args:
-            num_local: replicas of the group, if all of them are on this machine; else 0.
+            num_local: size of the group if all its replicas are on this machine, else 0.
         """
         import ray
 
@@ -111,26 +109,25 @@ class ReplicaActor:
 
 
 class RayHost(ProcessHost):
-    """Replicas as actors of a Ray cluster: a placement group, one actor a GPU, and so one a shard.
+    """Replicas as actors of a Ray cluster: a placement group, and one actor per shard.
 
     Args:
-        ray: the module; connected to a cluster here, if it is not.
-        config: the runtime's settings.
+        ray: the module; this connects it to a cluster if it is not connected.
 
     Attributes:
-        config: the runtime's settings, with the device and the GPUs of a replica that were chosen.
-        actors: the latest actors that have not been killed from here, by number; those of replica i, of P shards, are
+        config: the given settings, with the chosen device and GPUs per replica.
+        actors: the latest actors that this host has not killed, by number; replica i of P shards has the numbers
             i P, i P + 1 ... (i + 1) P - 1.
 
     Raises:
-        ConfigError: if the cluster has fewer GPUs than are asked for.
+        ConfigError: if the cluster has fewer GPUs than requested.
         LaunchError: if the cluster cannot be reached, or has no capacity for the replicas.
     """
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self.actors: dict[int, Any] = {}
         self._ray = ray
-        self._streams: dict[int, Any] = {}  # of what each replica says
+        self._streams: dict[int, Any] = {}  # of each actor's messages, by number
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             connect(config.launcher.address)
@@ -141,7 +138,7 @@ class RayHost(ProcessHost):
         except BaseException:
             self._disconnect()
             raise
-        # Decided here for all: a node may have GPUs that this runtime has not booked.
+        # Set for all replicas: with "auto", one would use GPUs of its node that this runtime has not reserved.
         self.config = dataclasses.replace(config, device=self._booking.device)
         self._num_shards = config.num_shards
 
@@ -182,7 +179,7 @@ class RayHost(ProcessHost):
     def send(self, index: int, message: object) -> None:
         actor = self.actors.get(self._numbers(index)[0])
         if actor is not None:
-            # Pickled here as Ray would, so that the replica can say so if it cannot be read there.
+            # Pickled here, as Ray would do it, so that the replica can report a message that it cannot unpickle.
             actor.post.options(concurrency_group="post").remote(self.pickled(message))
 
     def pickled(self, value: object) -> bytes:
@@ -201,16 +198,16 @@ class RayHost(ProcessHost):
                 batch = self._ray.get(next(stream))
             except (self._ray.exceptions.RayError, StopIteration) as error:
                 batch = [Failed(f"its actor ended ({self._reason(error)})", None)]
-            if self._streams.get(number) is not stream:  # it was killed from here
+            if self._streams.get(number) is not stream:  # `kill` was called meanwhile
                 continue
-            if batch and isinstance(batch[-1], Failed):  # a shard that follows another may end without a word
+            if batch and isinstance(batch[-1], Failed):  # the last message of the stream, or made from its end above
                 self._streams.pop(number, None)
             messages += [(number // self._num_shards, message) for message in batch]
         return messages
 
     @staticmethod
     def _reason(error: Exception) -> str:
-        # A process that was lost has nothing to say; one that could not make its actor ends with the reason.
+        # Only a failed creation of the actor has its reason in the last line; for a lost process the type says enough.
         lines = str(error).strip().splitlines()
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
@@ -220,7 +217,7 @@ class RayHost(ProcessHost):
             self._streams.pop(number, None)
         actors = [self.actors.pop(number) for number in numbers if number in self.actors]
 
-        def end() -> None:  # asks the cluster, which may take its time to answer
+        def end() -> None:  # calls the cluster, which may answer slowly
             for actor in actors:
                 self._ray.kill(actor)
 
@@ -242,12 +239,6 @@ class RayHost(ProcessHost):
 
 class RayLauncher(TeamLauncher):
     """launcher=ray: replicas as actors of a Ray cluster.
-
-    Args:
-        config: the runtime's settings.
-
-    Attributes:
-        host: the replicas' actors.
 
     Raises:
         LaunchError: if ray is not installed.

@@ -1,8 +1,7 @@
-"""Replicas as processes of this machine, one per GPU, each run by worker/replica_process.py. A replica of several
-shards is as many processes.
+"""Launcher of replicas as child processes, one per shard, run by worker/replica_process.py.
 
-Plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module, so a
-script needs no main guard. A child ends by itself when its pipe closes, however the driver died.
+These are plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module,
+so a script needs no main guard. A child exits when its pipe closes, however the driver died.
 """
 
 from __future__ import annotations
@@ -30,20 +29,18 @@ from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Ren
 from lp_runtime.utils.child_process import python_command
 
 LOOPBACK = "127.0.0.1"
-CLOSE_GRACE_SECONDS = 0.5  # that a process may take to end after its pipe has closed
-EXIT_TIMEOUT_SECONDS = 5.0  # that a replica may take to end by itself
-KILL_TIMEOUT_SECONDS = 30.0  # that a killed process may take to end: the driver frees its GPU's memory meanwhile
+CLOSE_GRACE_SECONDS = 0.5  # for a process to exit after it closed its pipe, or for queued messages to be sent at close
+EXIT_TIMEOUT_SECONDS = 5.0  # for all replicas to exit by themselves
+KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver frees its GPU memory first
 
 
 class ReplicaPipe:
-    """The driver's end of the pipe to a replica. What is sent waits in a queue: a replica that hangs keeps nobody
-    waiting.
+    """The driver's end of the pipe to a replica.
 
-    Args:
-        pipe: the driver's end.
+    Messages are queued and sent by a thread, so that a hanging replica never blocks `send`.
 
     Attributes:
-        pipe: the driver's end.
+        pipe: the connection to receive from.
     """
 
     def __init__(self, pipe: Connection):
@@ -53,19 +50,19 @@ class ReplicaPipe:
         self._sender.start()
 
     def send(self, message: object) -> None:
-        """Queue a message. Never waits; fails only if the message cannot be pickled."""
+        """Queue a message. Never blocks; fails only if the message cannot be pickled."""
         self._queue.put(bytes(ForkingPickler.dumps(message)))
 
     def _send_queued(self) -> None:
-        with contextlib.suppress(OSError):  # that the replica has ended shows when it is listened to
+        with contextlib.suppress(OSError):  # the replica has ended, which `receive` reports
             for data in iter(self._queue.get, None):
                 self.pipe.send_bytes(data)
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the pipe, once all messages are sent.
+        """Close the pipe once all messages are sent.
 
         Args:
-            timeout: seconds to wait for that; if they do not suffice, the pipe is left open. None for no limit.
+            timeout: seconds to wait for the queued messages, after which the pipe is left open; None for no limit.
         """
         self._queue.put(None)
         self._sender.join(timeout)
@@ -74,24 +71,21 @@ class ReplicaPipe:
 
 
 def start_process(pipe: Connection) -> subprocess.Popen:
-    """Start a replica that listens at an end of a pipe."""
+    """Start a replica process that communicates over the given end of a pipe."""
     command = python_command("lp_runtime.launchers.worker.replica_process", str(pipe.fileno()))
-    # A session of its own: Ctrl-C reaches the driver alone, which then ends the replicas.
+    # A new session: Ctrl-C reaches only the driver, which then stops the replicas.
     return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class SpawnHost(ProcessHost):
     """Replicas as child processes.
 
-    Args:
-        config: the runtime's settings.
-
     Attributes:
-        processes: the latest processes; those of replica i, of P shards, are i P, i P + 1 ... (i + 1) P - 1.
+        processes: the latest processes by number; replica i has the numbers i P, i P + 1 ... (i + 1) P - 1.
         num_shards: P, shards of each replica.
 
     Raises:
-        ConfigError: if this machine has fewer GPUs than are asked for, or torch cannot use them.
+        ConfigError: if this machine has fewer GPUs than requested, or torch cannot use them.
         LaunchError: if the store cannot be opened.
     """
 
@@ -101,8 +95,8 @@ class SpawnHost(ProcessHost):
         self._num_replicas, self.num_shards = config.num_replicas, config.num_shards
         self._num_stages = config.num_stages
         self._pipes: dict[int, ReplicaPipe] = {}
-        self._segments: dict[int, str] = {}  # name of the memory that a replica's shards share, by its index
-        self._ended_pipes: list[ReplicaPipe] = []  # to replicas that have ended; closed by the listening thread
+        self._segments: dict[int, str] = {}  # name of the shared memory of each replica's shards, by replica index
+        self._ended_pipes: list[ReplicaPipe] = []  # of replicas that have ended; closed by the receiving thread
         if device_type(config.device) == "cuda":
             available = torch.cuda.device_count()
             may_share = config.launcher.backend in ("gloo", "shared") and config.num_stages == 1
@@ -161,12 +155,12 @@ class SpawnHost(ProcessHost):
                 message = self._death(number, pipe)
             if message is not None and (self._pipes.get(number) is pipe or isinstance(message, Failed)):
                 messages.append((number // self.num_shards, message))
-        while self._ended_pipes:  # here, where nobody waits for them
+        while self._ended_pipes:  # closed here because `close` may block, and `kill` must not
             self._ended_pipes.pop().close()
         return messages
 
     def _death(self, number: int, pipe: ReplicaPipe) -> Failed | None:
-        """Say what became of the process whose pipe is closed; None if it was killed from here."""
+        """Return the Failed message for a process whose pipe has closed; None if `kill` ended it."""
         if self._pipes.get(number) is not pipe:
             return None
         self._ended_pipes.append(self._pipes.pop(number))
@@ -212,13 +206,7 @@ class SpawnHost(ProcessHost):
 
 
 class SpawnLauncher(TeamLauncher):
-    """launcher=local with several replicas, or one that is to be in a process of its own.
-
-    Args:
-        config: the runtime's settings.
-
-    Attributes:
-        host: the replicas' processes.
+    """launcher=local with several replicas or shards, or with launcher.own_process=true.
 
     Raises:
         LookaheadError: if any of the replicas cannot be started.

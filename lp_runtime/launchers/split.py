@@ -1,6 +1,6 @@
-"""How the GPUs of a runtime are divided into replicas, where the settings leave it to the machine.
+"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest".
 
-Letters: P GPUs of a replica.
+Letters: P GPUs per replica.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from lp_runtime.model.capacity import NCCL_BYTES
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
-# Run in a process of its own, as asking makes a CUDA context on every GPU, which takes hundreds of MiB while it lives.
+# Run in a separate process: the query creates a CUDA context on every GPU, which occupies hundreds of MiB until exit.
 SURVEY = """
 import json, torch
 print(json.dumps([torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]))
 """
-SURVEY_SECONDS = 120.0  # that importing torch and making the contexts may take
+SURVEY_SECONDS = 120.0  # limit for importing torch and creating the contexts
 
-Survey = Callable[[], Sequence[int]]  # returns the bytes that are free on each GPU
+Survey = Callable[[], Sequence[int]]  # returns the free bytes of each GPU
 
 
 def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None = None) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number: as given, or what its free memory says.
+    """Return settings whose gpus_per_replica is a number: the given one, the fastest, or the smallest.
 
     Args:
-        config: the runtime's.
-        num_gpus: that the runtime may use; 0 on CPUs.
-        survey: asked only if more than one GPU a replica is possible.
-        num_local: GPUs of one machine, which P must divide, too; None if `gpus` are all there are.
+        config: settings whose gpus_per_replica may be "auto" or "fastest".
+        num_gpus: GPUs that the runtime may use; 0 on CPUs.
+        survey: called only if more than one P is possible.
+        num_local: GPUs of one machine, which P must divide, too; None if all GPUs are on this machine.
 
     Raises:
-        ConfigError: if the fastest is wanted, and nothing was measured.
-        LaunchError: if the GPUs cannot be asked.
-        ModelError: if the model fits on no P.
+        ConfigError: if gpus_per_replica=fastest and nothing was measured.
+        LaunchError: if the GPUs' free memory cannot be read.
+        ModelError: if the model does not fit with any P.
     """
     if config.gpus_per_replica == "fastest":
         gpus = config.gpus or num_gpus or 1
@@ -54,12 +54,12 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
 
 
 def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
-    """Return settings with the fewest GPUs a replica; arguments and errors as those of `choose_split`."""
+    """Return settings with the fewest GPUs per replica; see `choose_split`."""
     candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
-    if config.model.device_map is not None or len(candidates) < 2:  # what does not fit is refused as it is loaded
+    if config.model.device_map is not None or len(candidates) < 2:  # a model that does not fit fails when it is loaded
         return dataclasses.replace(config, gpus_per_replica=1)
     size = size_of_model(config.model, config.dtype, config.context_tokens)
-    if size is None or config.model.quantization_config is not None:  # which says too little of its size
+    if size is None or config.model.quantization_config is not None:  # size unknown
         return dataclasses.replace(config, gpus_per_replica=1)
     free = min(list(survey())[: config.gpus or num_gpus])
     num_shards, parallelism = _fewest(size, candidates, free, config.model)
@@ -68,19 +68,19 @@ def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
 
 
 def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
-    """Return settings that say how a model lies on the GPUs of a replica; on CPUs auto is tensor."""
+    """Return settings with model.parallelism decided: tensor on CPUs and if the model can be sliced."""
     if config.model.parallelism != "auto" or config.replica_gpus == 1:
         return config
     parallelism = "tensor"
     if on_gpus:
         size = size_of_model(config.model, config.dtype)
-        if config.model.quantization_config is not None or (size and _why_whole(size, config.replica_gpus)):
+        if config.model.quantization_config is not None or (size and _why_not_sliced(size, config.replica_gpus)):
             parallelism = "pipeline"
     return dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism=parallelism))
 
 
-def _why_whole(size: ModelSize, num_shards: int) -> str:
-    """Return why a model cannot be sliced; empty if it can."""
+def _why_not_sliced(size: ModelSize, num_shards: int) -> str:
+    """Return why a model cannot be sliced into shards; empty if it can."""
     try:
         size.check_shards(num_shards)
         return ""
@@ -89,32 +89,28 @@ def _why_whole(size: ModelSize, num_shards: int) -> str:
 
 
 def _divisors(gpus: int | None, num_gpus: int) -> list[int]:
-    """Return the P that are possible, ascending: divisors of `gpus`; any where that is not given."""
+    """Return the candidates for P, ascending: divisors of `gpus`, or any number if that is None."""
     if gpus is None:
         return list(range(1, num_gpus + 1))
     return [each for each in range(1, gpus + 1) if gpus % each == 0] if gpus <= num_gpus else [1]
 
 
 def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: ModelConfig) -> tuple[int, str]:
-    """Return the fewest GPUs that hold a model, the keys and values of its context and what passes take, and how it
-    lies on them: sliced if it can be, else layer by layer.
+    """Return (P, parallelism): the fewest GPUs that hold the weights, the KV cache and the passes' memory.
 
-    Args:
-        size: the model's.
-        candidates: P that are possible, ascending.
-        free: bytes that are free on every GPU.
-        config: says how the model may lie.
+    Tensor parallelism is preferred; pipeline is the choice if tensor fits on no candidate. Candidates are possible P,
+    ascending; `free` is the free bytes on every GPU.
 
     Raises:
-        ModelError: if it does not fit, with the reason why it is on no more GPUs.
+        ModelError: if the model fits on no candidate; the message says why more GPUs are not possible.
     """
-    # NCCL has buffers on every GPU, be it between the GPUs of a replica or between replicas.
+    # NCCL allocates buffers on every GPU, for the GPUs of a replica and for replicas among each other.
     exchange_bytes = NCCL_BYTES if candidates[-1] > 1 else 0
-    needed: dict[int, int] = {}  # bytes by P, of the last way that was tried
+    needed: dict[int, int] = {}  # bytes per GPU, by P
     refusal = ""
     if config.parallelism != "pipeline":
         for num_gpus in candidates:
-            if why := _why_whole(size, num_gpus):
+            if why := _why_not_sliced(size, num_gpus):
                 refusal = refusal or f" ({why})"
                 continue
             needed[num_gpus], refusal = size.needed_bytes(num_gpus, exchange_bytes), ""
@@ -135,10 +131,10 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
 
 
 def free_of_this_machine() -> list[int]:
-    """Return the bytes that are free on each GPU that this process sees, with a CUDA context on it.
+    """Return the free bytes of each visible GPU, measured with a CUDA context on it.
 
     Raises:
-        LaunchError: if the GPUs cannot be asked.
+        LaunchError: if the GPUs cannot be queried.
     """
     if reason := why_no_gpu():
         raise LaunchError(f"gpus_per_replica=auto: {reason}")
@@ -149,12 +145,12 @@ def free_of_this_machine() -> list[int]:
         return [int(each) for each in json.loads(done.stdout)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise LaunchError(
-            f"gpus_per_replica=auto: the GPUs' free memory cannot be told ({type(error).__name__})"
+            f"gpus_per_replica=auto: cannot read the GPUs' free memory ({type(error).__name__})"
         ) from error
 
 
 def visible_on(device: str) -> int:
-    """Return how many GPUs this process may give to replicas.
+    """Return how many GPUs this process can use for replicas; 0 for "cpu".
 
     Args:
         device: "auto", "cpu" or "cuda".

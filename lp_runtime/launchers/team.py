@@ -1,12 +1,11 @@
-"""A launcher of replicas in processes of their own, led by the driver: it forms their groups, and forms them anew when
-one is lost.
+"""Base of launchers with replicas in separate processes, whose groups the driver forms and re-forms.
 
-Every replica holds the whole model, and those of a group the whole decoding state, so what a lost one knew is known to
-the others: they form a smaller group and resume the request behind the last token that any of them has committed. The
-lost one is started again. In the same way a request is moved to more or fewer replicas: it is paused between two steps,
-and resumed by another group. The driver is never inside a step.
+Every replica holds the whole model, and every member of a group the whole decoding state. So if one is lost, the others
+form a smaller group and resume the request after the last token that any of them has committed. The lost replica is
+restarted. A request moves to more or fewer replicas the same way: it is paused between two steps and resumed by another
+group. The driver is not involved in a step.
 
-One thread listens to all replicas (replica_pool.py); every request is led by a thread of its caller's
+One thread receives from all replicas (replica_pool.py); each request is driven by its caller's thread
 (request_driver.py).
 """
 
@@ -28,14 +27,10 @@ from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):
-    """What launchers with processes of their own have in common. A subclass says how the processes are reached.
+    """Base class of launchers with replicas in separate processes. Subclasses supply the ProcessHost.
 
     Args:
-        config: the runtime's settings.
-        host: starts and reaches the processes; closed with the launcher, or if the start fails.
-
-    Attributes:
-        pool: the replicas.
+        host: starts the processes and exchanges messages with them; closed with the launcher, or if the start fails.
 
     Raises:
         LookaheadError: if any of the replicas fails.
@@ -85,11 +80,12 @@ class TeamLauncher(Launcher):
         yield from RequestDriver(self.pool, self._groups, request, ReplicaLease(ready)).run()
 
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
-        """Decode a request on the replicas of a lease. Several requests may be decoded at once, on the same or on
-        different replicas, each in a thread of its own. Closing the iterator early cancels the request.
+        """Decode a request on the replicas of a lease. Closing the iterator early cancels the request.
+
+        Several requests may be decoded at once, on the same or on different replicas, each in a separate thread.
 
         Raises:
-            ReplicaError: if all its replicas are lost and it gets no others, or the launcher is closed.
+            ReplicaError: if all replicas of the lease are lost and it gets no others, or the launcher is closed.
         """
         if self._is_closed:
             raise ReplicaError("the runtime is closed")

@@ -1,4 +1,4 @@
-"""Replicas that torchrun started: every rank runs the same program, and rank 0's requests count."""
+"""Launcher of replicas under torchrun: every rank runs the same program, decoding rank 0's requests."""
 
 from __future__ import annotations
 
@@ -28,20 +28,15 @@ from lp_runtime.replica.replica import ReplicaInfo, load_follower, start_replica
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 
-STORE_SECONDS = 60.0  # that shards wait for one another before they load: torchrun has started them together
+STORE_SECONDS = 60.0  # for shards to meet before they load; short, since torchrun starts them at the same time
 logger = logging.getLogger(__name__)
 
 
 class TorchrunLauncher(Launcher):
-    """launcher=torchrun.
+    """launcher=torchrun on shard 0 of a replica.
 
-    In a script every rank makes the same calls. Where only rank 0 makes them (the command line), the other ranks
-    call `close` at once: it serves rank 0's requests until rank 0 closes.
-
-    Args:
-        config: the runtime's settings.
-        context: of this process's replica, whose shard 0 the process is.
-        place: of this process among the shards of its replica.
+    In a script every rank makes the same calls. If only rank 0 makes them (the command line), the other ranks call
+    `close` at once, which serves rank 0's requests until rank 0 closes.
 
     Raises:
         LookaheadError: if this rank's replica cannot be started.
@@ -77,7 +72,7 @@ class TorchrunLauncher(Launcher):
         except GeneratorExit:  # the caller stopped early
             self._cancel()
             raise
-        except REQUEST_ERRORS as error:  # of all ranks alike
+        except REQUEST_ERRORS as error:  # raised on all ranks
             self._tell(error)
             raise
         except (Exception, KeyboardInterrupt):
@@ -85,21 +80,21 @@ class TorchrunLauncher(Launcher):
             raise
 
     def _cancel(self) -> None:
-        """End what is being decoded, in step with the other ranks."""
+        """Cancel the request that is being decoded, in step with the other ranks."""
         self._is_cancelled = True
         try:
             for event in self._events:
                 self._tell(event)
-        except REQUEST_ERRORS as error:  # it has ended, too
+        except REQUEST_ERRORS as error:  # this ends the request, too
             self._tell(error)
 
     def _tell(self, message: object) -> None:
-        """Tell the other shards of this replica, whose ranks run the same script, what this one yields."""
+        """Send an event or error to this replica's other shards, whose ranks run the same script."""
         if self._replica.leading is not None:
             self._replica.leading.tell(message)
 
     def _share(self, request: Request | None) -> Request | None:
-        """Return rank 0's request on every rank; None if rank 0 closes."""
+        """Return rank 0's request on every rank; None when rank 0 closes."""
         return broadcast_object(request, self._replica.group, is_patient=True)
 
     def _close(self) -> None:
@@ -111,7 +106,7 @@ class TorchrunLauncher(Launcher):
                     self._share(None)
                 else:
                     while (request := self._share(None)) is not None:
-                        with contextlib.suppress(*REQUEST_ERRORS):  # rank 0's caller is told
+                        with contextlib.suppress(*REQUEST_ERRORS):  # raised to the caller on rank 0
                             for _ in self._decode(request):
                                 pass
                 self._tell(None)
@@ -120,15 +115,10 @@ class TorchrunLauncher(Launcher):
 
 
 class TorchrunFollower(Launcher):
-    """launcher=torchrun on a rank that is a shard other than 0 of its replica. It yields what shard 0 does.
-
-    Args:
-        config: the runtime's settings.
-        context: of this process's replica.
-        place: of this process among the shards of its replica.
+    """launcher=torchrun on a shard other than 0: yields the same events as shard 0 of its replica.
 
     Raises:
-        LookaheadError: if this shard cannot be started, or shard 0 is not.
+        LookaheadError: if this shard or shard 0 cannot be started.
     """
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
@@ -139,7 +129,7 @@ class TorchrunFollower(Launcher):
             info = next(self._messages)
         assert isinstance(info, ReplicaInfo)
         self._info = info
-        self._has_ended = False  # as shard 0 has
+        self._has_ended = False  # whether shard 0 has closed
 
     @property
     def info(self) -> ReplicaInfo:
@@ -149,7 +139,7 @@ class TorchrunFollower(Launcher):
         for event in self._until_end():
             try:
                 yield event
-            except GeneratorExit:  # the caller stopped early; shard 0 may have, too, and goes on to the request's end
+            except GeneratorExit:  # the caller stopped early: skip the rest, which shard 0 still sends
                 with contextlib.suppress(ShardError, *REQUEST_ERRORS):
                     for _ in self._until_end() if isinstance(event, StepOutput) else ():
                         pass
@@ -158,8 +148,7 @@ class TorchrunFollower(Launcher):
             raise ReplicaError("rank 0 has closed while this rank asked for one more request")
 
     def _until_end(self) -> Iterator[Event]:
-        """Yield what shard 0 yields, to the end of a request, or of the runtime; raise the error that has ended the
-        request there."""
+        """Yield shard 0's events up to the end of a request or of the runtime; raise shard 0's error."""
         while not self._has_ended:
             event = next(self._messages)
             if event is None:
@@ -173,7 +162,7 @@ class TorchrunFollower(Launcher):
                 return
 
     def _close(self) -> None:
-        with contextlib.suppress(ShardError):  # shard 0 has ended without a word
+        with contextlib.suppress(ShardError):  # shard 0 ended without closing
             while not self._has_ended:
                 with contextlib.suppress(*REQUEST_ERRORS):
                     for _ in self._until_end():
@@ -183,10 +172,12 @@ class TorchrunFollower(Launcher):
 
 
 def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number, equal on all ranks: rank 0 chooses, by its own GPU's memory.
+    """Return settings whose gpus_per_replica is a number, the same on all ranks.
+
+    Rank 0 chooses it by the free memory of its GPU.
 
     Raises:
-        LookaheadError: if none will do.
+        LookaheadError: if no number is possible.
     """
     if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
         raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
@@ -214,17 +205,17 @@ def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
 
 
 def launch_under_torchrun(config: RuntimeConfig) -> Launcher:
-    """Start this rank's part of its replica; the shards of a replica are ranks in a row.
+    """Start this rank's shard of its replica; consecutive ranks are the shards of one replica.
 
     Args:
-        config: the runtime's settings; its `gpus` gives way to torchrun's WORLD_SIZE.
+        config: the runtime's settings; torchrun's WORLD_SIZE overrides `gpus`.
 
     Raises:
         LookaheadError: if this rank's replica cannot be started.
     """
     world = ReplicaContext.from_torchrun()
     if config.gpus is not None and config.gpus != world.num_replicas:
-        logger.warning("gpus=%d: under torchrun it is WORLD_SIZE, %d", config.gpus, world.num_replicas)
+        logger.warning("gpus=%d is ignored: torchrun sets it to WORLD_SIZE=%d", config.gpus, world.num_replicas)
     config = with_split(config, world)
     num_shards = config.num_shards
     context, shard = world.divided(num_shards)

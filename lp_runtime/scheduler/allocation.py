@@ -1,4 +1,4 @@
-"""The allocation: which replicas each job has, as jobs and replicas come and go."""
+"""Allocation of replicas to jobs, updated as jobs and replicas come and go."""
 
 from __future__ import annotations
 
@@ -9,20 +9,19 @@ from lp_runtime.sampling.processors import is_ordered
 from lp_runtime.scheduler.job import Job, JobLease
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds
 
-MIN_LEFT_TOKENS = 32  # that a job must still want to be given other replicas: new ones must prefill first
-# Tokens of a KV-cache slot beside the prompt's and the new ones: those of a step (MAX_STEP_TOKENS), and what the slot's
-# size is rounded up by (CAPACITY_UNIT and the largest captured step).
+MIN_LEFT_TOKENS = 32  # a job with fewer tokens left is not moved: new replicas must prefill first
+# Tokens of a KV-cache slot in addition to the prompt and the new tokens: those of a step (MAX_STEP_TOKENS), and the
+# rounding of the slot's size (CAPACITY_UNIT and the largest captured step).
 SLOT_OVERHEAD_TOKENS = 2560
 
 
 class Allocator:
-    """Allocates replicas to jobs. The scheduler's condition guards all of it.
+    """Allocates replicas to jobs. Guarded by the scheduler's condition.
 
     Args:
-        launcher: of the replicas.
-        running: leases of the running jobs, which the scheduler appends and removes.
+        running: leases of the running jobs; the job runner appends and removes them.
         policy: one of SCHEDULING_POLICIES; see Scheduler.
-        max_batch: requests that a replica decodes in one forward pass at most.
+        max_batch: largest number of requests that a replica decodes in one forward pass.
 
     Attributes:
         speeds: measured speed of each LP degree.
@@ -37,23 +36,23 @@ class Allocator:
 
     @property
     def _batch(self) -> int:
-        """Requests that a replica of this launcher decodes in one forward pass at most."""
+        """Largest number of requests that a replica of this launcher decodes in one forward pass."""
         return self._max_batch if self._launcher.info.supports_batching else 1
 
     def max_running(self, replicas: Collection[int] | None) -> int:
-        """Return how many jobs may run at once on some replicas; None is a launcher that runs one job at a time."""
+        """Return how many jobs may run at once on these replicas; 1 for None, a launcher without leases."""
         return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
 
     def allocate(self, ready: frozenset[int], waiting: Collection[Job]) -> Iterator[tuple[Job, list[int]]]:
-        """Allocate the ready replicas to the running jobs, and to waiting ones that can begin.
+        """Allocate the ready replicas to the running jobs, and to waiting jobs that can begin.
 
         Args:
-            ready: replicas that are up, by index.
+            ready: indices of the replicas that are up.
             waiting: jobs that have not begun, in order of arrival.
 
         Yields:
-            (job, replicas) of each job to begin now, in order; the caller adds its lease to the running ones before it
-            asks for the next.
+            (job, replicas) of each job to begin now, in order; the caller must add its lease to the running ones before
+            it asks for the next.
         """
         num_new = min(len(waiting), self.max_running(ready) - len(self._running))
         beginning = list(waiting)[: max(0, num_new)]
@@ -75,7 +74,7 @@ class Allocator:
             self._spread(degrees, free)
 
     def _target_degrees(self, jobs: list[Job], num_ready: int) -> list[int]:
-        """Return how many replicas each job should have, and decide the largest useful degree of those that begin."""
+        """Return how many replicas each job should have; sets `max_degree` of jobs that have none yet."""
         max_degrees = []
         for job in jobs:
             if job.max_degree is None:
@@ -84,7 +83,7 @@ class Allocator:
         return target_degrees(num_ready, max_degrees)
 
     def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        """Return the largest number of replicas that are of use to a job."""
+        """Return the largest useful number of replicas for a job."""
         if job.gpus is not None:
             return job.gpus
         if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):
@@ -99,9 +98,9 @@ class Allocator:
         """Take replicas from jobs that have too many, and give one to each job that has lost all it had.
 
         Args:
-            degrees: target degrees of the running jobs, in order; may go on with those of others.
-            ready: replicas that are up.
-            free: of these, those that no job holds; what is given is removed.
+            degrees: target degrees, those of the running jobs first, in order.
+            ready: indices of the replicas that are up.
+            free: ready replicas that no job holds; the method removes those that it gives away.
         """
         for lease, degree in zip(self._running, degrees, strict=False):
             if len(lease.wanted & ready) > degree:
@@ -110,20 +109,20 @@ class Allocator:
                 lease.grow([free.pop(0)] if free else self._replica_to_share(lease.job, ready))
 
     def _replica_to_share(self, job: Job, ready: frozenset[int]) -> list[int]:
-        """Return the replica with the fewest jobs that can decode another beside them; empty if there is none."""
+        """Return [the replica with the fewest jobs] among those whose batch can include this job; else []."""
         leases_on: dict[int, list[JobLease]] = {}
         for lease in self._running:
             for index in lease.held:
                 leases_on.setdefault(index, []).append(lease)
-        found = [
+        candidates = [
             (len(leases), index)
             for index, leases in leases_on.items()
-            if index in ready and self._fits_beside(job, leases)
+            if index in ready and self._fits_with(job, leases)
         ]
-        return [min(found)[1]] if found else []
+        return [min(candidates)[1]] if candidates else []
 
-    def _fits_beside(self, job: Job, leases: list[JobLease]) -> bool:
-        """Whether a job can be decoded in one batch with the jobs of a replica: each is alone there, and all fit."""
+    def _fits_with(self, job: Job, leases: list[JobLease]) -> bool:
+        """Whether a job fits into one batch with a replica's jobs, which must all use only that replica."""
         if len(leases) >= self._batch or not all(len(lease.current) == 1 and lease.is_settled for lease in leases):
             return False
         needed = sum(map(_slot_tokens, (job, *(lease.job for lease in leases))))
@@ -131,13 +130,13 @@ class Allocator:
         return capacity is None or needed <= capacity + SLOT_OVERHEAD_TOKENS
 
     def _spread(self, degrees: list[int], free: list[int]) -> None:
-        """Give free replicas, while no job waits, to jobs that share one or have fewer than they should.
+        """Give free replicas to jobs that share one or have fewer than their target. No job may be waiting.
 
         Args:
             degrees: target degrees of the running jobs, in order.
-            free: replicas that no job holds; what is given is removed.
+            free: replicas that no job holds; the method removes those that it gives away.
         """
-        # Those that wait for their first token come first: what they share may be deep in a step of another's.
+        # Jobs without a first token come first: the replica they share may be in a long step of another job.
         for lease, degree in sorted(
             zip(self._running, degrees, strict=False), key=lambda pair: pair[0].num_delivered > 0
         ):
@@ -150,16 +149,17 @@ class Allocator:
                 lease.move_to([free.pop(0)])
             elif lease.num_delivered and not any(
                 other.held & lease.wanted for other in others
-            ):  # others have left its replicas
+            ):  # only once other jobs have left its replicas
                 more = free[: max(0, degree - len(lease.wanted))]
                 lease.grow(more)
                 del free[: len(more)]
 
 
 def target_degrees(num_replicas: int, max_degrees: Sequence[int]) -> list[int]:
-    """Return how many replicas each of some jobs should have.
+    """Return how many replicas each job should have, given the largest useful degree of each.
 
-    Each has 1, however many jobs there are. Then each in turn has 1 more until it has its largest degree.
+    Each job gets 1, even if there are more jobs than replicas. The rest is dealt out one by one, in turn, up to each
+    job's largest degree.
     """
     degrees = [1] * len(max_degrees)
     left = num_replicas - len(max_degrees)
@@ -174,11 +174,11 @@ def target_degrees(num_replicas: int, max_degrees: Sequence[int]) -> list[int]:
 
 
 def _can_move(lease: JobLease) -> bool:
-    """Whether a job is not being moved, and has either delivered nothing or has enough tokens left."""
+    """Whether a job may move: it is not moving, and has either delivered nothing or enough tokens left."""
     has_enough = not lease.num_delivered or lease.num_left >= MIN_LEFT_TOKENS
     return bool(has_enough and lease.is_settled and lease.wanted)
 
 
 def _slot_tokens(job: Job) -> int:
-    """Return the tokens that a job's KV-cache slot must hold."""
+    """Return the capacity in tokens that a job's KV-cache slot needs."""
     return len(job.request.prompt_ids) + job.request.max_new_tokens + SLOT_OVERHEAD_TOKENS

@@ -1,4 +1,4 @@
-"""A request in the scheduler's queue (Job), its hold on replicas (JobLease), and sums over all jobs (Totals)."""
+"""A request in the scheduler's queue (Job), its lease of replicas (JobLease), and statistics (Totals)."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.request.generation import Delta, Generation
 from lp_runtime.request.request import Request
 
-CHECK_SECONDS = 0.2  # between checks of replicas that come or go, and of deadlines: neither notifies the scheduler
+CHECK_SECONDS = 0.2  # between checks of deadlines and of ready replicas, which do not notify the scheduler
 
 
 class JobState(Enum):
-    """Where a job is: in the queue, on replicas, or ended."""
+    """State of a job: in the queue, on replicas, or ended."""
 
     WAITING = auto()
     RUNNING = auto()
@@ -28,23 +28,18 @@ class JobState(Enum):
 
 
 class Job:
-    """A request that was submitted. Iterate over its deltas, or wait for its result, in one thread.
-
-    Args:
-        request: what is decoded.
-        deadline: time.monotonic() at which waiting ends in a DeadlineError; None for no limit.
-        gpus: replicas that it may have at most; None as the scheduler's policy says.
+    """A submitted request. Iterate over its deltas, or wait for its result, in one thread.
 
     Attributes:
-        request: see Args.
-        deadline: see Args.
-        gpus: see Args.
+        request: the request to decode.
+        deadline: time.monotonic() after which a job that still waits fails with DeadlineError; None for no limit.
+        gpus: largest number of replicas for the job; None leaves it to the scheduler's policy.
         state: waiting, running or finished.
-        max_degree: most replicas that are of use to the job; None until the allocator has decided.
+        max_degree: largest useful number of replicas; None until the allocator has decided.
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
-        queue_seconds: from submission to the first replica; None before.
-        on_cancel: makes the replicas that decode the job end it; None while there are none.
+        queue_seconds: seconds from submission to the first replica; None before.
+        on_cancel: cancels the request on the replicas that decode it; None while there are none.
     """
 
     def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
@@ -61,21 +56,21 @@ class Job:
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
 
-    # For whoever submitted the request.
+    # For the submitter of the request.
 
     def cancel(self) -> None:
-        """End the job before its next step or chunk of its prompt, or before it begins. Thread-safe, at any time."""
+        """Cancel the job: it ends before its next step or prefill chunk, or before it begins. Thread-safe."""
         self.is_cancelled = True
         if (on_cancel := self.on_cancel) is not None:
             on_cancel()
 
     def abort(self, error: LookaheadError) -> None:
-        """Cancel the job, and raise an error for whoever reads its deltas, without waiting for its step to end."""
+        """Cancel the job, and raise an error to the reader of its deltas without waiting for the current step."""
         self._put(error)
         self.cancel()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield the deltas as they come.
+        """Yield the deltas as they arrive.
 
         Raises:
             LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
@@ -100,7 +95,7 @@ class Job:
         return self.generation
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas as they come, in asyncio. Ending the iteration early cancels the job.
+        """Yield the deltas as they arrive, in asyncio. Ending the iteration early cancels the job.
 
         Raises:
             LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
@@ -125,11 +120,7 @@ class Job:
                 self.cancel()
 
     def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
-        """Return a delta, or None at the end, where `generation` is set.
-
-        Raises:
-            LookaheadError: the job ended with it.
-        """
+        """Return a delta, raise an error, or, for the result, set `generation` and return None."""
         if isinstance(item, LookaheadError):
             raise item
         if isinstance(item, Generation):
@@ -140,12 +131,12 @@ class Job:
     # For the scheduler.
 
     def begin(self) -> None:
-        """Record that the job has got replicas."""
+        """Record that the job has replicas and starts."""
         self.state = JobState.RUNNING
         self.queue_seconds = time.monotonic() - self._submitted
 
     def deliver(self, delta: Delta) -> None:
-        """Hand a delta to whoever iterates over the job."""
+        """Queue a delta for the reader of the job."""
         self._put(delta)
 
     def finish(self, outcome: Generation | LookaheadError) -> None:
@@ -159,7 +150,7 @@ class Job:
         if listener is not None:
             try:
                 listener()
-            except RuntimeError:  # its event loop has ended
+            except RuntimeError:  # the reader's event loop is closed
                 self.cancel()
 
 
@@ -168,16 +159,16 @@ class Totals:
     """Sums over all jobs of a scheduler. Other threads read them while they change.
 
     Attributes:
-        requests: jobs by how they ended: a finish_reason, "cancelled", "expired" or "failed".
-        prompt_tokens: tokens of prompts.
-        cached_tokens: of these, those whose keys and values came out of the prefix cache.
-        cache_hits: requests that had such tokens.
-        new_tokens: tokens generated.
+        requests: number of jobs by ending: a finish_reason, "cancelled", "expired" or "failed".
+        prompt_tokens: tokens of all prompts.
+        cached_tokens: prompt tokens that came from the prefix cache.
+        cache_hits: requests with such tokens.
+        new_tokens: generated tokens.
         steps: steps, prefills included.
         losses: replicas lost while they decoded.
-        fed: draft tokens fed, by source, where drafters count them.
-        accepted: draft tokens accepted, by source, where drafters count them.
-        seconds: seconds by part of a step (forward, exchange, other), and of prefills.
+        fed: draft tokens fed to the model, by source, if the drafter counts them.
+        accepted: draft tokens accepted, by source, if the drafter counts them.
+        seconds: seconds in each part of a step (forward, exchange, other) and in prefills.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -209,25 +200,23 @@ class Totals:
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def count(self, ending: str) -> None:
-        """Count a job by how it ended."""
+        """Count a job by its ending."""
         self.requests[ending] = self.requests.get(ending, 0) + 1
 
 
 class JobLease(ReplicaLease):
-    """The replicas of a running job. The scheduler's condition guards all of it.
+    """Replicas of a running job. Guarded by the scheduler's condition.
 
     Args:
-        job: the job.
-        members: replicas that it is to run on, by index.
+        members: indices of the replicas to start on.
         changed: the scheduler's condition.
         refill_seconds: how long a job that has lost all its replicas waits for others.
-        may_refill: whether there are replicas for the job to wait for.
+        may_refill: whether any replica is up or loading, so that waiting makes sense.
 
     Attributes:
-        job: see Args.
-        wanted: replicas that the job is to run on.
-        current: replicas that the job runs on.
-        num_delivered: tokens that were delivered.
+        wanted: replicas that the job should run on.
+        current: replicas that the job runs on now.
+        num_delivered: tokens delivered so far.
     """
 
     def __init__(
@@ -248,17 +237,17 @@ class JobLease(ReplicaLease):
 
     @property
     def held(self) -> frozenset[int]:
-        """Replicas that are not free: where the job is to run, and where it runs until it has moved."""
+        """Replicas that are not free for others: those the job runs on now and those it moves to."""
         return self.wanted | self.current
 
     @property
     def num_left(self) -> int:
-        """Largest number of tokens that are still to come."""
+        """Upper bound on the tokens still to be generated."""
         return self.job.request.max_new_tokens - self.num_delivered
 
     @property
     def is_settled(self) -> bool:
-        """Whether the job runs on the replicas that it is to run on."""
+        """Whether the job runs on its wanted replicas, and so is not moving."""
         return self.current == self.wanted
 
     def grow(self, more: Iterable[int]) -> None:
@@ -266,7 +255,7 @@ class JobLease(ReplicaLease):
         self.wanted |= frozenset(more)
 
     def shrink(self, size: int) -> None:
-        """Keep `size` replicas: first those that the job runs on already, of these rank 0 first."""
+        """Keep `size` replicas, preferably those that the job runs on, lowest index (rank 0) first."""
         by_preference = sorted(self.wanted & self.current) + sorted(self.wanted - self.current)
         self.wanted = frozenset(by_preference[:size])
 
@@ -276,7 +265,7 @@ class JobLease(ReplicaLease):
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
-        """In the block, `cancel` is called when the job is cancelled; at once if it was cancelled before."""
+        """Call `cancel` when the job is cancelled during the block; at once if it was cancelled before."""
         self.job.on_cancel = cancel
         if self.job.is_cancelled:
             cancel()
@@ -286,21 +275,21 @@ class JobLease(ReplicaLease):
             self.job.on_cancel = None
 
     def lose(self, lost: Iterable[int]) -> None:
-        """Remove replicas that were lost."""
+        """Remove lost replicas."""
         with self._changed:
             super().lose(lost)
             self.current -= frozenset(lost)
             self._changed.notify_all()
 
     def settle(self) -> frozenset[int]:
-        """Return the replicas that the job goes on with, while it is on none; all others are free now."""
+        """Return the replicas for the job's next group; frees those that it has left."""
         with self._changed:
             self.current = self.wanted
             self._changed.notify_all()
             return self.wanted
 
     def refill(self) -> frozenset[int]:
-        """Wait until a job that has no replica is given some; return them, or none if there are none to wait for."""
+        """Wait until the job is allocated replicas again, and return them; empty if it gets none in time."""
         deadline = time.monotonic() + self._refill_seconds
         with self._changed:
             while not self.wanted and not self.job.is_cancelled and time.monotonic() < deadline and self._may_refill():

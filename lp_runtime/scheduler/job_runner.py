@@ -1,4 +1,4 @@
-"""Runs jobs: a thread for each, which leads its request on the replicas of its lease."""
+"""Runs jobs, each in a thread that drives its request on the replicas of its lease."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ class JobRunner:
     """Begins jobs, delivers their deltas and ends them.
 
     Args:
-        runtime: whose replicas are used.
         changed: the scheduler's condition, which guards leases and totals.
-        running: leases of the running jobs: each is appended at its beginning and removed at its end.
-        totals: sums over all jobs; each job is added at its end.
-        speeds: gets the measured speed of jobs that run alone.
+        running: leases of the running jobs; appended when a job begins, removed when it ends.
+        totals: updated when a job ends.
+        speeds: receives the measured speed of jobs that run alone.
     """
 
     def __init__(
@@ -39,16 +38,16 @@ class JobRunner:
         self._threads: set[threading.Thread] = set()
 
     def may_refill(self) -> bool:
-        """Whether a replica is up, or is being started."""
-        launcher = self._runtime.launcher  # num_ready is read twice: a replica may come up between the first two reads
+        """Whether a replica is up or being started."""
+        launcher = self._runtime.launcher  # num_ready twice: a replica may become ready between the first two reads
         return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
 
     def begin(self, job: Job, members: list[int] | None) -> None:
         """Start a job's thread. The caller holds the scheduler's condition.
 
         Args:
-            job: the job.
-            members: its replicas, by index; None where the launcher runs one job at a time, on all of them.
+            job: a waiting job.
+            members: indices of its replicas; None if the launcher runs one job at a time, on all replicas.
         """
         lease = JobLease(job, members or (), self._changed, self._refill_seconds, self.may_refill)
         self._running.append(lease)
@@ -57,7 +56,7 @@ class JobRunner:
         self._threads.add(thread)
         try:
             thread.start()
-        except RuntimeError as error:  # the system's limit of threads
+        except RuntimeError as error:  # the system's thread limit
             self._end(lease, thread, ReplicaError(f"the request could not be started: {first_line(error)}"), "failed")
 
     def join(self) -> None:
@@ -66,7 +65,7 @@ class JobRunner:
             thread.join()
 
     def _decode(self, lease: JobLease, is_leased: bool) -> None:
-        """Lead a job's request from its first step to its end."""
+        """Decode a job's request and deliver its deltas; the main function of its thread."""
         job = lease.job
         outcome: Generation | LookaheadError
         meter = SpeedMeter(self._speeds)
@@ -95,7 +94,7 @@ class JobRunner:
     ) -> None:
         """Free a job's replicas, and deliver its outcome."""
         with self._changed:
-            # Counted first: whoever sees, without the lock, that no job is running finds all of them in the totals.
+            # Update the totals first: a thread that sees, without the lock, no running job finds all jobs counted.
             self._totals.count(ending)
             if isinstance(outcome, Generation):
                 self._totals.add(lease.job.request, outcome)

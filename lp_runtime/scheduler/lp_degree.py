@@ -1,18 +1,18 @@
-"""Chooses the LP degree of a request that runs alone, from the speeds of requests before.
+"""Chooses the LP degree of a request that runs alone, from the measured speeds of earlier requests.
 
-More replicas save steps, and cost an exchange. On GPUs of their own they nearly always pay; on shared cores or a slow
-network they may not.
+More replicas save steps but cost an exchange. With one GPU each they are nearly always faster; on shared cores or a
+slow network they may not be.
 """
 
 from __future__ import annotations
 
 import time
 
-REMEMBERED_TOKENS = 1024.0  # of a degree, about: older speeds fade, so that a degree may become faster or slower
-MIN_TOKENS = 96.0  # of a degree before its speed counts: fewer steps vary too much
-FIRST_RETRY_REQUESTS = 16  # after which a slower degree is tried again; doubles each time, since trying costs time
+REMEMBERED_TOKENS = 1024.0  # approximate averaging window of a degree: older measurements fade
+MIN_TOKENS = 96.0  # tokens before a degree's speed is used: shorter measurements vary too much
+FIRST_RETRY_REQUESTS = 16  # requests until a slower degree is tried again; doubles each time, since trying costs time
 MAX_RETRY_REQUESTS = 256
-NUM_SKIPPED_STEPS = 2  # after a change of replicas, which are slower than those that follow
+NUM_SKIPPED_STEPS = 2  # steps not measured after a change of replicas, since they are slower than the later ones
 
 
 def candidate_degrees(num_replicas: int) -> list[int]:
@@ -30,29 +30,29 @@ class DegreeSpeeds:
         self._tokens: dict[int, float] = {}
         self._seconds: dict[int, float] = {}
         self._num_chosen = 0
-        self._retries: dict[int, tuple[int, int]] = {}  # by degree: the choice at which it is tried again, the interval
+        self._retries: dict[int, tuple[int, int]] = {}  # by degree: value of _num_chosen for its next try, interval
 
     def record(self, degree: int, num_tokens: int, seconds: float) -> None:
-        """Add a measurement of a degree: new tokens and the seconds that they took."""
+        """Add a measurement of a degree: new tokens, and the seconds that they took."""
         before = self._tokens.get(degree, 0.0)
         kept = min(1.0, max(0.0, REMEMBERED_TOKENS - num_tokens) / before) if before else 0.0
         self._tokens[degree] = before * kept + num_tokens
         self._seconds[degree] = self._seconds.get(degree, 0.0) * kept + seconds
 
     def speed(self, degree: int) -> float | None:
-        """Return a degree's tokens per second; None before MIN_TOKENS are recorded."""
+        """Return a degree's tokens per second; None until MIN_TOKENS are recorded."""
         if self._tokens.get(degree, 0.0) < MIN_TOKENS:
             return None
         return self._tokens[degree] / max(self._seconds[degree], 1e-9)
 
     def fastest(self, num_replicas: int) -> int:
-        """Return the fastest degree whose speed is known; all replicas while their speed is not."""
+        """Return the fastest degree of known speed; `num_replicas` until the speed of all replicas is known."""
         degrees = candidate_degrees(num_replicas)
         known = {degree: speed for degree in degrees if (speed := self.speed(degree)) is not None}
         return max(known, key=known.__getitem__) if num_replicas in known else num_replicas
 
     def choose(self, num_replicas: int) -> int:
-        """Return the degree for the next request: the fastest known one, or one to be tried, all replicas first."""
+        """Return the degree for the next request: one to be measured (all replicas first), else the fastest."""
         self._num_chosen += 1
         degrees = candidate_degrees(num_replicas)
         for degree in degrees:
@@ -67,7 +67,7 @@ class DegreeSpeeds:
             if self._num_chosen >= due:
                 interval = min(2 * interval, MAX_RETRY_REQUESTS)
                 self._retries[degree] = (self._num_chosen + interval, interval)
-                kept = min(1.0, MIN_TOKENS / 2 / self._tokens[degree])  # measurements of long ago count little
+                kept = min(1.0, MIN_TOKENS / 2 / self._tokens[degree])  # give the old measurements a small weight
                 self._tokens[degree] *= kept
                 self._seconds[degree] *= kept
                 return degree
@@ -75,26 +75,16 @@ class DegreeSpeeds:
 
 
 class SpeedMeter:
-    """Measures how fast a request is on its replicas while no other request runs.
-
-    Args:
-        speeds: gets the measurements.
-    """
+    """Measures the speed of a request while no other request runs, and records it in `speeds`."""
 
     def __init__(self, speeds: DegreeSpeeds):
         self._speeds = speeds
         self._members: frozenset[int] | None = None
-        self._num_steps = 0  # since the replicas changed
+        self._num_steps = 0  # since the replicas changed or another request ran
         self._last = 0.0
 
     def record_step(self, members: frozenset[int], num_running: int, num_tokens: int) -> None:
-        """Record that a step has ended just now.
-
-        Args:
-            members: the replicas of the step.
-            num_running: requests that run at this moment.
-            num_tokens: tokens that the step committed.
-        """
+        """Record that `members` have just ended a step of `num_tokens` tokens, with `num_running` requests."""
         now = time.monotonic()
         self._num_steps = self._num_steps + 1 if members == self._members and num_running == 1 else 0
         if self._num_steps > NUM_SKIPPED_STEPS:

@@ -1,7 +1,7 @@
-"""Many requests on one runtime: a bounded queue, and replicas allocated to the running jobs.
+"""Scheduler for many requests on one runtime: a bounded queue, and replica allocation.
 
-One thread allocates. Every running job has a thread of its own (job_runner.py). Whoever submitted a job reads its
-deltas from a queue.
+One thread allocates. Every running job has its own thread (job_runner.py). The submitter of a job reads its deltas from
+a queue.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from lp_runtime.scheduler.job_runner import JobRunner
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 0.05  # between attempts to submit while the queue is full: short beside a request
+RETRY_SECONDS = 0.05  # between attempts to submit while the queue is full; short compared with a request
 
 
 class Scheduler:
     """Decodes requests in order of arrival. Use it in a `with` block.
 
-    The policy says how many replicas each request has. `latency`: all, one request after another. `throughput`: one.
-    `fair`: all replicas are divided among the running requests; a request that runs alone has all of them, or as many
-    as were measured to be fastest. Where there are more requests than replicas, a replica decodes several in one
-    forward pass, except with `latency`. Running requests move to other replicas between two steps; no output depends on
-    that. Under torchrun, and on one replica in this process, requests run one after another with every policy.
+    The policy decides how many replicas each request gets. `latency`: all, one request after another. `throughput`:
+    one. `fair`: the replicas are divided among the running requests; a request that runs alone gets all of them, or the
+    number that was measured to be fastest. If there are more requests than replicas, a replica decodes several in one
+    forward pass, except with `latency`. Running requests move to other replicas between two steps, which does not
+    change their output. Under torchrun, and with one replica in this process, requests run one after another with every
+    policy.
 
     Args:
-        runtime: whose replicas are used; nobody else may use them meanwhile.
-        max_waiting: requests that may wait in the queue, >= 0.
+        runtime: must not be used otherwise while the scheduler is open.
+        max_waiting: largest number of requests in the queue, >= 0.
         policy: one of SCHEDULING_POLICIES.
-        max_batch: requests that a replica decodes in one forward pass at most, >= 1.
+        max_batch: largest number of requests that a replica decodes in one forward pass, >= 1.
 
     Attributes:
         totals: sums over all jobs so far.
@@ -88,7 +89,7 @@ class Scheduler:
 
     @property
     def max_jobs(self) -> int:
-        """Largest number of requests, running and waiting, when all replicas are up."""
+        """Largest number of requests, running and waiting, if all replicas are up."""
         launcher = self._launcher
         replicas = None if launcher.ready is None else range(launcher.num_replicas)
         return self._max_waiting + self._allocator.max_running(replicas)
@@ -111,13 +112,13 @@ class Scheduler:
 
     @property
     def batches(self) -> list[int]:
-        """Number of requests on each replica that has any, by the replica's index."""
+        """Number of requests on each replica that has any, in the order of the replica indices."""
         with self._changed:
             used = [index for lease in self._running for index in lease.wanted]
             return [used.count(index) for index in sorted(set(used))]
 
     def replicas_of(self, job: Job) -> frozenset[int]:
-        """Return the replicas that a job is to run on, by index; none unless the job is running."""
+        """Return the indices of the replicas that a job should run on; empty unless the job is running."""
         with self._changed:
             return next((lease.wanted for lease in self._running if lease.job is job), frozenset())
 
@@ -127,19 +128,21 @@ class Scheduler:
         """Put a request at the end of the queue.
 
         Args:
-            request: as `LookaheadRuntime.request` makes one.
-            timeout: seconds within which it must have begun; None for no limit.
-            gpus: GPUs that it may have at most and, with `throughput`, is to have; None as the policy says.
+            request: as returned by `LookaheadRuntime.request`.
+            timeout: seconds within which decoding must begin; None for no limit.
+            gpus: largest number of GPUs for the request; with `throughput`, the number it gets if they are free. None
+                leaves it to the policy.
 
         Raises:
             BusyError: too many requests are waiting.
-            ConfigError: there are fewer than `gpus` GPUs, or they make no whole replicas.
+            ConfigError: the runtime has fewer than `gpus` GPUs, or `gpus` is not a multiple of gpus_per_replica.
             ReplicaError: the scheduler is closed.
         """
         return self.submit_all([request], timeout, gpus)[0]
 
     def _num_replicas_on(self, gpus: int) -> int:
-        """Return how many replicas a request's GPUs make; raises ConfigError if there are none such."""
+        """Convert a number of GPUs to a number of replicas; raise ConfigError if that is not possible."""
+
         each, num_replicas = self._launcher.gpus_per_replica, self._launcher.num_replicas
         if gpus > num_replicas * each:
             what = "the number of replicas" if each == 1 else "the number of GPUs"
@@ -151,16 +154,16 @@ class Scheduler:
     def submit_all(
         self, requests: Sequence[Request], timeout: float | None = None, gpus: int | None = None
     ) -> list[Job]:
-        """Put several requests at the end of the queue, or none if there is not room for all.
+        """Put several requests at the end of the queue, or none if the queue cannot hold all of them.
 
         Args:
-            requests: as `LookaheadRuntime.request` makes them.
-            timeout: seconds within which each must have begun; None for no limit.
-            gpus: as in `submit`.
+            requests: as returned by `LookaheadRuntime.request`.
+            timeout: seconds within which decoding of each must begin; None for no limit.
+            gpus: as in `submit`, for each request.
 
         Raises:
             BusyError: too many requests are waiting.
-            ConfigError: there are fewer than `gpus` GPUs, or they make no whole replicas.
+            ConfigError: the runtime has fewer than `gpus` GPUs, or `gpus` is not a multiple of gpus_per_replica.
             ReplicaError: the scheduler is closed.
         """
         if gpus is not None:
@@ -187,7 +190,7 @@ class Scheduler:
 
         Args:
             prompt: text or token ids.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
             options: see RequestOptions.
 
         Raises:
@@ -205,11 +208,11 @@ class Scheduler:
 
         Args:
             prompts: texts or token ids.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
             options: see RequestOptions.
 
         Raises:
-            LookaheadError: the first that any request raises; the other requests are cancelled then.
+            LookaheadError: the first error of any request; the other requests are cancelled.
         """
         jobs: list[Job] = []
         try:
@@ -232,11 +235,11 @@ class Scheduler:
 
         Args:
             prompts: texts or token ids.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
             options: see RequestOptions.
 
         Raises:
-            LookaheadError: the first that any request raises; the other requests are cancelled then.
+            LookaheadError: the first error of any request; the other requests are cancelled.
         """
         jobs: list[Job] = []
         try:
@@ -259,7 +262,7 @@ class Scheduler:
 
         Args:
             prompt: text or token ids.
-            max_new_tokens: tokens to generate at most, >= 1; default: the model's own, else 128.
+            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
             options: see RequestOptions.
 
         Raises:
@@ -283,7 +286,7 @@ class Scheduler:
             return None
 
     def close(self) -> None:
-        """Cancel all requests, and wait until no replica decodes any."""
+        """Cancel all requests, and wait until all of them have ended."""
         with self._changed:
             self._is_closed = True
             _cancel((*self._waiting, *(lease.job for lease in self._running)))
@@ -300,25 +303,25 @@ class Scheduler:
     # Running.
 
     def _work(self) -> None:
-        """Allocate replicas, until the scheduler is closed, whenever jobs or replicas have changed."""
+        """Allocate replicas whenever jobs or replicas have changed, until the scheduler is closed."""
         with self._changed:
             while not (self._is_closed and not self._waiting):
                 try:
                     self._drop_ended()
                     self._allocate()
-                except Exception:  # without this thread no job would begin any more
-                    log.exception("allocating replicas failed; going on")
+                except Exception:  # keep the thread alive: without it no job would begin any more
+                    log.exception("allocating replicas failed; trying again")
                 self._changed.wait(CHECK_SECONDS)
 
     def _drop_ended(self) -> None:
-        """Take jobs out of the queue that were cancelled, or have waited past their deadline."""
+        """Remove jobs from the queue that were cancelled, or have waited past their deadline."""
         now = time.monotonic()
         error: LookaheadError
         for job in list(self._waiting):
             if job.is_cancelled:
                 ending, error = "cancelled", ReplicaError("the request was cancelled before it began")
             elif job.deadline is not None and now > job.deadline:
-                ending, error = "expired", DeadlineError("the request has waited for too long")
+                ending, error = "expired", DeadlineError("the request did not begin before its deadline")
             else:
                 continue
             self._waiting.remove(job)
@@ -326,7 +329,7 @@ class Scheduler:
             job.finish(error)
 
     def _allocate(self) -> None:
-        """Allocate the ready replicas to the running jobs, and to waiting ones, which begin."""
+        """Allocate the ready replicas to the running jobs, and begin waiting jobs that get some."""
         ready = self._launcher.ready
         if ready is None:
             if self._waiting and not self._running:
@@ -341,7 +344,7 @@ class Scheduler:
         for job, members in self._allocator.allocate(ready, self._waiting):
             self._waiting.remove(job)
             self._runner.begin(job, members)
-        self._changed.notify_all()  # a job that had lost all its replicas may have others
+        self._changed.notify_all()  # wakes `refill` of a job that had lost all its replicas
 
 
 def _cancel(jobs: Iterable[Job]) -> None:

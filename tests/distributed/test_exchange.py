@@ -21,9 +21,9 @@ from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, 
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, process_group
 from lp_runtime.distributed.store import host_store
+from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.distributed.transport.transport import shared_memory
 from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -44,7 +44,7 @@ def gather(exchange: Exchange, digest: int = 5, control: int = 0, offset: int = 
 
 
 def three_ranks(group: Group):
-    """Three steps on one exchange, broadcasts, then a step in which rank 1's state has parted from the others'."""
+    """Three steps on one exchange, broadcasts, then a step in which rank 1's state has diverged from the others'."""
     rank = group.rank
     exchange = Exchange(group, capacity=12)
     outcomes = [
@@ -288,7 +288,7 @@ def test_without_room_for_shared_memory_one_line_and_gloo(tmp_path):
     for process in processes:
         process.join(TIMEOUT)
     why = f"{folder}: No such file or directory"
-    says = f"launcher.backend=auto: memory cannot be shared ({why}); going on over the network"
+    says = f"launcher.backend=auto: memory cannot be shared ({why}); using the network"
     assert found == [(0, "gloo", [[0], [1]], [says]), (1, "gloo", [[0], [1]], [])]
 
 

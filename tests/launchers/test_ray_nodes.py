@@ -106,7 +106,7 @@ def test_the_shards_of_a_replica_share_a_node():
         assert booking.options(1)["num_gpus"] == 1  # of an actor, that is a shard
         with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
             pass
-    with pytest.raises(LaunchError, match="no room for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
+    with pytest.raises(LaunchError, match="no capacity for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
         pass
 
 
@@ -141,13 +141,13 @@ def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, devi
 
 
 def test_a_gpu_that_is_hidden():
-    with pytest.raises(LaunchError, match="Ray has assigned GPU 3, which CUDA_VISIBLE_DEVICES=0,1 hides"):
+    with pytest.raises(LaunchError, match="Ray assigned GPU 3, which CUDA_VISIBLE_DEVICES=0,1 hides"):
         device_index(3, ["0", "1"])
 
 
 @pytest.mark.usefixtures("free_cluster")
 def test_no_room():
-    refusal = r"no room for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
+    refusal = r"no capacity for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
     with booked("pack", 3), pytest.raises(LaunchError, match=refusal), booked("pack", 2, start_timeout=1.0):
         pass
     with booked("pack", 4):  # what was refused books nothing

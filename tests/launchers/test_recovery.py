@@ -295,7 +295,7 @@ if "replica_process" in " ".join(sys.orig_argv):
             "OutOfMemoryError: no memory is left",
             marks=pytest.mark.slow,
         ),
-        ("digest ^= 1", 1, 3, "its state has parted from the others'"),
+        ("digest ^= 1", 1, 3, "its state diverged from the others'"),
     ],
 )
 def test_a_replica_whose_step_goes_wrong(

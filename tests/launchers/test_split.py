@@ -236,7 +236,7 @@ def test_gpus_that_cannot_be_asked(monkeypatch):
     if not torch.cuda.is_available():
         assert free_of_this_machine() == []
     monkeypatch.setattr(split.sys, "executable", "/nowhere/python")
-    with pytest.raises(LaunchError, match="the GPUs' free memory cannot be told"):
+    with pytest.raises(LaunchError, match="cannot read the GPUs' free memory"):
         free_of_this_machine()
 
 

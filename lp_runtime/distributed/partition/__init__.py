@@ -1,1 +1,1 @@
-"""Dividing a token tree between replicas."""
+"""Partition of a token tree into one share per replica."""

@@ -1,10 +1,19 @@
-"""The compiled part of the partition: packs a tree's leaves into one bin for each replica.
+"""Compiled part of the partition: packs a tree's leaves into one bin per replica.
 
-The best packing is NP-hard to find (it contains bin packing). So `cut` searches for the shortest time under which a
+Finding the best packing is NP-hard (it contains bin packing), so `cut` searches for the shortest time for which a
 greedy packing fits.
 
-Letters: T nodes in the tree, P pending tokens, R replicas, L leaves,
-M tokens that a replica's time is known for at most.
+Letters: T nodes in the tree, P pending tokens, R replicas, L leaves, M largest number of tokens with a known time.
+
+Arguments that several functions share:
+    parents: [T] index of each node's parent.
+    depths: [T] depth of each node below the root, whose index is root.
+    leaves, branches: [L] from `leaves_deep_first`.
+    times: [R, M + 1] time of each replica for 0, 1, 2 ... tokens; see `partition_by_times`.
+    limit: largest number of tokens that a replica feeds, ignored if no packing within it is found.
+    owner: [T] rank that owns each node, or -1.
+    feeds: [R, T] bool, whether each replica feeds each node.
+    sizes: [R] number of tokens that each replica feeds.
 """
 
 from __future__ import annotations
@@ -21,22 +30,17 @@ def leaves_deep_first(parents, depths, root):
     Neighbours in this order share the most ancestors. Leaves with many ancestors (the end of the window's level 0) come
     first, while every replica has capacity.
 
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: Index of the root.
-
     Returns:
-        ([L] leaves, [L] depth of the last ancestor that each leaf shares with the leaf before).
+        ([L] leaves, [L] depth of the last ancestor that each leaf shares with the previous leaf).
     """
     num_nodes = len(parents)
-    height = depths.copy()  # depth of the deepest node below
+    height = depths.copy()  # depth of the deepest node in each node's subtree
     num_children = np.zeros(num_nodes, np.int64)
     for node in range(num_nodes - 1, root, -1):
         parent = parents[node]
         num_children[parent] += 1
         height[parent] = max(height[parent], height[node])
-    firsts = np.cumsum(num_children) - num_children  # of each node's children in `children`
+    firsts = np.cumsum(num_children) - num_children  # where each node's children begin in `children`
     ends = firsts.copy()
     children = np.empty(num_nodes, np.int64)
     for node in range(root + 1, num_nodes):
@@ -72,16 +76,12 @@ def leaves_deep_first(parents, depths, root):
 def fits(leaves, branches, depths, capacity, bins):
     """Pack the leaves greedily into bins, and return whether all of them fit.
 
-    Each leaf goes into the bin where it adds the fewest nodes; of several, into the one with the least capacity left.
-    A leaf adds to a bin the nodes below the last ancestor that it shares with the bin's last leaf: in depth-first order
-    no other leaf of the bin shares more with it.
+    Each leaf goes into the bin where it adds the fewest nodes; on a tie, into the one with the least capacity left. A
+    leaf adds the nodes below the last ancestor that it shares with the bin's last leaf: in depth-first order no other
+    leaf of the bin shares more with it.
 
-    Args:
-        leaves: [L] see `leaves_deep_first`.
-        branches: [L] see `leaves_deep_first`.
-        depths: [T] depth of each node below the root.
-        capacity: [R] nodes below the root that fit into each bin.
-        bins: [L], written with the bin of each leaf.
+    `capacity` is the number of nodes below the root that fit into each bin, [R]. The bin of each leaf is written to
+    `bins`, [L].
     """
     left = capacity.copy()
     shared = np.zeros(len(capacity), np.int64)  # depth down to which the current leaf's ancestors are in the bin
@@ -104,13 +104,9 @@ def fits(leaves, branches, depths, capacity, bins):
 
 @compiled
 def _next_time(times, capacity, num_pending, max_tokens):
-    """Return the shortest time in which some replica feeds one token more than its capacity; -1 if none may.
+    """Return the shortest time in which any replica can feed one token more than now; -1 if none may.
 
-    Args:
-        times: [R, M + 1] see `partition_by_times`.
-        capacity: [R] tokens beside the pending ones that each replica feeds so far.
-        num_pending: P.
-        max_tokens: Largest number of tokens that a replica feeds.
+    Replicas feed `capacity` tokens, [R], in addition to the pending ones, and `max_tokens` at most with those.
     """
     next_time = np.int64(-1)
     for rank in range(len(times)):
@@ -122,20 +118,10 @@ def _next_time(times, capacity, num_pending, max_tokens):
 
 @compiled(makes_arrays=True)
 def _pack(leaves, branches, depths, num_pending, times, limit, bins):
-    """Pack the leaves under the shortest time for which `fits` finds a packing.
-
-    Args:
-        leaves: [L] see `leaves_deep_first`; L >= 1.
-        branches: [L] see `leaves_deep_first`.
-        depths: [T] depth of each node below the root.
-        num_pending: P.
-        times: [R, M + 1] see `partition_by_times`.
-        limit: Largest number of tokens that a replica feeds, if that fits.
-        bins: [L], written with the replica of each leaf.
-    """
+    """Pack L >= 1 leaves for the shortest time at which `fits` finds a packing; write ranks to `bins`."""
     num_replicas, num_nodes = len(times), len(depths)
     max_tokens = min(limit, times.shape[1] - 1)
-    # No packing can beat the pending tokens everywhere, nor the deepest leaf on the replica that is fastest with it.
+    # Lower bound: every replica feeds the pending tokens, and some replica also feeds the deepest leaf's path.
     deepest = 0
     for leaf in leaves:
         deepest = max(deepest, depths[leaf])
@@ -147,14 +133,14 @@ def _pack(leaves, branches, depths, num_pending, times, limit, bins):
                 capacity[rank] += 1
         if capacity.sum() >= num_nodes - num_pending and fits(leaves, branches, depths, capacity, bins):
             return
-        # what fits only changes where one more token fits
+        # the packing can only change once some replica may feed one more token
         next_time = _next_time(times, capacity, num_pending, max_tokens)
         if next_time >= 0:
             time = next_time
         elif max_tokens < times.shape[1] - 1:
-            # The packing is greedy: it may miss a fit that is there, and then does without the limit.
+            # Try again without the limit: the greedy packing may have missed a fit.
             max_tokens = times.shape[1] - 1
-        else:  # nobody knows how long so many take
+        else:  # more tokens than any time is known for: pack without regard to time
             capacity[:] = num_nodes
             fits(leaves, branches, depths, capacity, bins)
             return
@@ -162,15 +148,9 @@ def _pack(leaves, branches, depths, num_pending, times, limit, bins):
 
 @inlined
 def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
-    """Let replicas feed the leaves in their bins, with all ancestors.
+    """Assign each leaf, with all its ancestors, to its bin; updates `owner`, `feeds` and `sizes`.
 
-    Args:
-        leaves: [L] nodes.
-        bins: [L] rank of the replica of each leaf.
-        parents: [T] index of each node's parent.
-        owner: [T] rank that owns each node, or -1; nodes without an owner get one.
-        feeds: [R, T] whether each replica feeds each node; the pending tokens are fed.
-        sizes: [R], nodes that each replica feeds now are added.
+    `feeds` must be true for the pending tokens. The first replica that feeds a node without an owner owns it.
     """
     for i in range(len(leaves)):
         node, rank = leaves[i], bins[i]
@@ -184,15 +164,10 @@ def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
 
 @inlined(makes_arrays=True)
 def list_nodes(feeds, owner, sizes):
-    """Return the nodes that each replica feeds and owns, one replica's behind the other's.
-
-    Args:
-        feeds: [R, T] bool, whether each replica feeds each node.
-        owner: [T] rank that owns each node, or -1.
-        sizes: [R] number of tokens that each replica feeds.
+    """List the nodes that each replica feeds and owns, concatenated by rank.
 
     Returns:
-        (nodes, owned, [R] number of nodes that each replica owns), as `Shares` takes them.
+        (nodes, owned, num_owned) in the form of the arguments of `Shares`; num_owned as an [R] array.
     """
     num_replicas, num_nodes = feeds.shape
     nodes, owned = np.empty(sizes.sum(), np.int64), np.empty(num_nodes, np.int64)
@@ -214,15 +189,8 @@ def list_nodes(feeds, owner, sizes):
 def cut(parents, depths, root, times, limit):
     """Return shares that finish in the shortest time for which `_pack` finds a packing.
 
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: Index of the root.
-        times: [R, M + 1] see `partition_by_times`.
-        limit: Largest number of tokens that a replica feeds, if that fits.
-
     Returns:
-        (owner, nodes, owned, sizes, num_owned), as `Shares` takes them but for arrays of sizes.
+        (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.
     """
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     feeds = np.zeros((num_replicas, num_nodes), np.bool_)

@@ -1,10 +1,18 @@
-"""Fill several replicas of limited capacity with a tree's nodes, the likeliest first. Compiled.
+"""Fills replicas of limited capacity with a tree's nodes, the likeliest first. Compiled.
 
-If the whole tree fits, all of it is fed. Else each node goes where it adds the fewest nodes, in the tree's order, which
-is that of what they promise; what fits nowhere is left out. Then all of it is packed anew, leaf by leaf, which leaves
-room for more.
+If the whole tree fits, all of it is fed. Otherwise each node, in the tree's order (the most promising first), goes to
+the replica where it adds the fewest nodes, and nodes that fit nowhere are left out. Then the chosen nodes are packed
+again, leaf by leaf, which frees capacity for more nodes.
 
 Letters: T nodes in the tree, R replicas.
+
+Arguments that several functions share:
+    parents: [T] index of each node's parent.
+    depths: [T] depth of each node below the root, whose index is root.
+    capacity: [R] nodes that each replica may feed in addition to the pending ones.
+    owner: [T] rank that owns each node; -1 for nodes that are left out or come before the root.
+    feeds: [R, T] bool, whether each replica feeds each node.
+    left: [R] nodes that each replica may still feed.
 """
 
 from __future__ import annotations
@@ -14,22 +22,16 @@ import numpy as np
 from lp_runtime.distributed.partition.bin_packing import feed_leaves, fits, leaves_deep_first, list_nodes
 from lp_runtime.utils.jit import compiled, inlined
 
-MAX_ROUNDS = 8  # of packing anew and filling: more find 1% more nodes on 8 replicas
+MAX_ROUNDS = 8  # of packing and filling; more rounds fit 1% more nodes on 8 replicas
 
 
 @inlined
 def _cheapest(parents, parent, feeds, left):
-    """Find the replica where a node adds the fewest: itself, and its ancestors that the replica does not feed yet.
-
-    Args:
-        parents: [T] index of each node's parent.
-        parent: The node's parent.
-        feeds: [R, T] bool, whether each replica feeds each node.
-        left: [R] nodes that each replica may still feed.
+    """Find the replica where a child of `parent` adds the fewest nodes: itself and unfed ancestors.
 
     Returns:
-        (rank, added): of several replicas the one with the most capacity left, and how many nodes the node adds there.
-        -1 for the rank if it fits nowhere; the number means nothing then.
+        (rank, number of nodes added there); a tie goes to the replica with the most capacity left. The rank is -1, and
+        the number meaningless, if the node fits nowhere.
     """
     best, best_added = -1, len(parents)
     for rank in range(len(left)):
@@ -43,13 +45,7 @@ def _cheapest(parents, parent, feeds, left):
 
 @inlined(makes_arrays=True)
 def feed_pending(root, owner, feeds):
-    """Let all replicas feed the pending tokens and nothing else, and the first own the root.
-
-    Args:
-        root: Index of the root.
-        owner: [T] see `fill`, written.
-        feeds: [R, T] see `fill`, written.
-    """
+    """Reset `owner` and `feeds`: all replicas feed only the pending tokens, and rank 0 owns the root."""
     feeds[:, : root + 1] = True
     feeds[:, root + 1 :] = False
     owner[:] = -1
@@ -58,14 +54,9 @@ def feed_pending(root, owner, feeds):
 
 @inlined(makes_arrays=True)
 def fill(parents, root, owner, feeds, left):
-    """Give nodes without an owner to the replicas, in the tree's order, and return how many nodes have one then.
+    """Assign nodes without an owner to replicas, in the tree's order; return the number of owned nodes.
 
-    Args:
-        parents: [T] index of each node's parent.
-        root: Index of the root.
-        owner: [T] rank that owns each node, written; -1 for what is left out and before the root.
-        feeds: [R, T] bool, whether each replica feeds each node, written.
-        left: [R] nodes that each replica may still feed, written.
+    Updates `owner`, `feeds` and `left`.
     """
     total, num_owned = left.sum(), 1
     for node in range(root + 1, len(parents)):
@@ -85,21 +76,14 @@ def fill(parents, root, owner, feeds, left):
 
 @inlined(makes_arrays=True)
 def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
-    """Pack some nodes tightly; return whether they fit. If not, nothing changes.
+    """Pack a subset of the nodes tightly; return whether it fits. If not, nothing changes.
 
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: Index of the root.
-        nodes: [m] the nodes, ascending: the pending tokens, and the parent of each of the others.
-        capacity: [R] nodes beside the pending ones that each replica may feed.
-        owner: [T] see `fill`, written.
-        feeds: [R, T] see `fill`, written.
-        left: [R] see `fill`, written.
+    `nodes` are ascending indices that include all pending tokens, and the parent of every other node among them. Writes
+    `owner`, `feeds` and `left`.
     """
     if capacity.sum() < len(nodes) - root - 1:
         return False
-    places = np.full(len(parents) + 1, -1, np.int64)  # the last one stands for the parent of the first token, -1
+    places = np.full(len(parents) + 1, -1, np.int64)  # one more: index -1 is the parent of the first token
     for place in range(len(nodes)):
         places[nodes[place]] = place
     leaves, branches = leaves_deep_first(places[parents[nodes]], depths[nodes], root)
@@ -116,16 +100,10 @@ def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
 
 @compiled(makes_arrays=True)
 def fill_shares(parents, depths, root, capacity):
-    """Return shares of the tree's nodes, each where it fits, the first ones first; what is left out has no owner.
-
-    Args:
-        parents: [T] index of each node's parent.
-        depths: [T] depth of each node below the root.
-        root: Index of the root.
-        capacity: [R] nodes beside the pending ones that each replica may feed.
+    """Return shares of the nodes that fit, earlier nodes first; nodes that are left out have no owner.
 
     Returns:
-        (owner, nodes, owned, sizes, num_owned), as `Shares` takes them but for arrays of sizes.
+        (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.
     """
     owner, feeds = np.empty(len(parents), np.int64), np.empty((len(capacity), len(parents)), np.bool_)
     left = capacity.copy()

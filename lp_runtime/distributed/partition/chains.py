@@ -1,4 +1,4 @@
-"""Chains of a token tree: one path for each replica, for models that are fed nothing but text.
+"""Chains of a token tree: one path per replica, for models that can be fed only plain text, not trees.
 
 Letters: T nodes in the tree, C chains.
 """
@@ -12,18 +12,19 @@ from lp_runtime.utils.jit import compiled, compiles, inlined
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
-    """Return the paths below the root that together hold the most weight.
+    """Return the C paths below the root that together have the largest weight.
 
-    A tree falls apart into paths that follow, from each node, the child with the heaviest path below. The heaviest
-    C of them, each with its ancestors, are the best C paths.
+    The tree decomposes into paths that continue, at each node, to the child with the heaviest path below it. The C
+    heaviest of them, each extended by its ancestors, are the best C paths.
 
     Args:
-        tree: the tree.
-        weights: [T] int64 weight of each node, >= 0, not of the root; a node that several paths share counts once.
+        tree: a tree of T nodes.
+        weights: [T] int64 weight of each node, >= 0; the root's is ignored. A node that several paths share counts
+            once.
         num_chains: C.
 
     Returns:
-        at most C paths, the heaviest first: int64 nodes from below the root to a leaf.
+        at most C paths, the heaviest first: int64 node indices from a child of the root to a leaf.
     """
     parents = tree.arrays()[1]
     chains = []
@@ -37,17 +38,17 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
 
 @compiled(makes_arrays=True)
 def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
-    """Return [C] int64 leaves of the paths of `heaviest_chains`, or fewer where the tree has fewer leaves.
+    """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves.
 
     Args:
         parents: [T] int64 index of each node's parent.
-        weights: [T] int64.
+        weights: [T] int64 weight of each node, >= 0.
         root: index of the root.
         num_nodes: T.
         num_chains: C.
     """
     totals = weights[:num_nodes].copy()  # weight of the heaviest path from each node down
-    heavy = np.full(num_nodes, -1, np.int64)  # the child where that path goes on
+    heavy = np.full(num_nodes, -1, np.int64)  # the next node on that path
     for node in range(num_nodes - 1, root, -1):
         parent = parents[node]
         if heavy[parent] < 0 or totals[node] >= totals[heavy[parent]]:
@@ -68,7 +69,10 @@ def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
 
 @inlined
 def _heaviest_top(parents, totals, heavy, root, num_nodes):
-    """Return where the heaviest path begins that is not taken: below the root, or beside a heavier node; -1 if none."""
+    """Return the first node of the heaviest path not taken yet; -1 if there is none.
+
+    A path begins at a child of the root, or at a child that is not the heaviest of its parent.
+    """
     best = -1
     for node in range(root + 1, num_nodes):
         is_top = parents[node] == root or heavy[parents[node]] != node

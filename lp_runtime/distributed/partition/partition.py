@@ -1,10 +1,10 @@
-"""Partition of a step's token tree into one share for each replica.
+"""Partition of a step's token tree into one share per replica.
 
-A share is a set of leaves with all their ancestors. An ancestor that several shares need is computed in each of them:
-the paper's redundant tokens, section 3.4. The partition minimises the time at which the last replica finishes, from how
-long each replica takes for how many tokens.
+A share is a set of leaves with all their ancestors. An ancestor that several shares need is computed in each of them
+(the paper's redundant tokens, section 3.4). The partition minimises the time at which the last replica finishes, given
+each replica's time by number of tokens.
 
-Letters: T nodes in the tree, P pending tokens, R replicas, M tokens that a replica's time is known for at most.
+Letters: T nodes in the tree, P pending tokens, R replicas, M largest number of tokens with a known time.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from lp_runtime.distributed.partition.capacity_fill import fill_shares
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import compiles
 
-TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica; the unit does not matter, only its fineness does
+TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica, in an arbitrary unit; large, so that rounding to integers is fine
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one replica does in a step.
+    """Nodes that one replica feeds and reports in a step.
 
     Attributes:
-        nodes: int64 indices into the tree of the nodes that the replica feeds, ascending: the P pending tokens, then
-            the replica's leaves and their ancestors.
-        owned: int64 indices into the tree of the nodes whose results the replica reports, ascending. Every node from
-            the root on is owned by exactly one replica.
+        nodes: int64 ascending indices of the nodes that the replica feeds: the P pending tokens, then its leaves and
+            their ancestors.
+        owned: int64 ascending indices of the nodes whose results the replica reports. Every node from the root on is
+            owned by exactly one replica.
     """
 
     nodes: np.ndarray
@@ -39,22 +39,19 @@ class Share:
 
 
 class Shares(Sequence[Share]):
-    """What every replica does in a step: a sequence of R shares, by rank.
+    """Sequence of the R replicas' shares of a step, by rank.
 
     Args:
-        owner: [T] int64 rank that owns each node; -1 for the pending tokens before the root.
-        nodes: int64 nodes that each replica feeds, one replica's behind the other's.
-        owned: int64 nodes that each replica owns, one replica's behind the other's.
-        sizes: [R] number of tokens that each replica feeds.
-        num_owned: [R] number of nodes that each replica owns.
+        nodes: int64 nodes that each replica feeds, concatenated by rank.
+        owned: int64 nodes that each replica owns, concatenated by rank.
 
     Attributes:
-        owner: The argument.
-        sizes: The argument.
-        num_owned: The argument.
+        owner: [T] int64 rank that owns each node; -1 for the pending tokens before the root.
+        sizes: [R] number of tokens that each replica feeds.
+        num_owned: [R] number of nodes that each replica owns.
     """
 
-    # Sizes are lists: numpy takes longer to add up a few numbers.
+    # Sizes are lists: summing a few numbers is slower in numpy.
     def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
         self.owner = owner
         self.sizes = sizes
@@ -67,17 +64,17 @@ class Shares(Sequence[Share]):
 
         Args:
             num_nodes: T.
-            root: Index of the root.
+            root: index of the root.
         """
         nodes, owner = np.arange(num_nodes), np.zeros(num_nodes, np.int64)
         owner[:root] = -1
         return cls(owner, nodes, nodes[root:], [num_nodes], [num_nodes - root])
 
     def with_followers(self, num_followers: int, root: int) -> Shares:
-        """Return these shares with more replicas behind them, which feed the pending tokens and own nothing.
+        """Return these shares extended by replicas that feed only the pending tokens and own nothing.
 
         Args:
-            num_followers: replicas that are added.
+            num_followers: number of replicas to append.
             root: index of the root.
         """
         nodes = np.concatenate([self._nodes, np.tile(np.arange(root + 1), num_followers)])
@@ -99,7 +96,7 @@ class Shares(Sequence[Share]):
         )
 
     def digest(self) -> int:
-        """Return 56 bits that differ where owners or sizes differ; 0 for one replica."""
+        """Return a 56-bit hash of the owners and sizes; 0 for one replica."""
         if len(self) == 1:
             return 0
         content = self.owner.tobytes() + repr(self.sizes).encode()
@@ -107,11 +104,11 @@ class Shares(Sequence[Share]):
 
 
 def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
-    """Return times of replicas that take equally long for every token.
+    """Return the times of replicas whose time is proportional to the number of tokens.
 
     Args:
-        speeds: [R] tokens in a unit of time, > 0; only ratios matter.
-        num_tokens: Largest number of tokens to give a time for.
+        speeds: [R] tokens per unit of time, > 0; only ratios matter.
+        num_tokens: largest number of tokens to return a time for.
 
     Returns:
         [R, num_tokens + 1] int64 times for 0, 1, 2 ... tokens; the fastest replica takes TIME_OF_A_TOKEN for each.
@@ -123,25 +120,25 @@ def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
 
 
 def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
-    """Cut the tree into R shares, for replicas that take equally long for every token.
+    """Cut the tree into R shares, for replicas whose time is proportional to the number of tokens.
 
     Args:
-        tree: The step's tree.
-        speeds: [R] tokens in a unit of time, > 0; only ratios matter.
+        tree: the step's tree.
+        speeds: [R] tokens per unit of time, > 0; only ratios matter.
     """
     return partition_by_times(tree, linear_times(speeds, len(tree)))
 
 
 def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> Shares:
-    """Cut the tree into R shares, balanced on what each replica computes, ancestors included.
+    """Cut the tree into R shares of balanced time, recomputed ancestors included.
 
     Args:
-        tree: The step's tree.
-        times: [R, M + 1] int64 time that each replica takes for 0, 1, 2 ... tokens, in one unit; must not fall.
-        limit: Largest number of tokens that a replica feeds, where a packing is found that keeps it. None for no limit.
+        tree: the step's tree.
+        times: [R, M + 1] int64 time of each replica for 0, 1, 2 ... tokens, all in the same unit; must not decrease.
+        limit: largest number of tokens that a replica feeds, ignored if no packing within it is found; None for none.
 
     Returns:
-        R shares. A replica without leaves feeds the pending tokens alone.
+        R shares. A replica without leaves feeds only the pending tokens.
     """
     if len(times) == 1:
         return Shares.of_one(len(tree), tree.root)
@@ -152,14 +149,14 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
 
 
 def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Shares]:
-    """Choose nodes that replicas can feed, in the tree's order: what fits nowhere, and all below it, is left out.
+    """Choose the nodes to feed, in the tree's order; leave out nodes that fit nowhere and their subtrees.
 
     Args:
-        tree: The step's tree, its likeliest nodes first.
-        capacity: [R] int64 nodes beside the pending ones that each replica may feed.
+        tree: the step's tree, its likeliest nodes first.
+        capacity: [R] int64 nodes that each replica may feed in addition to the pending ones.
 
     Returns:
-        (nodes, shares): [m] int64 ascending indices, the pending tokens included, and R shares of the tree of these.
+        (nodes, shares): [m] int64 ascending indices, pending tokens included; R shares of the tree of these nodes.
     """
     _, parents, depths = tree.arrays()
     owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)

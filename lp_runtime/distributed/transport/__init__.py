@@ -1,1 +1,1 @@
-"""How replicas exchange rows: shared memory, collectives, several machines."""
+"""Transports over which replicas exchange rows: shared memory, collectives, or both."""

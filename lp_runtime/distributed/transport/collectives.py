@@ -1,4 +1,4 @@
-"""The exchange over torch.distributed: NCCL between GPUs, gloo between CPUs, on one machine or several."""
+"""Transport over torch.distributed: NCCL between GPUs, gloo between CPUs, on one machine or several."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ from lp_runtime.errors import ReplicaError, first_line
 if TYPE_CHECKING:  # torch.distributed has this class, but does not mark it as exported
     from torch._C._distributed_c10d import Store
 
-TURN_POLL_SECONDS = 10.0  # that one wait for rank 0 lasts; another follows
-YIELD_SECONDS = 1e-3  # in which the processor is offered to others between two looks at an event
-SLEEP_SECONDS = 5e-5  # between two looks later
+TURN_POLL_SECONDS = 10.0  # length of one wait for rank 0, which is repeated
+YIELD_SECONDS = 1e-3  # the wait for an event yields the CPU between polls for this long, and sleeps between them later
+SLEEP_SECONDS = 5e-5  # length of these sleeps
 
 
 class CollectiveTransport(Transport):
-    """The default process group of torch.distributed, which has been formed.
+    """Transport over the default process group of torch.distributed, which must have been formed.
 
     Args:
-        backend: "gloo" or "nccl", that tensors are gathered with.
-        rank: this replica's place.
+        backend: "gloo" or "nccl"; the one that gathers tensors.
         device: of this replica's model.
-        step_timeout: seconds after which a peer that does not answer is an error; the process group's own timeout is
-            the limit for gloo.
-        store: in which rank 0 announces what followers wait for patiently; None if they never do.
-        is_ours: whether `close` ends the process group.
+        step_timeout: seconds after which a peer that does not answer is an error. With gloo, the process group's own
+            timeout applies instead.
+        store: where rank 0 signals the start of a patient broadcast; None to wait for it in the broadcast itself.
+        is_ours: whether `close` destroys the process group.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class CollectiveTransport(Transport):
         self._is_aborted = False
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        # all_gather_into_tensor until torch 2.12; all_gather_single is its name from 2.13 on
+        # all_gather_into_tensor is called all_gather_single from torch 2.13 on
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         with self._peers():
             gather(received, sent)
@@ -74,13 +73,13 @@ class CollectiveTransport(Transport):
             return found.cpu().numpy().tobytes()
 
     def _wait_for_turn(self, store: Store) -> None:
-        """Wait until rank 0 comes to the same call; a collective would end the wait at the step's timeout."""
+        """Wait until rank 0 makes the same call; a collective would time out after the step's timeout."""
         key, self._num_turns = f"turn/{self._num_turns}", self._num_turns + 1
         if self._rank == 0:
             store.set(key, "")
             return
         while not self._is_aborted:
-            with contextlib.suppress(dist.DistStoreError):  # not yet; a store that is gone raises another error
+            with contextlib.suppress(dist.DistStoreError):  # the wait timed out; a lost store raises another error
                 store.wait([key], timedelta(seconds=TURN_POLL_SECONDS))
                 return
 
@@ -88,7 +87,7 @@ class CollectiveTransport(Transport):
         if self.device.type != "cuda":
             event.synchronize()
             return
-        # A kernel of NCCL that waits for a lost peer never ends: a wait for the event would not, either.
+        # Polled: an NCCL kernel that waits for a lost peer never ends, and event.synchronize() would block forever.
         start = time.monotonic()
         while not event.query():
             waited = time.monotonic() - start
@@ -104,7 +103,7 @@ class CollectiveTransport(Transport):
 
     @contextmanager
     def _peers(self) -> Iterator[None]:
-        """Raise what goes wrong with a peer as a ReplicaError; errors of this replica's own device pass through."""
+        """Convert errors from a peer to ReplicaError; errors of this replica's own device pass through."""
         try:
             yield
         except (torch.AcceleratorError, torch.OutOfMemoryError):
@@ -114,14 +113,14 @@ class CollectiveTransport(Transport):
 
     def abort(self) -> None:
         self._is_aborted = True
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # it may be gone, or torch too old for it
+        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # no group any more, or torch lacks `abort`
             assert dist.group.WORLD is not None
             dist.group.WORLD.abort()
 
     def close(self) -> None:
         if not self._is_ours:
             return
-        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # a broken group may not even end well
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # destroying a broken group may fail
             if self.device.type == "cuda":
-                self.abort()  # destroying a communicator of NCCL waits for all its members, aborting it for none
+                self.abort()  # destroying an NCCL communicator waits for all its members; aborting it does not
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The group of replicas that share a request's steps. Imports nothing that communicates."""
+"""Group of replicas that share a request's steps. Does not import torch.distributed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Group:
-    """The replicas that share a request's steps, as one of them sees it.
+    """Replicas that share a request's steps, from the view of one of them.
 
     Attributes:
-        rank: This replica's place, 0 <= rank < size.
-        size: Number of replicas R, >= 1.
-        device: Device on which the transport wants its tensors.
-        transport: Carries what they exchange; None if they exchange nothing, or by means of their own.
+        rank: of this replica, 0 <= rank < size.
+        size: number of replicas R, >= 1.
+        device: on which the transport expects its tensors.
+        transport: None if the replicas exchange nothing, or do not use a transport for it.
     """
 
     rank: int
@@ -29,22 +29,12 @@ class Group:
 
     @classmethod
     def alone(cls, device: torch.device = CPU) -> Group:
-        """Return the group of one replica, which exchanges nothing.
-
-        Args:
-            device: Device on which tensors to exchange are kept.
-        """
+        """Return the group of a single replica; its exchange buffers are on `device`."""
         return cls(0, 1, device)
 
     @classmethod
     def over(cls, transport: Transport, rank: int, size: int) -> Group:
-        """Return a group whose replicas exchange over a transport.
-
-        Args:
-            transport: Carries what they exchange.
-            rank: This replica's place.
-            size: Number of replicas.
-        """
+        """Return a group whose replicas exchange over a transport."""
         return cls(rank, size, transport.device, transport)
 
     @property

@@ -1,7 +1,7 @@
-"""The exchange between several machines: over shared memory inside each, and over the network between their leaders.
+"""Transport between several machines: shared memory inside each, the network between their leaders.
 
-The leader of a machine is its first replica. Rows travel to the leader, between the leaders, and back from the leader
-to its machine: fewer processes take part in what is slow.
+The leader of a machine is its first replica. Rows go to the leader, between the leaders, and back from the leader to
+its machine, so that fewer processes take part in the slow network exchange.
 
 Letters: R replicas, M machines, n integers that each replica sends.
 """
@@ -25,7 +25,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @functools.cache
 def this_machine() -> str:
-    """Return what tells this machine, or container, from others whose processes cannot share memory with it."""
+    """Return a name that is equal in processes that can share memory: those of one machine or container."""
     try:
         boot = BOOT_ID.read_text().strip()
     except OSError:  # not Linux
@@ -35,13 +35,12 @@ def this_machine() -> str:
 
 
 class MachinesTransport(Transport):
-    """A group of replicas on several machines.
+    """Transport of a group of replicas on several machines.
 
     Args:
-        rank: this replica's place.
-        machines: [R] number of each replica's machine, in the order in which they first appear: 0, then 1 ...
-        local: between the replicas of this machine, in the order of ranks; None if there is one only.
-        leaders: between the machines' leaders, on leaders only.
+        machines: [R] machine number of each replica: 0, 1 ... in order of first appearance.
+        local: between the replicas of this machine, in the order of ranks; None if there is only one.
+        leaders: between the machines' leaders; None if this replica is no leader.
     """
 
     def __init__(self, rank: int, machines: Sequence[int], local: Transport | None, leaders: Transport | None):
@@ -50,7 +49,7 @@ class MachinesTransport(Transport):
         counts = [machines.count(machine) for machine in range(max(machines) + 1)]
         self._num_local, self._num_machines = counts[machines[rank]], len(counts)
         self._largest = max(counts)
-        # Where each replica's row stands among the machines' rows, of which each machine sends equally many.
+        # Position of each replica's row in the leaders' gather, where every machine sends `_largest` rows.
         places = [machine * self._largest + machines[:place].count(machine) for place, machine in enumerate(machines)]
         self._places = torch.tensor(places)
 
@@ -68,16 +67,16 @@ class MachinesTransport(Transport):
             received.copy_(rows.reshape(-1, num_sent)[self._places].flatten())
             data = received.numpy().tobytes()
         if self._local is not None:
-            told = self._local.broadcast(data, is_patient=False)
+            all_rows = self._local.broadcast(data, is_patient=False)
             if data is None:
-                received.copy_(torch.frombuffer(bytearray(told), dtype=torch.int64))
+                received.copy_(torch.frombuffer(bytearray(all_rows), dtype=torch.int64))
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
         if self._leaders is not None:
             data = self._leaders.broadcast(data, is_patient)
         if self._local is not None:
             data = self._local.broadcast(data, is_patient)
-        assert data is not None  # one who is no leader is not alone on its machine
+        assert data is not None  # a replica that is no leader shares its machine, so has `_local`
         return data
 
     def abort(self) -> None:

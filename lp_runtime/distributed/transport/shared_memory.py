@@ -1,12 +1,12 @@
-"""The exchange between processes of one machine: rows in memory that all of them map.
+"""Transport between processes of one machine: rows in shared memory that all of them map.
 
-Every replica has a line and two buffers of its own, which it alone writes. It copies its integers into a buffer, then
-publishes the number of the round in its line; the others read the buffer when they see the number. Rounds alternate
-between the two buffers: a replica publishes a round only after it has read the one before, so nobody overwrites what
+Every replica has one line and two buffers that only it writes. It copies its integers into a buffer, then publishes the
+round's number in its line; the others read the buffer when they see the number. Rounds alternate between the two
+buffers. A replica publishes a round only after it has read the previous one, so no replica overwrites a buffer that
 another still reads.
 
-Nobody has to do anything for another to leave, to notice a loss, or to give up. A segment serves one group; it has a
-name only while the group forms, so nothing is left behind, however its processes end.
+A replica can leave, detect a loss, or give up without the cooperation of others. A segment serves one group. Its file
+exists only while the group forms, so no file remains, however the processes end.
 
 Letters: R replicas, n integers that each sends.
 """
@@ -31,25 +31,21 @@ from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
 from lp_runtime.utils.jit import bound, compiled, compiles
 
-FOLDER = Path("/dev/shm")  # a file system in memory, on Linux
-LINE_WORDS = 16  # 128 bytes: no two lines share a cache line, nor a pair of them that is fetched together
-BUFFER_WORDS = 2048  # 16 KiB; more integers travel in several rounds
+FOLDER = Path("/dev/shm")  # an in-memory file system on Linux
+LINE_WORDS = 16  # 128 bytes, so that no two lines share a pair of cache lines, which CPUs prefetch together
+BUFFER_WORDS = 2048  # 16 KiB; longer rows take several rounds
 ROUND, PROCESS, HAS_LEFT = range(3)  # words of a line: number of the latest round, process id, whether it has left
 JOINED = 1  # number of the round in which a replica joins
-SPINS = 200  # looks at the lines before the processor is offered to others, about 1 us
-YIELD_SECONDS = 5e-4  # in which the processor is offered to others between two looks; afterwards the replica sleeps
+SPINS = 200  # polls of the lines before the CPU is yielded; about 1 us
+YIELD_SECONDS = 5e-4  # a wait yields the CPU between polls for this long, and sleeps between them later
 MAX_SLEEP_SECONDS = 1e-3
-SLEEP_FRACTION = 1 / 8  # of the time waited so far, that a sleep lasts
-CHECK_SECONDS = 0.02  # between looks whether a peer that is waited for lives
+SLEEP_FRACTION = 1 / 8  # length of a sleep, as a fraction of the time waited so far
+CHECK_SECONDS = 0.02  # between checks whether the peer's process is alive
 ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def why_unavailable(num_replicas: int) -> str | None:
-    """Return why replicas of this machine cannot share memory, in a few words; None if they can.
-
-    Args:
-        num_replicas: R.
-    """
+    """Return a short reason why R replicas of this machine cannot share memory; None if they can."""
     try:
         path = FOLDER / f"lp_runtime-{os.getpid()}-probe"
         with contextlib.ExitStack() as stack:
@@ -61,10 +57,11 @@ def why_unavailable(num_replicas: int) -> str | None:
 
 
 def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
-    """Open a segment, or make it if it is not there, and map it: a line and two buffers for each replica.
+    """Open a segment, creating it if it does not exist, and map it: a line and two buffers per replica.
 
     Raises:
-        OSError: if the folder is not there or has no room; without room a later write would end the process.
+        OSError: if the folder does not exist or is full. Space is allocated here, since a later write to a full file
+            system would kill the process.
     """
     size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -76,16 +73,15 @@ def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mma
 
 
 class SharedMemoryTransport(Transport):
-    """A group whose replicas are processes of one machine. Returns when all of them have joined.
+    """Transport between processes of one machine. The constructor waits until all replicas have joined.
 
     Args:
-        name: of the segment, which no other group has.
-        rank: this replica's place.
+        name: of the segment; unique to this group.
         num_replicas: R.
         timeout: seconds within which all replicas must join.
         step_timeout: seconds after which a peer that does not answer is an error.
-        is_abandoned: asked while peers are waited for that join; true ends the wait.
-        buffer_words: integers that each replica can send in one round, of 64 bits.
+        is_abandoned: called while peers are joining; true ends the wait.
+        buffer_words: 64-bit integers that each replica can send in one round.
 
     Raises:
         LaunchError: if memory cannot be shared here, or replicas are missing when the wait ends.
@@ -109,12 +105,12 @@ class SharedMemoryTransport(Transport):
         self._is_aborted = False
         path = FOLDER / name
         try:
-            # Not closed: views of it may be in use when the group is left. It is unmapped with the last of them.
+            # The map is never closed explicitly: views may outlive the group. It is unmapped with the last view.
             words = np.frombuffer(_map(path, num_replicas, buffer_words), dtype=np.int64)
             lines, buffers = np.split(words, [num_replicas * LINE_WORDS])
             self._lines = lines.reshape(num_replicas, LINE_WORDS)
             self._buffers = buffers.reshape(2, num_replicas, 1 + buffer_words)
-            self._processes: dict[int, psutil.Process] = {}  # of the peers that can be seen from here
+            self._processes: dict[int, psutil.Process] = {}  # by rank, of the processes that are visible from here
             self._round = JOINED
             self._join(timeout, is_abandoned)
         except OSError as error:
@@ -135,11 +131,11 @@ class SharedMemoryTransport(Transport):
                 why = "" if is_abandoned() else f" within {timeout:g} s"
                 raise LaunchError(
                     f"rank {self._rank} of {len(self._lines)} could not join the others in shared memory:"
-                    f" {num_missing} of them did not come{why}"
+                    f" {num_missing} of them did not join{why}"
                 )
             _pause(time.monotonic() - start)
         for rank, process_id in enumerate(self._lines[:, PROCESS].tolist()):
-            with contextlib.suppress(psutil.Error):  # one that is in another container's view of processes
+            with contextlib.suppress(psutil.Error):  # in another container, with another PID namespace
                 self._processes[rank] = psutil.Process(process_id)
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -148,14 +144,14 @@ class SharedMemoryTransport(Transport):
             rows[:, first : first + theirs.shape[1]] = theirs
 
     def rounds(self, row: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Gather a row of any length, in as many rounds as it takes.
+        """Gather a row of any length in several rounds.
 
         Args:
-            row: [n] int64, of the same n on every replica.
+            row: [n] int64, with the same n on every replica.
 
         Yields:
-            (first, rows): where a round's integers stand in the row, and everybody's, [R, m]: a view of the shared
-            memory, valid until the next round.
+            (first, rows): offset of the round's m integers in the row; all replicas' integers, [R, m], a view of the
+            shared memory that is valid until the next round.
 
         Raises:
             ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
@@ -181,14 +177,14 @@ class SharedMemoryTransport(Transport):
         return found.tobytes()[:num_bytes]
 
     def _exchange(self, row: np.ndarray, is_patient: bool = False) -> np.ndarray:
-        """Publish a row and wait for those of all others.
+        """Publish a row and wait for the rows of all peers.
 
         Args:
-            row: [n] int64, n <= the words of a buffer.
-            is_patient: whether there is no limit to the wait, as long as the peers live.
+            row: [n] int64, n <= buffer_words.
+            is_patient: wait without limit while the peers are alive.
 
         Returns:
-            [R, 1 + words of a buffer] view of all rows, each behind its number of integers; valid until the next call.
+            [R, 1 + buffer_words] view of each replica's number of integers and its row; valid until the next call.
         """
         if self._is_aborted:
             raise self._lost("the group was aborted")
@@ -203,11 +199,7 @@ class SharedMemoryTransport(Transport):
         return buffer
 
     def _wait(self, timeout: float | None) -> None:
-        """Wait until every replica has published the present round.
-
-        Args:
-            timeout: seconds; None for no limit.
-        """
+        """Wait up to `timeout` seconds (None: no limit) until every replica has published the current round."""
         first_behind = _kernels()[1]
         start = time.monotonic()
         next_check = start + CHECK_SECONDS
@@ -219,7 +211,7 @@ class SharedMemoryTransport(Transport):
             if start + waited >= next_check:
                 next_check = start + waited + CHECK_SECONDS
                 is_gone = is_gone or self._has_ended(rank)
-            # What it has published before it left or ended counts: so it is looked at once more.
+            # Check the round once more: the peer may have published it just before it left or ended.
             if is_gone and first_behind(self._lines, self._round, 1) == rank:
                 raise self._lost(f"rank {rank} is gone")
             if timeout is not None and waited > timeout:
@@ -227,13 +219,13 @@ class SharedMemoryTransport(Transport):
             _pause(waited)
 
     def _has_ended(self, rank: int) -> bool:
-        """Whether a replica's process has ended, as far as that can be seen from here."""
+        """Whether a replica's process has ended; False if the process is not visible from here."""
         process = self._processes.get(rank)
         try:
             return process is not None and (not process.is_running() or process.status() in ENDED)
         except psutil.NoSuchProcess:
             return True
-        except psutil.Error:  # the process cannot be looked at; the timeout tells
+        except psutil.Error:  # the process cannot be inspected: rely on the timeout
             return False
 
     def _lost(self, reason: str) -> ReplicaError:
@@ -248,7 +240,7 @@ class SharedMemoryTransport(Transport):
 
 
 def _pause(waited: float) -> None:
-    """Offer the processor to others, and sleep if the wait is long already, in seconds."""
+    """Yield the CPU, or sleep if `waited` seconds exceed YIELD_SECONDS."""
     if waited < YIELD_SECONDS:
         os.sched_yield()
     else:
@@ -263,25 +255,25 @@ def compile_shared_memory() -> None:
 
 @functools.cache
 def _kernels() -> tuple[Callable[[np.ndarray, int, int], None], Callable[[np.ndarray, int, int], int]]:
-    """Return the compiled code of `_publish` and `_first_behind`."""
+    """Return the compiled `_publish` and `_first_behind`."""
     lines = np.zeros((1, LINE_WORDS), np.int64)
     return bound(_publish, lines, 0, 0), bound(_first_behind, lines, 0, 0)
 
 
 @compiled(makes_arrays=True)
 def _publish(lines, rank, number):
-    """Write the number of a replica's round into its line, after what it has written before."""
+    """Write a round's number into the replica's line, with release order after its earlier writes."""
     store_release(lines.ravel(), rank * lines.shape[1], number)
 
 
 @compiled(makes_arrays=True)
 def _first_behind(lines, number, num_looks):
-    """Return the first rank that has not published a round, after so many looks; -1 if all have.
+    """Return the first rank that has not published a round; -1 if all have.
 
     Args:
         lines: [R, LINE_WORDS].
         number: of the round.
-        num_looks: looks at a line that is behind, at least 1.
+        num_looks: polls of lines that lack the round, >= 1, before this gives up.
     """
     words = lines.ravel()
     rank = 0

@@ -1,4 +1,4 @@
-"""What carries integers between the replicas of a group."""
+"""Interface of the transports, which carry integers between the replicas of a group."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import torch
 
 
 class Transport(ABC):
-    """Carries integers between the replicas of one group; implemented by shared_memory.py and collectives.py.
+    """Carries integers between the replicas of one group.
 
-    All replicas of the group make the same calls in the same order, except for `abort` and `close`.
-
-    Args:
-        name: of the transport, as launcher.backend names it.
-        device: on which tensors to be gathered lie.
+    Implemented by shared_memory.py, collectives.py and machines.py. All replicas of the group must make the same calls
+    in the same order, except for `abort` and `close`.
 
     Attributes:
-        name: see Args.
-        device: see Args.
+        name: a value of launcher.backend, or "shared and network".
+        device: on which `all_gather` expects its tensors.
     """
 
     def __init__(self, name: str, device: torch.device):
@@ -27,11 +24,11 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Gather the integers of every replica. On a GPU the gather is queued, and `wait` waits for it.
+        """Gather the integers of every replica. On a GPU the gather is only queued; `wait` waits for it.
 
         Args:
-            received: [R * n] int64, written to, in the order of ranks.
-            sent: [n] int64, of the same n on every replica.
+            received: [R * n] int64, written, in the order of ranks.
+            sent: [n] int64, with the same n on every replica.
 
         Raises:
             ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
@@ -42,25 +39,25 @@ class Transport(ABC):
         """Return rank 0's bytes on every replica.
 
         Args:
-            data: the bytes on rank 0; None on others.
-            is_patient: whether rank 0 may take any time before it calls: only its end is an error then.
+            data: the bytes on rank 0; None on other ranks.
+            is_patient: wait without limit for rank 0's call; only the end of its process is an error.
 
         Raises:
             ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
         """
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for what was queued on this replica's GPU before an event.
+        """Wait for all work that was queued on this replica's GPU before an event.
 
         Raises:
-            ReplicaError: if a queued gather cannot end, because a peer is gone or the group was aborted.
+            ReplicaError: if a queued gather cannot complete, because a peer is gone or the group was aborted.
         """
         event.synchronize()
 
     @abstractmethod
     def abort(self) -> None:
-        """Make this replica's present and later calls raise ReplicaError. Called by any thread; waits for nobody."""
+        """Make this replica's current and later calls raise ReplicaError. Thread-safe; does not wait."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. Waits for no peer; their later calls raise ReplicaError."""
+        """Leave the group without waiting for peers, whose later calls raise ReplicaError."""

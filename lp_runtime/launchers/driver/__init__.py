@@ -1,1 +1,1 @@
-"""The driver's side of replicas in other processes: who serves which request."""
+"""Driver side of replicas in other processes: the replica pool, its groups, and requests."""

@@ -1,4 +1,4 @@
-"""Reading what replicas answer to an order, however long they take, and noticing those that keep silent."""
+"""Reads the replicas' answers to an order, and detects replicas that no longer respond."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from lp_runtime.launchers.wire.inbox import Inbox, ReplicaLost
 from lp_runtime.launchers.wire.messages import PING, PONG, Abort, GroupBroken, Refused, Streamed
 
 PINGS_PER_HEARTBEAT = 5
-QUIET_SECONDS = 0.1  # without an answer, after which whoever reads is told so
-NOBODY = -1  # index of Quiet
+QUIET_SECONDS = 0.1  # without an answer until the reader gets a Quiet, so that it can act meanwhile
+NOBODY = -1  # index that is yielded with Quiet
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,12 @@ class Quiet:
 class AnswerReader:
     """Reads the answers to one order.
 
-    Members that are waited for are pinged all the time; a thread of their own answers, whatever they compute. One that
-    does not answer within failure.heartbeat is lost. Once something went wrong, the others are told to leave their
-    group. They have failure.timeout to come to their end; one that does not is lost, too.
+    Members that have not finished are pinged regularly; a separate thread in the replica answers, even during a forward
+    pass. A member that does not answer within failure.heartbeat is lost. If a member fails, the others are ordered to
+    leave their group (Abort); one that does not finish within failure.timeout is lost, too.
 
     Args:
-        pool: of the replicas.
-        inbox: where the answers arrive.
-        waiting: members that have not had their last word; they are removed from it as they have.
+        waiting: members that have not sent their final answer; the reader removes each one that has.
     """
 
     def __init__(self, pool: ReplicaPool, inbox: Inbox, waiting: set[int]):
@@ -39,14 +37,16 @@ class AnswerReader:
         self._inbox = inbox
         self._waiting = waiting
         self._timeout, self._heartbeat = pool.failure.timeout, pool.failure.heartbeat
-        # Pings are counted, not seconds: where this process itself was stopped, nobody else is to blame.
+        # Counts pings instead of seconds: if this process was suspended, the replicas must not be lost for it.
         self._num_unanswered = dict.fromkeys(waiting, 0)
         self._next_ping = time.monotonic() + self._heartbeat / PINGS_PER_HEARTBEAT
-        self._end: float | None = None  # when those must have ended that are left, once something went wrong
+        self._end: float | None = None  # after a failure: time.monotonic() by which the other members must finish
 
     def read(self) -> Iterator[tuple[int, object]]:
-        """Yield (index, message) of each answer, until every member had its last word or is lost; (NOBODY, Quiet)
-        where none comes for a while."""
+        """Yield (index, message) of each answer until every member has finished or is lost.
+
+        Yields (-1, Quiet) if no answer arrives for QUIET_SECONDS.
+        """
         while self._waiting:
             try:
                 left = max(0.0, self._next_ping - time.monotonic())
@@ -63,7 +63,7 @@ class AnswerReader:
             yield index, message
 
     def _check_silent(self) -> None:
-        """Lose members that did not answer their pings or did not end in time, and ping the others."""
+        """Declare members lost that did not answer their pings or did not finish in time; ping the others."""
         now = time.monotonic()
         for index in sorted(self._waiting):
             if self._num_unanswered[index] >= PINGS_PER_HEARTBEAT:
@@ -79,7 +79,7 @@ class AnswerReader:
         self._pool.lose(index, reason, self._inbox.incarnations[index])
 
     def _note(self, index: int, message: object) -> None:
-        """Note that a member that is waited for has answered, and what that means for the others."""
+        """Record a member's answer; if it reports a failure, abort the order on the other members."""
         if not isinstance(message, Streamed):
             self._waiting.discard(index)
         if isinstance(message, ReplicaLost | GroupBroken | Refused) and self._end is None:
@@ -89,6 +89,5 @@ class AnswerReader:
 
 
 def read_answers(pool: ReplicaPool, inbox: Inbox, waiting: set[int]) -> Iterator[tuple[int, object]]:
-    """Yield (index, message) of each answer to an order, until every member had its last word or is lost, and
-    (NOBODY, Quiet) where none comes for a while: see AnswerReader."""
+    """Yield (index, message) of each answer to an order; see AnswerReader."""
     return AnswerReader(pool, inbox, waiting).read()

@@ -1,4 +1,4 @@
-"""Forming groups of replicas: those that decode a request together."""
+"""Forms groups of replicas that decode a request together."""
 
 from __future__ import annotations
 
@@ -17,37 +17,31 @@ from lp_runtime.replica.replica import ReplicaInfo
 
 
 class GroupFormer:
-    """Forms groups of a pool's replicas.
-
-    Args:
-        pool: the replicas.
-        host: knows where they are and where they can meet.
-    """
+    """Forms groups of a pool's replicas. Thread-safe."""
 
     def __init__(self, pool: ReplicaPool, host: ProcessHost):
         self._pool = pool
         self._host = host
-        self._forming = [threading.Lock() for _ in range(pool.num_replicas)]  # held while a replica's group is formed
+        self._forming = [threading.Lock() for _ in range(pool.num_replicas)]  # held while the replica's group is formed
         self._info: ReplicaInfo | None = None
 
     @property
     def info(self) -> ReplicaInfo:
-        """The model, as rank 0 of the group that was formed last describes it."""
+        """Model info from rank 0 of the group that was formed last."""
         assert self._info is not None, "no group has been formed"
         return self._info
 
     def form(self, members: Iterable[int]) -> Members | None:
-        """Form a group of replicas, if they are not one; those that are lost on the way are left out.
+        """Form a group of replicas unless they already are one, and return it; None if all of them are lost.
 
-        Returns:
-            the group; None if none of the replicas is left.
+        Replicas that are lost meanwhile are left out.
 
         Raises:
-            LookaheadError: if the replicas refuse to form a group, or do not reach one another.
+            LookaheadError: if the replicas refuse to form a group, or cannot reach each other.
         """
         wanted = set(members)
         with contextlib.ExitStack() as held:
-            for index in sorted(wanted):  # requests that share a replica must not form its group twice
+            for index in sorted(wanted):  # ascending, against deadlocks; requests that share a replica take turns
                 held.enter_context(self._forming[index])
             return self._form(wanted)
 
@@ -71,10 +65,10 @@ class GroupFormer:
                 with pool.changed:
                     self._info = infos[group[0]]
                     pool.note_group(group)
-        raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas do not reach one another'})")
+        raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
     def _join(self, group: Members, meeting: Rendezvous) -> dict[int, ReplicaInfo]:
-        """Order replicas to join their group, and return what those say that have."""
+        """Order replicas to join their group, and return the info of those that have joined, by index."""
         pool = self._pool
         infos = {}
         with pool.open_inbox(group) as inbox:
@@ -97,5 +91,5 @@ class GroupFormer:
                 if isinstance(message, Joined):
                     infos[index] = message.info
                 elif isinstance(message, ReplicaLost):
-                    break  # the others need not wait for it: the next order ends that
+                    break  # the next Join makes the others give up this group
         return infos

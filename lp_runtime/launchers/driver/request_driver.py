@@ -1,7 +1,7 @@
-"""The driver's side of one request: decoded by one group of replicas, or by several in turn, where replicas are lost or
-moved.
+"""Driver side of one request: has it decoded by a group of replicas, or by several in turn.
 
-What one group has not finished, the next resumes behind the last token that any replica has committed.
+If replicas are lost, or the request moves to others, the next group resumes after the last token that any replica has
+committed.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from lp_runtime.request.request import Request
 
 log = logging.getLogger(__name__)
 
-MAX_FRUITLESS_ATTEMPTS = 2  # in a row: groups that a request may lose as a whole without a token in between
-MAX_BROKEN_ATTEMPTS = 3  # in a row: groups that may break without a token and without a loss: what breaks them stays
-MIN_SECONDS_LEFT = 1e-3  # of a request's time, when a group resumes it: the group ends it after a step
+MAX_FRUITLESS_ATTEMPTS = 2  # consecutive groups whose replicas are all lost without a new token
+MAX_BROKEN_ATTEMPTS = 3  # consecutive groups that break without progress or a lost replica: the cause is permanent
+MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: the group then ends it after one step
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """How far a group has come with a request.
+    """Result of one group's work on a request.
 
     Attributes:
-        progress: what each replica that is left has committed, by its index.
-        report: what the request took, if the group has not been broken.
-        is_paused: whether the group was told to stop, because other replicas were wanted.
-        why_broken: why the group has broken, as one of its members says; None if it has not, or none is left.
+        progress: what each replica that was not lost has committed, by index.
+        report: of a member that finished; None if the group broke first.
+        is_paused: whether the group was stopped because the request moves to other replicas.
+        why_broken: reason that a member gave for leaving the group; None if none did.
     """
 
     progress: dict[int, Progress]
@@ -58,13 +58,13 @@ class Attempt:
 
 @dataclass
 class LastWords:
-    """How an order to decode ended, for each member of its group.
+    """Final answers of a group's members to an order to decode.
 
     Attributes:
-        done: members that have finished the request, by index.
-        broken: members that have left the group because it broke, by index.
+        done: of members that have finished the request, by index.
+        broken: of members that have left the group because it broke, by index.
         refusal: of a member, if the request cannot be decoded.
-        is_paused: whether the group was told to stop, because other replicas were wanted.
+        is_paused: whether the group was stopped because the request moves to other replicas.
     """
 
     done: dict[int, Finished] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class LastWords:
     is_paused: bool = False
 
     def add(self, index: int, message: object) -> None:
-        """Note what a member has said; a replica that is lost has no last word."""
+        """Record a member's final answer; a ReplicaLost is ignored."""
         if isinstance(message, Finished):
             self.done[index] = message
         elif isinstance(message, GroupBroken):
@@ -83,30 +83,25 @@ class LastWords:
 
 
 class RequestDriver:
-    """Has one request decoded.
-
-    Args:
-        pool: the replicas.
-        groups: forms groups of them.
-        request: what they are to decode.
-        lease: which of them may be used.
-    """
+    """Has one request decoded on the replicas of its lease, in the caller's thread."""
 
     def __init__(self, pool: ReplicaPool, groups: GroupFormer, request: Request, lease: ReplicaLease):
         self._pool = pool
         self._groups = groups
         self._request = request
         self._lease = lease
-        self._delivered: list[int] = []  # new tokens that were yielded
+        self._delivered: list[int] = []  # token ids that were yielded
         self._num_lost = self._num_fruitless = self._num_broken = 0
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
-        """Yield the step outputs as they come, then the report. Closing the iterator early cancels the request.
+        """Yield the step outputs as they arrive, then the report.
+
+        Closing the iterator early cancels the request.
 
         Raises:
-            ReplicaError: if all its replicas are lost, and it gets no others; if its groups break again and again
-                though no replica is lost.
+            ReplicaError: if all its replicas are lost and it gets no others, or its groups break repeatedly although no
+                replica is lost.
         """
         num_steps = 0
         is_whole = True
@@ -125,17 +120,8 @@ class RequestDriver:
             num_steps += max((progress.num_steps for progress in attempt.progress.values()), default=0)
 
     def _check(self, attempt: Attempt, group_size: int, has_tokens: bool) -> None:
-        """Count attempts in a row that have come to nothing.
-
-        Args:
-            attempt: the latest.
-            group_size: replicas of its group.
-            has_tokens: whether it has brought a new token.
-
-        Raises:
-            ReplicaError: if there are so many that the next one would come to nothing, too.
-        """
-        # A request that ends every replica it meets is not to end them all.
+        """Count consecutive attempts without progress; raise ReplicaError if there are too many."""
+        # Stop retrying a request that kills every replica it runs on.
         self._num_fruitless = 0 if attempt.progress or has_tokens else self._num_fruitless + 1
         if self._num_fruitless == MAX_FRUITLESS_ATTEMPTS:
             raise self._all_lost()
@@ -148,7 +134,7 @@ class RequestDriver:
             )
 
     def _form_group(self) -> Members:
-        """Form a group of the replicas of the lease; waits for others where all of them are lost."""
+        """Form a group of the lease's replicas; wait for others if all of them are lost."""
         while True:
             members = self._lease.settle() or self._lease.refill()
             group = self._groups.form(members) or ()
@@ -161,7 +147,7 @@ class RequestDriver:
     def _note_losses(self, lost: Iterable[int]) -> None:
         lost = set(lost)
         if lost:
-            name, num_tokens = self._request.request_id or "without a name", len(self._delivered)
+            name, num_tokens = self._request.request_id or "without an id", len(self._delivered)
             log.warning("request %s: replicas %s were lost after %d tokens", name, sorted(lost), num_tokens)
         self._lease.lose(lost)
         self._num_lost += len(lost)
@@ -172,14 +158,14 @@ class RequestDriver:
         )
 
     def _rest(self) -> Request:
-        """Return the request as it is now: with what is committed, and the time that is left."""
+        """Return the request with the tokens committed so far and the remaining time."""
         left = self._request.max_time
         if left is not None:
             left = max(MIN_SECONDS_LEFT, left - (time.monotonic() - self._started))
         return replace(self._request, committed=tuple(self._delivered), max_time=left)
 
     def _attempt(self, request: Request, group: Members) -> Generator[Event, None, Attempt]:
-        """Have a group decode: to its end, to the loss of a replica, or until other replicas are wanted."""
+        """Decode on a group until the request ends, a replica is lost, or the request must move."""
         pool, last_words = self._pool, LastWords()
         with pool.open_inbox(group) as inbox, _JoiningReplicas(pool) as joining:
             waiting = set(group)
@@ -200,7 +186,7 @@ class RequestDriver:
         why_broken = next((message.reason for message in broken.values()), None)
         self._drop_suspects(inbox, broken)
         progress = {index: message.progress for index, message in (last_words.done | broken).items()}
-        progress |= dict.fromkeys(waiting, Progress())  # a member that was left has told nothing
+        progress |= dict.fromkeys(waiting, Progress())  # `_stream` did not wait for these: nothing is known of theirs
         if progress:
             yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
         report = next((last_words.done[index].report for index in group if index in last_words.done), None)
@@ -209,15 +195,11 @@ class RequestDriver:
     def _stream(
         self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
     ) -> Generator[Event, None, None]:
-        """Yield what a group's rank 0 streams, until every member had its last word. Where other replicas are wanted,
-        have the new ones prefill, then end the group's work. A replica that has told nothing yet is not waited for,
-        where the request is to move to others: it may be deep in a step of another request, which nobody can end.
+        """Yield what a group's rank 0 streams until every member has sent its final answer.
 
-        Args:
-            inbox: of the order to decode.
-            waiting: members that have not had their last word; they are removed from it as they have.
-            joining: the replicas that are to join.
-            last_words: filled in.
+        If the request must move to other replicas, let those prefill, then cancel the group's order. A single replica
+        that has not sent a token yet is not waited for: it may be in a long step of another request, which cannot be
+        interrupted. `waiting` loses each member that has finished; `last_words` receives the final answers.
         """
         group = inbox.members
         for index, message in read_answers(self._pool, inbox, waiting):
@@ -240,8 +222,10 @@ class RequestDriver:
                 self._send_cancel(inbox, group[:1])
 
     def _may_leave(self, group: Members) -> bool:
-        """Whether the request is to move from one replica to others, and nothing of it was delivered: it begins anew
-        there at once, and what the one still does for it is dropped."""
+        """Whether the request moves from a single replica to others before any token was delivered.
+
+        It then starts there from the beginning, and the first replica's answers are dropped.
+        """
         wanted = self._lease.wanted
         return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
 
@@ -250,7 +234,7 @@ class RequestDriver:
             self._pool.send(index, Cancel(inbox.order))
 
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
-        """End what members are decoding, and wait until they have."""
+        """Cancel the order on members that have not finished, and wait until they have."""
         pool = self._pool
         if pool.is_closed:
             return
@@ -260,8 +244,10 @@ class RequestDriver:
                 pool.disband(inbox.members)
 
     def _drop_suspects(self, inbox: Inbox, broken: dict[int, GroupBroken]) -> None:
-        """Lose the replicas whose digests are not those of most replicas, or, where there is no telling, not that of
-        the first of them; remove them from `broken`."""
+        """Declare replicas lost whose state digest differs from the majority's, and remove them from `broken`.
+
+        Without a majority the most common digest counts, and of equally common ones the lowest rank's.
+        """
         digests = next((message.digests for message in broken.values() if message.digests), None)
         if digests is None:
             return
@@ -269,10 +255,10 @@ class RequestDriver:
         for index, digest in zip(inbox.members, digests, strict=True):
             if digest != right and index in broken:
                 del broken[index]
-                self._pool.lose(index, "its state has parted from the others'", inbox.incarnations[index])
+                self._pool.lose(index, "its state diverged from the others'", inbox.incarnations[index])
 
     def _deliver_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
-        """Yield what a replica has committed that was not delivered: rank 0 was lost before it said so."""
+        """Yield the tokens that a replica has committed but rank 0 did not stream before it was lost."""
         rest = best.output_behind(len(self._delivered) - len(request.committed), request)
         if rest is not None:
             self._delivered += rest.token_ids
@@ -280,15 +266,11 @@ class RequestDriver:
 
 
 class _JoiningReplicas:
-    """Replicas that are to join a running request: they run its prefill while the others go on.
-
-    Args:
-        pool: of the replicas.
-    """
+    """Replicas that will join a running request: they run its prefill while the current group goes on."""
 
     def __init__(self, pool: ReplicaPool):
         self._pool = pool
-        self._inboxes: dict[int, Inbox] = {}  # of each replica's order to prefill
+        self._inboxes: dict[int, Inbox] = {}  # of the order to prefill, by replica index
         self._ended: set[int] = set()
         self._open = ExitStack()  # holds the inboxes open
 
@@ -301,11 +283,9 @@ class _JoiningReplicas:
         self._open.close()
 
     def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
-        """Whether replicas have run the prefill, or are lost; orders it from those that have no order yet.
+        """Whether all given replicas have run the prefill or are lost; orders it from those not ordered yet.
 
-        Args:
-            indices: the replicas.
-            rest: returns the request as it is now.
+        `rest` returns the request with the tokens committed so far.
         """
         joiners = set(indices)
         for index in joiners - self._inboxes.keys():

@@ -1,4 +1,4 @@
-"""Where the answers of replicas to a driver's orders arrive."""
+"""Inboxes: queues of the replicas' answers, one for each of the driver's orders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Members = tuple[int, ...]  # replica indices of a group, rank 0 first
 
 @dataclass(frozen=True)
 class ReplicaLost:
-    """Put into an inbox by the pool: a replica is lost, and answers nothing more.
+    """Message that the pool puts into an inbox: the replica is lost and will not answer.
 
     Attributes:
-        reason: why, in a few words.
+        reason: a few words for messages.
     """
 
     reason: str
@@ -24,13 +24,13 @@ class ReplicaLost:
 
 @dataclass(frozen=True)
 class Inbox:
-    """What replicas answer to one order.
+    """Queue of the answers to one order.
 
     Attributes:
         order: number of the order.
-        members: replicas that were given the order.
-        messages: (replica index, message) of all answers not read yet.
-        incarnations: by replica index, which of a replica's processes was meant; see ReplicaPool.
+        members: replicas that received the order.
+        messages: (replica index, message) of the answers that have not been read.
+        incarnations: by replica index, the process that received the order; see ReplicaPool.
     """
 
     order: int
@@ -40,10 +40,10 @@ class Inbox:
 
 
 class InboxTable:
-    """The inboxes of all orders that somebody waits for. Guarded by the pool's condition.
+    """Inboxes of all orders whose answers are awaited. Guarded by the pool's condition.
 
     Attributes:
-        open: inboxes by the number of their order.
+        open: inboxes by order number.
     """
 
     def __init__(self) -> None:
@@ -51,25 +51,25 @@ class InboxTable:
         self._last_order = 0
 
     def add(self, members: Members, incarnations: Mapping[int, int]) -> Inbox:
-        """Number a new order to `members`, and return the inbox for its answers."""
+        """Assign a number to a new order to `members`, and return the inbox for its answers."""
         self._last_order += 1
         inbox = Inbox(self._last_order, members, queue.SimpleQueue(), dict(incarnations))
         self.open[inbox.order] = inbox
         return inbox
 
     def remove(self, inbox: Inbox) -> None:
-        """Drop an inbox; answers that come later are dropped, too."""
+        """Remove an inbox; later answers to its order are dropped."""
         del self.open[inbox.order]
 
     def deliver(self, index: int, message: object) -> None:
-        """Put a replica's answer into the inbox of its order; a PONG goes to every inbox that the replica is in."""
+        """Put a replica's answer into the inbox of its order; a PONG goes to every inbox of that replica."""
         order = getattr(message, "order", None)
         for inbox in self.open.values():
             if index in inbox.members and (message == PONG or order == inbox.order):
                 inbox.messages.put((index, message))
 
     def announce_loss(self, index: int, reason: str) -> None:
-        """Put a ReplicaLost into every inbox that a replica is in."""
+        """Put a ReplicaLost into every inbox of a replica."""
         for inbox in self.open.values():
             if index in inbox.members:
                 inbox.messages.put((index, ReplicaLost(reason)))

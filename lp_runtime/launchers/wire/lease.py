@@ -1,4 +1,4 @@
-"""Which replicas a request may use. The scheduler may change that while the request is decoded."""
+"""Lease: the replicas that a request may use. The scheduler may change it during the request."""
 
 from __future__ import annotations
 
@@ -7,30 +7,27 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class ReplicaLease:
-    """The replicas that one request may use. Replicas are given by their indices.
-
-    Args:
-        wanted: the replicas to be used at first.
+    """Indices of the replicas that one request may use.
 
     Attributes:
-        wanted: the replicas to be used; between two steps the request is moved to them if it is on others.
+        wanted: the replicas to use; a request that runs on others moves to them between two steps.
     """
 
     def __init__(self, wanted: Iterable[int]):
         self.wanted = frozenset(wanted)
 
     def lose(self, lost: Iterable[int]) -> None:
-        """Take replicas that were lost out of the lease."""
+        """Remove lost replicas from the lease."""
         self.wanted -= frozenset(lost)
 
     def settle(self) -> frozenset[int]:
-        """Return the replicas that the request goes on with. Called while it is on no replica: all others are free."""
+        """Return the replicas for the request's next group; called while no replica decodes it."""
         return self.wanted
 
     def cancelling(self, cancel: Callable[[], None]) -> AbstractContextManager[None]:
-        """Return a context in which `cancel` is called, by any thread, once the request is not wanted any more."""
+        """Return a context in which any thread may call `cancel` to cancel the request."""
         return nullcontext()
 
     def refill(self) -> frozenset[int]:
-        """Wait for other replicas after the last one was lost, and return them; empty if none may come."""
+        """Wait for new replicas after all were lost, and return them; empty if there will be none."""
         return frozenset()

@@ -1,6 +1,6 @@
-"""What a driver and the replicas it started say to each other.
+"""Messages between a driver and the replicas that it started.
 
-A driver's orders are numbered. Every answer carries the number of its order, so that a late answer is known as late.
+Orders are numbered. Every answer carries the number of its order, so that late answers can be dropped.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from lp_runtime.replica.replica import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 
-PING, PONG = "ping", "pong"  # answered whatever else the replica is doing
+PING, PONG = "ping", "pong"  # answered by a separate thread, even during a forward pass
 
 
 @dataclass(frozen=True)
 class SealedRequest:
-    """A request on its way to a replica, pickled apart from its order: a replica that cannot import a class of the
-    caller's can still read the order, and refuse it.
+    """A request, pickled separately from the order that contains it.
+
+    So a replica that cannot import one of the caller's classes can still read the order and refuse it.
 
     Attributes:
         data: the pickled request, without its logits processors.
-        processors: (class, pickled processor) of each of its logits processors.
+        processors: (class name, pickled processor) of each of its logits processors.
     """
 
     data: bytes
@@ -34,20 +35,15 @@ class SealedRequest:
 
     @classmethod
     def of(cls, request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> SealedRequest:
-        """Return a request, sealed.
-
-        Args:
-            request: the request.
-            pickled: returns a value as bytes that the replica's `pickle.loads` reads.
-        """
+        """Pickle a request with the function `pickled`; replicas read it with `pickle.loads`."""
         processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
         return cls(pickled(replace(request, processors=())), processors)
 
     def opened(self) -> Request:
-        """Return the request.
+        """Unpickle and return the request.
 
         Raises:
-            RequestError: if this process cannot unpickle it; names the processor that is at fault.
+            RequestError: if this process cannot unpickle it; the message names the processor that fails.
         """
         request = _unpickled(self.data, "the request")
         processors = tuple(_unpickled(data, f"processors: {name}") for name, data in self.processors)
@@ -55,20 +51,16 @@ class SealedRequest:
 
 
 def _class_of(processor: object) -> str:
-    """Return the name of a processor's class, or of a function, with its module."""
+    """Return the module and name of a processor's class, or of a processor that is a function."""
     named = processor if hasattr(processor, "__qualname__") else type(processor)
     return f"{named.__module__}.{named.__qualname__}"
 
 
 def _unpickled(data: bytes, what: str) -> Any:
-    """Return what was pickled.
-
-    Raises:
-        RequestError: if it cannot be unpickled; begins with `what`.
-    """
+    """Unpickle a value; if that fails, raise a RequestError whose message begins with `what`."""
     try:
         return pickle.loads(data)
-    except Exception as error:  # whatever a foreign class or module raises
+    except Exception as error:  # the caller's classes and modules may raise anything
         raise RequestError(
             f"{what}: replicas cannot import it ({type(error).__name__}: {first_line(error)});"
             " define it in a module that they can import"
@@ -77,11 +69,11 @@ def _unpickled(data: bytes, what: str) -> Any:
 
 @dataclass(frozen=True)
 class Join:
-    """Order to leave the present group, if any, and form another one. Answered by Joined, GroupBroken or Refused.
+    """Order to leave the current group, if any, and join another.
 
+    Answered by Joined, GroupBroken or Refused.
     Attributes:
-        order: number of this order.
-        context: the replica's rank and where the group meets.
+        context: the replica's rank, and where the group meets.
     """
 
     order: int
@@ -90,12 +82,10 @@ class Join:
 
 @dataclass(frozen=True)
 class Decode:
-    """Order to decode a request in the present group; a replica that is alone in its group decodes all it has been
-    ordered as one batch. Answered by rank 0's Streamed, then every member's Finished, GroupBroken or Refused.
+    """Order to decode a request in the current group.
 
-    Attributes:
-        order: number of this order.
-        request: what to decode.
+    A replica that is alone in its group decodes all its Decode orders as one batch. Answered by rank 0's Streamed, then
+    every member's Finished, GroupBroken or Refused.
     """
 
     order: int
@@ -104,11 +94,10 @@ class Decode:
 
 @dataclass(frozen=True)
 class Prefill:
-    """Order to run the prefill of a request that is to be decoded here later. Answered by Prefilled.
+    """Order to run the prefill of a request that this replica will decode later. Answered by Prefilled.
 
     Attributes:
-        order: number of this order.
-        request: its prompt and committed tokens are fed to the model.
+        request: its prompt and committed tokens are prefilled.
     """
 
     order: int
@@ -117,10 +106,10 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Cancel:
-    """End what an order has begun; acted on whatever else the replica is doing.
+    """Cancel an order. A separate thread handles it, so a running order ends after its current step.
 
     Attributes:
-        order: number of the order to end.
+        order: number of the order to cancel.
     """
 
     order: int
@@ -128,11 +117,12 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Abort:
-    """Leave the group that an order is carried out in, because a member is lost; acted on whatever else the replica is
-    doing. The order is answered by GroupBroken.
+    """Leave the group of an order because another member failed.
+
+    Interrupts an exchange that waits for a peer. The order is answered by GroupBroken.
 
     Attributes:
-        order: number of the order.
+        order: number of the order to abort.
     """
 
     order: int
@@ -140,21 +130,16 @@ class Abort:
 
 @dataclass(frozen=True)
 class ModelLoaded:
-    """A replica's model is loaded and checked: the first message of every replica.
-
-    Attributes:
-        info: the model.
-    """
+    """First message of a replica: its model is loaded and checked."""
 
     info: ReplicaInfo
 
 
 @dataclass(frozen=True)
 class Joined:
-    """A replica is in the group.
+    """Answer to a Join: the replica is in the group.
 
     Attributes:
-        order: number of the Join.
         info: the model, and the capacity that all replicas of the group have.
     """
 
@@ -164,11 +149,9 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """A prefill has ended: completed, cancelled, or of a request that the replica cannot read; decoding feeds whatever
-    is missing, or refuses the request.
+    """Answer to a Prefill: it was completed or cancelled, or the replica cannot unpickle the request.
 
-    Attributes:
-        order: number of the Prefill.
+    The Decode that follows prefills what is missing, or refuses the request.
     """
 
     order: int
@@ -176,12 +159,7 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class Streamed:
-    """What one step committed.
-
-    Attributes:
-        order: number of the Decode.
-        output: the committed tokens.
-    """
+    """Rank 0's answer to a Decode after each step: the tokens that the step committed."""
 
     order: int
     output: StepOutput
@@ -189,14 +167,13 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a replica has committed of a request since its order.
+    """Tokens that a replica has committed since it received the Decode order.
 
     Attributes:
-        token_ids: committed token ids.
-        logprobs: their log-probabilities, where the request asks for them; else empty.
-        num_steps: steps that these tokens took.
-        found_by: rank of the replica that has verified each, where the request asks for a trace; else empty.
-        sources: where each came from, where the request asks for a trace; else empty.
+        logprobs: log-probability of each token if the request asks for them, else empty.
+        num_steps: steps that committed these tokens.
+        found_by: rank that verified each token if the request asks for a trace, else empty.
+        sources: origin of each token if the request asks for a trace, else empty.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -206,7 +183,7 @@ class Progress:
     sources: list[str] = field(default_factory=list)
 
     def after(self, output: StepOutput) -> Progress:
-        """Return the progress after one step more."""
+        """Return the progress after one more step."""
         return Progress(
             [*self.token_ids, *output.token_ids],
             [*self.logprobs, *(output.logprobs or ())],
@@ -216,8 +193,7 @@ class Progress:
         )
 
     def output_behind(self, num_tokens: int, request: Request) -> StepOutput | None:
-        """Return what was committed behind the first `num_tokens` tokens, as the request wants to be told; None if that
-        is nothing."""
+        """Return what was committed after the first `num_tokens` tokens, as a step output; None if nothing."""
         if len(self.token_ids) <= num_tokens:
             return None
         return StepOutput(
@@ -230,13 +206,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Finished:
-    """A request is done.
-
-    Attributes:
-        order: number of the Decode.
-        progress: what this replica has committed of the request.
-        report: what the request took.
-    """
+    """Final answer to a Decode: the request has ended or was cancelled."""
 
     order: int
     progress: Progress
@@ -245,13 +215,13 @@ class Finished:
 
 @dataclass(frozen=True)
 class GroupBroken:
-    """The group is broken, and this replica has left it; what it has committed stands.
+    """Final answer to a Join or Decode: the group broke, and this replica has left it.
+
+    Its progress remains valid.
 
     Attributes:
-        order: number of the Join or Decode.
-        progress: what this replica has committed of the request.
         reason: the error's message.
-        digests: of each rank's state, where they differ; else None.
+        digests: digest of each rank's state if they differ, else None.
     """
 
     order: int
@@ -262,11 +232,11 @@ class GroupBroken:
 
 @dataclass(frozen=True)
 class Refused:
-    """The order cannot be carried out, by this replica or any other: the request or a setting is at fault. The replica
-    has left its group, unless it is alone in it.
+    """Final answer to a Join or Decode that no replica can carry out, because of the request or a setting.
+
+    The replica has left its group unless it is alone in it.
 
     Attributes:
-        order: number of the Join or Decode.
         message: the error's message.
         kind: class of the error.
     """
@@ -278,11 +248,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Failed:
-    """A replica cannot go on, and ends.
+    """Last message of a replica: it cannot continue, and its process ends.
 
     Attributes:
         message: the error's message.
-        kind: class of the error if it is a LookaheadError; None for anything unforeseen.
+        kind: class of the error if it is a LookaheadError, else None.
     """
 
     message: str
@@ -300,10 +270,10 @@ Order = Join | Decode | Prefill
 
 
 def first_cause(failures: dict[int, Failed]) -> int:
-    """Return the replica whose failure explains those of the others: a lost peer or group is a consequence.
+    """Return the index of the replica whose failure caused the others; losing a peer is no cause.
 
     Args:
-        failures: by replica index, at least one.
+        failures: by replica index; not empty.
     """
     consequences = (ReplicaError, LaunchError)
 

@@ -1,1 +1,1 @@
-"""What runs inside a replica's process."""
+"""Code that runs inside a replica's process."""

@@ -1,4 +1,4 @@
-"""The process of a shard that follows shard 0 of its replica: load, then run what that one announces."""
+"""Process of a shard other than 0: loads its slice of the model, then runs what shard 0 announces."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lp_runtime.replica.replica import load_follower
 
 
 class FollowerServer:
-    """A shard that follows, as ReplicaServer is for shard 0. The driver hears of it only if it fails.
+    """Counterpart of ReplicaServer for shards other than 0.
+
+    It sends the driver nothing but PONG and, if it fails, Failed.
 
     Args:
-        config: the runtime's settings.
-        place: where this shard is.
         send: sends a message to the driver; called from several threads.
     """
 
@@ -26,18 +26,18 @@ class FollowerServer:
         self._send = send
 
     def post(self, message: object) -> None:
-        """Take a message of the driver's; never waits. Called from another thread than `run`."""
+        """Handle a message from the driver; never waits. Called from a different thread than `run`."""
         assert message == PING, "followers get their orders from shard 0"
         self._send(PONG)
 
     def run(self) -> None:
-        """Load this shard, and follow. Returns when it cannot go on."""
+        """Load this shard and follow shard 0. Returns when it cannot continue."""
         place = self._place
         try:
             follower = load_follower(self._config, place.device_index, place.num_local, place.shard)
             for message in follower.messages():
                 raise AssertionError(f"shard 0 announced {message!r}")
-        except ShardError:  # the one that is gone has told why, or its process has ended
+        except ShardError:  # another shard is gone: it has sent the reason itself, or the driver sees its process end
             return
         except Exception as error:
             failed = Failed.from_error(error)

@@ -1,4 +1,7 @@
-"""How a replica pool starts and reaches the processes of its replicas: implemented by spawn.py and ray_launcher.py."""
+"""Interface through which a replica pool starts processes and exchanges messages with them.
+
+Implemented by spawn.py and ray_launcher.py.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +15,12 @@ from lp_runtime.distributed.shards import ShardPlace
 
 @dataclass(frozen=True)
 class Placement:
-    """Where a replica is; of one with several shards, where a shard is.
+    """Location of a process: its GPU, the number of processes on its machine, and its shard.
 
     Attributes:
-        device_index: which of the GPUs that its process sees is the process's own.
-        num_local: processes of replicas on its machine, itself included.
-        owns_device: whether that GPU is booked for this replica, so that no other one shares the GPU's memory.
-        shard: which shard of its replica the process is.
+        device_index: index of its GPU (the first, if it has several) among those that the process sees.
+        num_local: replica processes on its machine, this one included.
+        owns_device: whether the GPU is reserved for this replica, so that no other one shares its memory.
     """
 
     device_index: int
@@ -29,12 +31,12 @@ class Placement:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the replicas of a group meet.
+    """Meeting point of the replicas of a group: a store or a shared-memory segment.
 
     Attributes:
-        host: address of a store; unused with a segment.
-        port: port of that store; unused with a segment.
-        segment: name of the memory that they share; empty if they meet in the store.
+        host: address of the store; unused with a segment.
+        port: port of the store; unused with a segment.
+        segment: name of the shared memory; empty if they meet in the store.
     """
 
     host: str = ""
@@ -43,51 +45,55 @@ class Rendezvous:
 
 
 class ProcessHost(ABC):
-    """The processes of all replicas of a pool, known by the replica's index. A replica of several shards is as many
-    processes, of which only the host knows: shard 0 is spoken with, all are started together, and end together.
+    """The processes of all replicas of a pool, addressed by the replica's index.
 
-    Construction reserves what they need, or raises with everything cleaned up. `receive` is called by one thread only,
-    all else by any thread.
+    A replica of several shards has one process per shard, which only the host knows: all are started and killed
+    together, and orders go to shard 0. The constructor reserves resources, or raises with everything cleaned up.
+    `receive` is called by one thread only; the other methods by any thread.
     """
 
     @abstractmethod
     def start_process(self, index: int) -> None:
-        """Start a replica's process; it says ModelLoaded, or Failed, in its time."""
+        """Start a replica's process without waiting for it; it will send ModelLoaded or Failed."""
 
     @abstractmethod
     def send(self, index: int, message: object) -> None:
-        """Send a message to a replica; never waits. That the replica is dead shows in `receive`."""
+        """Send a message to a replica; never waits. If the replica is dead, `receive` reports it."""
 
     def pickled(self, value: object) -> bytes:
-        """Return a value of the caller's as bytes that `pickle.loads` reads in a replica, if the value's class can be
-        imported there."""
+        """Pickle a value of the caller for `pickle.loads` in a replica, where its class must be importable."""
         return pickle.dumps(value)
 
     @abstractmethod
     def receive(self, timeout: float) -> list[tuple[int, object]]:
-        """Wait up to `timeout` seconds for a first message, and return (index, message) of all that have arrived. A
-        process that has ended says Failed, once."""
+        """Return (index, message) of all messages that have arrived.
+
+        Waits up to `timeout` seconds for the first. A process that has ended without `kill` yields one Failed.
+        """
 
     @abstractmethod
     def kill(self, index: int) -> Callable[[], None]:
-        """End a replica's process, whatever it is doing; no message of it is received any more. Never waits.
+        """Kill a replica's process without waiting; `receive` returns none of its messages any more.
 
         Returns:
-            a function that waits until the process has ended and its memory is free: seconds, where it had a GPU.
+            a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
         """
 
     @abstractmethod
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
-        """Return where a group of several replicas meets; None if its rank 0, the first one, cannot be reached.
+        """Return a meeting point for a group of several replicas; None if its rank 0 is unreachable.
+
+        Args:
+            members: replica indices by rank.
 
         Raises:
-            LaunchError: if they cannot meet as launcher.backend asks.
+            LaunchError: if the replicas cannot use the launcher.backend that the settings ask for.
         """
 
     @abstractmethod
     def placement(self, index: int) -> Placement:
-        """Return where a replica is."""
+        """Return the location of a replica's shard 0."""
 
     @abstractmethod
     def close(self) -> None:
-        """End all processes and free what was reserved; nobody receives any more."""
+        """Stop all processes and release all resources; called when no thread is in `receive` any more."""

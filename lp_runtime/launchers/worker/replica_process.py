@@ -1,4 +1,4 @@
-"""The process of a spawned replica: run as a module with the file descriptor of its pipe."""
+"""Main module of a spawned replica's process; its argument is the file descriptor of its pipe."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 def be_replica(pipe: Connection) -> None:
-    """Be the replica of the driver at the other end of a pipe; the process ends with the driver.
+    """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it.
 
     Args:
-        pipe: over which the replica's settings and place arrive first, then orders.
+        pipe: receives (RuntimeConfig, Placement) first, then orders.
     """
     with no_garbage_collection():
         hide_triton_without_gpu()
@@ -31,7 +31,7 @@ def be_replica(pipe: Connection) -> None:
     lock = threading.Lock()
 
     def send(message: object) -> None:
-        with lock, contextlib.suppress(OSError):  # the driver is gone: see `listen`
+        with lock, contextlib.suppress(OSError):  # the driver is gone: `listen` ends the process
             pipe.send(message)
 
     def listen(server: ReplicaServer | FollowerServer) -> None:
@@ -39,19 +39,19 @@ def be_replica(pipe: Connection) -> None:
             try:
                 server.post(pipe.recv())
             except (EOFError, OSError):
-                os._exit(0)  # the driver closed the pipe or died: there is nothing left to do, wherever we are
-            except Exception as error:  # of a message that is none of ours
+                os._exit(0)  # the driver closed the pipe or died: stop at once, whatever the main thread is doing
+            except Exception as error:  # a message that cannot be unpickled or is unknown
                 send(Failed.from_error(error))
                 os._exit(1)
 
     try:
         config, place = pipe.recv()
     except (EOFError, OSError):
-        return  # the driver was gone before it could say what to do
+        return  # the driver ended before it sent the settings
     server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)
     threading.Thread(target=listen, args=(server,), daemon=True).start()
     server.run()
-    os._exit(1)  # not through atexit, where a broken group may block
+    os._exit(1)  # skips atexit handlers, which may block on a broken group
 
 
 if __name__ == "__main__":

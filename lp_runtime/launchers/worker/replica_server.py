@@ -1,4 +1,4 @@
-"""A replica's side of the conversation with its driver: load, then carry out orders until the driver is gone."""
+"""Main loop of a replica's process: loads the model, then carries out the driver's orders."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ from lp_runtime.request.request import Request
 
 
 class ReplicaServer:
-    """Carries out a driver's orders, one after another; orders to decode as one batch, where it is alone in its group.
+    """Carries out a driver's orders one after another.
+
+    If the replica is alone in its group, it decodes several requests as one batch.
 
     Args:
-        config: the runtime's settings.
-        place: where this replica is.
         send: sends a message to the driver; called from several threads.
     """
 
@@ -54,14 +54,14 @@ class ReplicaServer:
         self._place = place
         self._send = send
         self._orders = _OrderQueue()
-        self._membership = contextlib.ExitStack()  # of the present group; leaves it when closed
-        self._replica: Replica | None = None  # None while it is in no group
+        self._membership = contextlib.ExitStack()  # leaves the current group when closed
+        self._replica: Replica | None = None  # None if it is in no group
         self._store = StoreConnection()
-        self._grouping = threading.Lock()  # held while a group is noted or aborted, or its order ends
-        self._group: Group | None = None  # the one that is being joined, or was
+        self._grouping = threading.Lock()  # held while `_group` is set or aborted, or an order ends
+        self._group: Group | None = None  # the current group, set when it has formed
 
     def post(self, message: object) -> None:
-        """Take a message of the driver's; never waits. Called from another thread than `run`."""
+        """Handle a message from the driver; never waits. Called from a different thread than `run`."""
         if message == PING:
             self._send(PONG)
         elif isinstance(message, Cancel):
@@ -73,7 +73,7 @@ class ReplicaServer:
             self._orders.put(message)
 
     def run(self) -> None:
-        """Load the model, then carry out orders. Returns when this replica cannot go on; the driver knows then."""
+        """Load the model, then carry out orders. Sends Failed and returns when this replica cannot continue."""
         try:
             place = self._place
             loaded = load_replica(
@@ -90,22 +90,22 @@ class ReplicaServer:
                     self._decode_batch(self._replica, order)
                 else:
                     self._decode(order)
-        except Exception as error:  # whatever it is; said before the group is left, which may wait for peers
+        except Exception as error:  # of any kind; sent before the group is left, which may wait for peers
             self._send(Failed.from_error(error))
 
     def _abort(self, order: int) -> None:
-        """Make an order that is open end as if a peer were lost."""
+        """Make an unfinished order end as if a peer were lost."""
         with self._grouping:
             if self._orders.abort(order) and self._group is not None and self._group.transport is not None:
                 self._group.transport.abort()
 
     def _end(self, order: int) -> None:
-        """Note that an order has been carried out: nobody aborts its group any more."""
+        """Record that an order is finished: a late Abort for it must not abort the group."""
         with self._grouping:
             self._orders.end(order)
 
     def _enter(self, group: Group, order: int) -> None:
-        """Note the group that a Join has formed, so that it can be aborted from now on."""
+        """Record the group that a Join has formed; abort it if an Abort has arrived before."""
         with self._grouping:
             self._group = group
             if self._orders.is_aborted(order) and group.transport is not None:
@@ -114,7 +114,7 @@ class ReplicaServer:
     def _leave(self) -> None:
         with self._grouping:
             self._replica = self._group = None
-        with contextlib.suppress(Exception):  # a broken group may not even end well
+        with contextlib.suppress(Exception):  # leaving a broken group may fail
             self._membership.close()
 
     def _join(self, loaded: LoadedModel, order: Join) -> None:
@@ -132,7 +132,7 @@ class ReplicaServer:
             store = self._store.connect(order.context, self._config.launcher.timeout)
             group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
             self._replica = self._membership.enter_context(group)
-        except (ReplicaError, LaunchError) as error:  # peers that did not come, or went
+        except (ReplicaError, LaunchError) as error:  # a peer is missing or gone
             self._send(GroupBroken(order.order, Progress(), str(error)))
             self._leave()
         except LookaheadError as error:
@@ -143,14 +143,14 @@ class ReplicaServer:
         self._end(order.order)
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
-        """Leave a slot behind that holds the request's prompt and committed tokens: the engine acquires it again."""
-        with contextlib.suppress(RequestError):  # the order to decode is refused then
+        """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
+        with contextlib.suppress(RequestError):  # the Decode will be refused with the same error
             self._feed(loaded.model, order.request.opened(), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
-        """Have a slot hold a request's prompt and committed tokens, unless the order is cancelled meanwhile."""
+        """Prefill a request's prompt and committed tokens into a slot; stops early if the order is cancelled."""
         capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
         with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
@@ -161,7 +161,7 @@ class ReplicaServer:
 
     def _decode(self, order: Decode) -> None:
         """Decode a request together with the other replicas of the group."""
-        if self._replica is None:  # it left on its own, after what the driver had not heard of yet
+        if self._replica is None:  # it left the group, and the driver sent this order before it knew
             self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
             self._end(order.order)
             return
@@ -180,8 +180,8 @@ class ReplicaServer:
         self._end(order.order)
 
     def _decode_batch(self, replica: Replica, first: Decode) -> None:
-        """Decode a request as one batch with those that are ordered meanwhile, until none is left."""
-        answers: dict[Hashable, _Answer] = {}  # by the number of their order
+        """Decode `first` and all requests that arrive meanwhile as one batch, until none is left."""
+        answers: dict[Hashable, _Answer] = {}  # by order number
         coming: list[Decode] = [first]
 
         def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
@@ -204,16 +204,10 @@ class ReplicaServer:
 
 
 class _Answer:
-    """What a replica answers to an order to decode.
-
-    Args:
-        order: number of the order.
-        send: sends a message to the driver.
-        is_leader: whether this replica is rank 0, which streams.
+    """Turns the engine's events into answers to one Decode. Only the leader, rank 0, streams outputs.
 
     Attributes:
-        order: number of the order.
-        progress: what the replica has committed since the order.
+        progress: tokens that the replica has committed since the order.
     """
 
     def __init__(self, order: int, send: Callable[[object], None], is_leader: bool):
@@ -223,7 +217,7 @@ class _Answer:
         self._is_leader = is_leader
 
     def send(self, event: Event | LookaheadError) -> None:
-        """Send what the engine has yielded, and add a step output to the progress."""
+        """Send the answer for an engine event or an error; a step output is added to the progress."""
         if isinstance(event, LookaheadError):
             self._send(Refused(self.order, str(event), type(event)))
         elif isinstance(event, Report):
@@ -235,12 +229,12 @@ class _Answer:
 
 
 class _OrderQueue:
-    """The driver's orders, in the order in which they came; which were cancelled or aborted. For two threads."""
+    """Queue of the driver's orders, and which of them were cancelled or aborted. For two threads."""
 
     def __init__(self) -> None:
         self._orders: queue.Queue[Order] = queue.Queue()
-        self._next: Order | None = None  # taken from the queue, and not carried out yet
-        self._open: set[int] = set()
+        self._next: Order | None = None  # removed from the queue but not carried out yet
+        self._open: set[int] = set()  # numbers of the orders that have not ended
         self._cancelled: set[int] = set()
         self._aborted: set[int] = set()
         self._lock = threading.Lock()
@@ -252,16 +246,16 @@ class _OrderQueue:
         self._orders.put(order)
 
     def has_next(self) -> bool:
-        """Whether any order waits to be carried out."""
+        """Whether an order is waiting."""
         return self._next is not None or not self._orders.empty()
 
     def get(self) -> Order:
-        """Remove the next order and return it; waits for it."""
+        """Remove and return the next order; blocks until there is one."""
         order, self._next = self._next, None
         return self._orders.get() if order is None else order
 
     def get_decode(self) -> Decode | None:
-        """Remove the next order and return it, if it has come and is a Decode; any other stays the next."""
+        """Remove and return the next order if it has arrived and is a Decode, else return None. Never blocks."""
         if self._next is None:
             with contextlib.suppress(queue.Empty):
                 self._next = self._orders.get_nowait()
@@ -271,28 +265,28 @@ class _OrderQueue:
         return order
 
     def cancel(self, order: int) -> None:
-        """Mark an order, by its number, as cancelled; no effect if it has ended."""
+        """Mark the order with this number as cancelled; no effect if it has ended."""
         with self._lock:
             if order in self._open:
                 self._cancelled.add(order)
 
     def is_cancelled(self, order: int) -> bool:
-        """Whether an order, by its number, was cancelled."""
+        """Whether the order with this number was cancelled."""
         return order in self._cancelled
 
     def abort(self, order: int) -> bool:
-        """Mark an order, by its number, as aborted; return False, without effect, if it has ended."""
+        """Mark the order with this number as aborted; return False, without effect, if it has ended."""
         with self._lock:
             if order in self._open:
                 self._aborted.add(order)
             return order in self._open
 
     def is_aborted(self, order: int) -> bool:
-        """Whether an order, by its number, was aborted."""
+        """Whether the order with this number was aborted."""
         return order in self._aborted
 
     def end(self, order: int) -> None:
-        """Note that an order, by its number, has been carried out."""
+        """Record that the order with this number is finished."""
         with self._lock:
             for numbers in (self._open, self._cancelled, self._aborted):
                 numbers.discard(order)

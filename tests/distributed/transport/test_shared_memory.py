@@ -16,9 +16,10 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name, process_group
+from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.distributed.transport.shared_memory import BUFFER_WORDS, FOLDER, why_unavailable
-from lp_runtime.distributed.transport.transport import Transport, shared_memory
+from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.lookahead.tree import TokenTree
 
@@ -210,7 +211,7 @@ def test_rows_of_different_lengths_are_noticed():
 def test_replicas_that_do_not_come_are_an_error_in_one_line():
     before = segments()
     alone = joined(0, 3, own_segment_name(), is_abandoned=lambda: True)
-    with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not come$") as caught, alone:
+    with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not join$") as caught, alone:
         pass
     assert len(str(caught.value).splitlines()) == 1 and segments() == before
 
@@ -258,5 +259,5 @@ def test_rows_in_another_order_are_noticed():
     shares = partition(tree, [1.0, 1.0])
     exchange = Exchange(Group.over(Permuted(), 0, 2), capacity=12)
     values = torch.zeros(shares.num_owned[0], 1, dtype=torch.int64)
-    with pytest.raises(ReplicaError, match=r"rank 0 was given the replicas' rows in the order \[1, 0\]"):
+    with pytest.raises(ReplicaError, match=r"rank 0 received the replicas' rows in the order \[1, 0\]"):
         exchange.all_gather(shares, values, 5, 0)
