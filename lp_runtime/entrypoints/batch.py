@@ -226,11 +226,12 @@ class OutputFile:
             before = dict(json.loads(self._settings_path.read_text()))
         except (ValueError, TypeError) as error:
             raise ConfigError(f"output={self._path}: {self._settings_path.name} is not readable") from error
-        for key, value in self._settings.items():
-            if before.get(key) != value and key not in self._free:
+        for key in [*self._settings, *before]:  # some settings are left out where they are not used
+            was, value = before.get(key), self._settings.get(key)
+            if was != value and key not in self._free and key != "seed":
                 raise ConfigError(
                     f"output={self._path}: holds results of other settings"
-                    f" ({key} was {json.dumps(before.get(key))}, is {json.dumps(value)}); choose another output"
+                    f" ({key} was {json.dumps(was)}, is {json.dumps(value)}); choose another output"
                 )
         self.seed = before.get("seed")
 

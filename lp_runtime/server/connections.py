@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ABORT_SECONDS = 5.0  # to send errors to the clients of aborted requests
 MIN_CONNECTIONS = 8  # allowed even if the limit of open files is tiny
-BACKLOG = 2048  # connections that the system queues until this process accepts them
 
 
 @dataclass(frozen=True)

@@ -269,6 +269,13 @@ def test_changed_settings_are_refused(job, refusal, override, key):
     assert job.output.read_bytes() == before
 
 
+def test_a_setting_that_is_no_longer_given_is_refused(job, refusal):
+    job.run("ids=true", "limit=1")
+    settings = job.output.with_name(job.output.name + ".settings")
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"constraint": "of another run"}))
+    assert '(constraint was "of another run", is null)' in refusal(job, "ids=true")
+
+
 def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
     job.run("ids=true", "limit=1")
     settings = job.output.with_name(job.output.name + ".settings")
