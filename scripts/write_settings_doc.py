@@ -44,7 +44,7 @@ $ lp-generate prompt="def fib(n):" lookahead=7b gpus=2 sampling.temperature=0.7 
 gpus: 2
 ```
 
-- `KEY=VALUE` sets one setting. `GROUP=NAME` takes a [preset](#presets); settings given beside it win.
+- `KEY=VALUE` sets one setting. `GROUP=NAME` takes a [preset](#presets); settings given with it override it.
 - `--help` lists the keys, `--cfg` prints every setting with its value and stops.
 - Values are in [Hydra](https://hydra.cc)'s grammar: `null`, `true`, `[1,2]`, `{{a: 1}}`.
 - Text needs none of Hydra's quoting in {literal}.
