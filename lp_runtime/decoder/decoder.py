@@ -29,7 +29,7 @@ from lp_runtime.sizing.chain_budget import ChainBudget
 
 
 class Samples:
-    """What one replica sampled in a step, for the n nodes that it owns.
+    """Samples of one replica in a step, for the n nodes that it owns.
 
     Args:
         values: [n, width] int64 successors and top-k candidates, packed for the exchange.
@@ -53,7 +53,7 @@ class Samples:
 
 
 class Gathered(NamedTuple):
-    """What all replicas sampled in a step, unpacked.
+    """Samples of all replicas in a step, unpacked.
 
     Attributes:
         result: successors and top-k candidates of the tree's nodes.
