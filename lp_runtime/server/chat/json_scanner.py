@@ -8,7 +8,6 @@ class JsonScanner:
 
     Attributes:
         has_begun: whether a character of the value, not only whitespace before it, has been read.
-        is_done: whether the value has ended.
     """
 
     def __init__(self) -> None:
