@@ -175,7 +175,6 @@ def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
 
     Args:
         parents: [T] int64 index of each node's parent.
-        root: index of the root.
         links: [3, n] int64 output, filled with -1 by the caller: first child, next sibling, and last child as scratch.
             Indices count from the root.
     """
@@ -195,7 +194,6 @@ class Grammars:
     Args:
         tokenizer: returns the model's tokenizer; called at the first request with a constraint.
         vocabulary_size: the model's, which may exceed the tokenizer's.
-        eos_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Callable[[], Any], vocabulary_size: int, eos_token_ids: Collection[int]):
