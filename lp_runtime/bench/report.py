@@ -87,8 +87,6 @@ class BenchReport:
     A ratio compares two methods on the same prompt and round; rows have the median of these ratios.
 
     Args:
-        config: settings of the command.
-        runtime: gives the device, dtype and number of replicas.
         tasks: task of each prompt.
         results: results by method; in each list all prompts of the first round, then those of the second, and so on.
             The first method is the base of all ratios.
