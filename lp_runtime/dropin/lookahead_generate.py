@@ -150,12 +150,7 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Compile a call's constraint; return it with the factory of its state, or (None, None).
-
-    Raises:
-        ConfigError: there is no tokenizer, or no end-of-sequence token.
-        ConstraintError: the constraint is invalid, or no text can satisfy it.
-    """
+    """Compile a call's constraint; return it with the factory of its state, or (None, None)."""
     if constraint is None or constraint.kind is None:
         return None, None
     if tokenizer is None or not eos_token_ids:
