@@ -19,9 +19,7 @@ class Allocator:
     """Allocates replicas to jobs. The scheduler's condition guards all of it.
 
     Args:
-        launcher: of the replicas.
         running: leases of the running jobs, which the scheduler appends and removes.
-        policy: one of SCHEDULING_POLICIES; see Scheduler.
         max_batch: requests that a replica decodes in one forward pass at most.
 
     Attributes:
@@ -98,10 +96,8 @@ class Allocator:
     def _shrink_or_refill(self, degrees: list[int], ready: frozenset[int], free: list[int]) -> None:
         """Take replicas from jobs that have too many, and give one to each job that has lost all it had.
 
-        Args:
-            degrees: target degrees of the running jobs, in order; may go on with those of others.
-            ready: replicas that are up.
-            free: of these, those that no job holds; what is given is removed.
+        `degrees` begins with the running jobs' target degrees, in order. `free` are the ready replicas that no job holds;
+        those that are given are removed.
         """
         for lease, degree in zip(self._running, degrees, strict=False):
             if len(lease.wanted & ready) > degree:
@@ -133,9 +129,7 @@ class Allocator:
     def _spread(self, degrees: list[int], free: list[int]) -> None:
         """Give free replicas, while no job waits, to jobs that share one or have fewer than they should.
 
-        Args:
-            degrees: target degrees of the running jobs, in order.
-            free: replicas that no job holds; what is given is removed.
+        `degrees` are the running jobs' target degrees, in order. Replicas that are given are removed from `free`.
         """
         # Those that wait for their first token come first: what they share may be deep in a step of another's.
         for lease, degree in sorted(

@@ -125,11 +125,7 @@ class Job:
                 self.cancel()
 
     def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
-        """Return a delta, or None at the end, where `generation` is set.
-
-        Raises:
-            LookaheadError: the job ended with it.
-        """
+        """Return a delta, or None at the end, where `generation` is set; raise the error that ended the job."""
         if isinstance(item, LookaheadError):
             raise item
         if isinstance(item, Generation):
@@ -169,14 +165,11 @@ class Totals:
 
     Attributes:
         requests: jobs by how they ended: a finish_reason, "cancelled", "expired" or "failed".
-        prompt_tokens: tokens of prompts.
-        cached_tokens: of these, those whose keys and values came out of the prefix cache.
+        cached_tokens: prompt tokens whose keys and values came out of the prefix cache.
         cache_hits: requests that had such tokens.
-        new_tokens: tokens generated.
         steps: steps, prefills included.
         losses: replicas lost while they decoded.
-        fed: draft tokens fed, by source, where drafters count them.
-        accepted: draft tokens accepted, by source, where drafters count them.
+        fed, accepted: draft tokens fed and accepted, by source, where drafters count them.
         seconds: seconds by part of a step (forward, exchange, other), and of prefills.
     """
 
@@ -217,17 +210,12 @@ class JobLease(ReplicaLease):
     """The replicas of a running job. The scheduler's condition guards all of it.
 
     Args:
-        job: the job.
-        members: replicas that it is to run on, by index.
-        changed: the scheduler's condition.
         refill_seconds: how long a job that has lost all its replicas waits for others.
         may_refill: whether there are replicas for the job to wait for.
 
     Attributes:
-        job: see Args.
-        wanted: replicas that the job is to run on.
+        wanted: replicas that the job is to run on, by index.
         current: replicas that the job runs on.
-        num_delivered: tokens that were delivered.
     """
 
     def __init__(

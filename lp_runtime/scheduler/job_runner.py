@@ -15,7 +15,6 @@ class JobRunner:
     """Begins jobs, delivers their deltas and ends them.
 
     Args:
-        runtime: whose replicas are used.
         changed: the scheduler's condition, which guards leases and totals.
         running: leases of the running jobs: each is appended at its beginning and removed at its end.
         totals: sums over all jobs; each job is added at its end.
@@ -46,9 +45,7 @@ class JobRunner:
     def begin(self, job: Job, members: list[int] | None) -> None:
         """Start a job's thread. The caller holds the scheduler's condition.
 
-        Args:
-            job: the job.
-            members: its replicas, by index; None where the launcher runs one job at a time, on all of them.
+        `members` are replicas by index; None where the launcher runs one job at a time, on all of them.
         """
         lease = JobLease(job, members or (), self._changed, self._refill_seconds, self.may_refill)
         self._running.append(lease)

@@ -75,11 +75,7 @@ class DegreeSpeeds:
 
 
 class SpeedMeter:
-    """Measures how fast a request is on its replicas while no other request runs.
-
-    Args:
-        speeds: gets the measurements.
-    """
+    """Measures how fast a request is on its replicas while no other request runs."""
 
     def __init__(self, speeds: DegreeSpeeds):
         self._speeds = speeds
@@ -88,12 +84,9 @@ class SpeedMeter:
         self._last = 0.0
 
     def record_step(self, members: frozenset[int], num_running: int, num_tokens: int) -> None:
-        """Record that a step has ended just now.
+        """Record that a step of `members` has ended just now and committed `num_tokens` tokens.
 
-        Args:
-            members: the replicas of the step.
-            num_running: requests that run at this moment.
-            num_tokens: tokens that the step committed.
+        `num_running` requests run at this moment.
         """
         now = time.monotonic()
         self._num_steps = self._num_steps + 1 if members == self._members and num_running == 1 else 0
