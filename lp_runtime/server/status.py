@@ -17,11 +17,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 class StatusRoutes:
-    """Routes that need no decoding.
-
-    Attributes:
-        is_draining: whether the server is shutting down and refuses new requests.
-    """
+    """Routes that need no decoding."""
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
         self.is_draining = False

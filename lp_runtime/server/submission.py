@@ -36,9 +36,7 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
-        tracing: exports spans of requests; None for no tracing.
-        tool_format: one of config.serving.TOOL_FORMATS.
-        reasoning: one of config.serving.REASONINGS.
+        tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
     """
 
     name: str
@@ -52,11 +50,7 @@ class ServerSettings:
 
 
 class Submitter:
-    """Checks requests and puts them into the scheduler's queue.
-
-    Args:
-        tokenizer: used by the server only, because two threads must not share a tokenizer.
-    """
+    """Checks requests and puts them into the scheduler's queue."""
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._scheduler = scheduler

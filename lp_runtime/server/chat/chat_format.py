@@ -45,8 +45,7 @@ class ChatFormat:
 
     Args:
         template: text of the model's chat template; empty without one.
-        tool_format: one of config.serving.TOOL_FORMATS.
-        reasoning: one of config.serving.REASONINGS.
+        tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
 
     Attributes:
         tool_format: one of FORMATS; None if answers are not searched for calls.

@@ -141,8 +141,7 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer: of a completion, a chat or a response.
 
-    Attributes:
-        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
+    `shows_tokens`: whether new tokens make an event even if they add no text, as with log-probabilities.
     """
 
     def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
