@@ -27,11 +27,7 @@ MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """The byte strings of a model's tokens, from xgrammar's TokenizerInfo.
-
-    Attributes:
-        size: V.
-    """
+    """The V byte strings of a model's tokens, from xgrammar's TokenizerInfo."""
 
     def __init__(self, info: Any):
         self.info, self.size = info, info.vocab_size
@@ -55,8 +51,7 @@ class Vocabulary:
 class GrammarGuide:
     """A constraint's state, with xgrammar's matcher; implements lookahead.guide.Guide.
 
-    Args:
-        grammar: xgrammar's CompiledGrammar, for the same vocabulary.
+    `grammar` is xgrammar's CompiledGrammar, for the same vocabulary.
     """
 
     def __init__(self, grammar: Any, vocabulary: Vocabulary, eos_token_ids: Collection[int]):
