@@ -177,11 +177,11 @@ class OutputFile:
 
     Args:
         settings: settings that determine the results; JSON-serializable.
-        seed: sampling seed of the first prompt; None if decoding is greedy.
         free: names of settings that may differ from the run that began the file.
 
     Attributes:
-        seed: the argument; after `resume` of an existing file, the seed of the run that began it.
+        seed: sampling seed of the first prompt, None if decoding is greedy; after `resume` of an existing file, the
+            seed of the run that began it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
