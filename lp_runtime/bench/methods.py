@@ -60,8 +60,7 @@ Decode = Callable[[list[int]], Result]
 class _FirstTokenClock:
     """A streamer for transformers' `generate` that records the time of the first new token.
 
-    Attributes:
-        seconds: time.perf_counter() at the first token; None before.
+    `seconds` is that time by time.perf_counter(); None before.
     """
 
     def __init__(self) -> None:

@@ -168,11 +168,7 @@ class BenchReport:
         return "\n".join("| " + " | ".join(line) + " |" for line in [named, ["---"] * len(named), *lines])
 
     def write(self, folder: Path) -> None:
-        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg. The caller handles an OSError."""
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
         rows = [row.as_json(self._base) for row in self.rows]
         by_task = {task: [row.as_json(self._base) for row in rows] for task, rows in self.by_task.items()}
