@@ -52,9 +52,6 @@ class PromptHarvest:
         prompt: [P] token ids to feed, P >= 1.
         num_harvested: n, 0 to P.
         group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
-
-    Attributes:
-        chunk_tokens: prompt tokens per forward pass.
     """
 
     def __init__(
