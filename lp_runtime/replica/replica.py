@@ -85,8 +85,7 @@ class ReplicaInfo:
 class LoadedModel:
     """A loaded and checked model, with the measurements that this process made of it.
 
-    Attributes:
-        known: measurements; filled in as they are made, and reused when the replica joins another group.
+    Measurements are added to `known` as they are made, and reused when the replica joins another group.
     """
 
     model: ModelRunner
@@ -98,8 +97,7 @@ class LoadedModel:
 class Replica:
     """A loaded and checked model that is connected to its peers. Created by `join_group`.
 
-    Attributes:
-        leading: makes the replica's other shards run this shard's passes; None for a replica of one shard.
+    `leading` makes the replica's other shards run this shard's passes; None for a replica of one shard.
     """
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
