@@ -159,8 +159,7 @@ class GenerateCall:
         """Return the output of `generate`.
 
         Args:
-            scores: per row, its processed logits, [new tokens, V]; None if not wanted.
-            logits: per row, its raw logits, [new tokens, V]; None if not wanted.
+            scores, logits: per row, its processed and its raw logits, [new tokens, V]; None if not wanted.
 
         Returns:
             [B, L + new tokens of the longest row] token ids, rows padded after their end; with

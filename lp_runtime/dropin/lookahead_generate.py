@@ -192,8 +192,7 @@ class _NewTokens(NamedTuple):
     """New tokens of one row.
 
     Attributes:
-        scores: per token, the [V] processed logits that it was chosen from; empty if not requested.
-        logits: per token, the model's [V] logits; empty if not requested.
+        scores, logits: per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
         held: keys, values and states of the row's tokens except the last; None if the call fills no cache.
     """
 
