@@ -139,7 +139,6 @@ class Engine:
             spec: how successors are sampled; None for what the request and the model's own defaults say.
             stop: a stop condition in addition to the request's, see DecodingState; None for none.
             should_cancel: asked once a step, and between chunks of the prompt; if it is true on any replica, all stop.
-            observe: called after every step.
         """
         running = self._open(request, Callbacks(should_cancel, observe), spec, stop)
         delivery: Delivery[Event] = Delivery()

@@ -48,9 +48,8 @@ def never_cancel() -> bool:
 class Peers:
     """The replicas that share the steps of requests, and how they exchange results.
 
-    Attributes:
-        times_are_late: report a pass's duration with the next step; required on all replicas if any of them runs on a
-            GPU.
+    `times_are_late`: report a pass's duration with the next step; required on all replicas if any of them runs on a
+    GPU.
     """
 
     group: Group
@@ -62,9 +61,7 @@ class Peers:
 class Callbacks:
     """Functions that the engine calls while it decodes a request.
 
-    Attributes:
-        should_cancel: asked once a step, and between chunks of the prompt.
-        observe: called after every step.
+    `should_cancel` is asked once a step, and between chunks of the prompt.
     """
 
     should_cancel: Callable[[], bool] = never_cancel
@@ -267,10 +264,8 @@ class RunningRequest:
     def advance(self, step: Step, samples: Samples | LookaheadError, outcome: Outcome) -> StepOutput:
         """Accept, commit and learn from a step; equal on every replica.
 
-        `samples` are this replica's, or why sampling failed; `outcome` has those of all replicas.
-
-        Raises:
-            LookaheadError: if the request has failed; equal on every replica, which stay in step.
+        `samples` are this replica's, or why sampling failed; `outcome` has those of all replicas. If the request has
+        failed, the same LookaheadError is raised on every replica, so they stay in step.
         """
         samples = self._agreed(samples, outcome)
         decoder = self.decoder
