@@ -21,9 +21,6 @@ class Allocator:
     Args:
         running: leases of the running jobs, which the scheduler appends and removes.
         max_batch: requests that a replica decodes in one forward pass at most.
-
-    Attributes:
-        speeds: measured speed of each LP degree.
     """
 
     def __init__(self, launcher: Launcher, running: list[JobLease], policy: str, max_batch: int):
@@ -96,8 +93,8 @@ class Allocator:
     def _shrink_or_refill(self, degrees: list[int], ready: frozenset[int], free: list[int]) -> None:
         """Take replicas from jobs that have too many, and give one to each job that has lost all it had.
 
-        `degrees` begins with the running jobs' target degrees, in order. `free` are the ready replicas that no job holds;
-        those that are given are removed.
+        `degrees` begins with the running jobs' target degrees, in order. `free` are the ready replicas that no job
+        holds; those that are given are removed.
         """
         for lease, degree in zip(self._running, degrees, strict=False):
             if len(lease.wanted & ready) > degree:
