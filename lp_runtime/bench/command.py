@@ -29,12 +29,7 @@ log = logging.getLogger(__name__)
 
 
 def check_bench(config: BenchConfig) -> None:
-    """Check the settings before a model is loaded; create the output folder, and set torch's threads.
-
-    Raises:
-        ConfigError: names the setting.
-        ModelError: chat=true, and the model has no usable tokenizer.
-    """
+    """Check the settings before a model is loaded; create the output folder, and set torch's threads."""
     read_sources(config)
     if config.chat:
         check_chat_template(load_tokenizer(config.model), config.model.location)
@@ -59,14 +54,7 @@ def _check_degrees(config: BenchConfig, gpus_per_replica: int) -> None:
 
 
 def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
-    """Run the comparison, print its table, and write the report if an output folder is given.
-
-    Raises:
-        RequestError: a prompt cannot be decoded.
-        ConfigError: the report cannot be written, or `degrees` is given and the model spans several GPUs.
-        ModelError: transformers' methods cannot load the model.
-        ReplicaError: a method has failed.
-    """
+    """Run the comparison, print its table, and write the report if an output folder is given."""
     _check_degrees(config, runtime.gpus_per_replica)
     prompts = encode_prompts(runtime, config)
     for prompt in prompts:  # raises for a bad prompt before anything runs

@@ -38,7 +38,6 @@ class CriticalPath:
     """Times of one request on R replicas, without its exchanges.
 
     Attributes:
-        token_ids: the new tokens.
         num_steps: number of steps, the prefill's included.
         step_tokens: tokens that the busiest replica feeds in a step, mean over steps, the prefill excluded.
         prefill_seconds: time of the prefill, which all replicas run at the same time.

@@ -42,7 +42,7 @@ class Answer:
         first_token: seconds until the first piece of text, reasoning or a tool call; None if none arrived.
         inter_token: mean seconds between tokens; None for fewer than two.
         seconds: seconds until the end of the answer.
-        error: the error in one line; None for success.
+        error: one line; None for success.
     """
 
     num_tokens: int
@@ -117,14 +117,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def put_under_load(config: BenchConfig) -> None:
-    """Load the server at `config.url`, print a table, and write the report if an output folder is given.
-
-    Raises:
-        ConfigError: a setting has no effect or is out of range, or the report cannot be written.
-        LaunchError: the server cannot be reached.
-        RequestError: the server refuses to list its models.
-        ReplicaError: no request was answered.
-    """
+    """Load the server at `config.url`, print a table, and write the report if an output folder is given."""
     assert config.url is not None
     _check(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)

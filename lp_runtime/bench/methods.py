@@ -36,7 +36,6 @@ class Result:
     """Result of one method on one prompt; a value that was not measured is None.
 
     Attributes:
-        token_ids: the new tokens.
         seconds: total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
             only key is None.
         num_steps: number of forward passes.
@@ -61,8 +60,7 @@ Decode = Callable[[list[int]], Result]
 class _FirstTokenClock:
     """A streamer for transformers' `generate` that records the time of the first new token.
 
-    Attributes:
-        seconds: time.perf_counter() at the first token; None before.
+    `seconds` is that time by time.perf_counter(); None before.
     """
 
     def __init__(self) -> None:
@@ -82,10 +80,7 @@ class _FirstTokenClock:
 class HuggingFace:
     """Greedy decoding with transformers' own `generate`.
 
-    Args:
-        model: the model as transformers loaded it.
-        max_new_tokens: tokens to generate for every prompt at most.
-        eos_token_ids: decoding stops after any of these; empty to continue to max_new_tokens.
+    It stops after any of `eos_token_ids`; if these are empty, it continues to `max_new_tokens`.
     """
 
     def __init__(self, model: CausalLM, max_new_tokens: int, eos_token_ids: frozenset[int] = frozenset()):

@@ -31,12 +31,7 @@ class BenchPrompt:
 
 
 def read_sources(config: BenchConfig) -> list[Prompt]:
-    """Read the prompts of the given files, at most config.each per task; without files, the built-in ones.
-
-    Raises:
-        ConfigError: a file cannot be read, lacks the field, or has no conversations with turns=all, or a prompt is not
-            valid Unicode.
-    """
+    """Read the prompts of the given files, at most config.each per task; without files, the built-in ones."""
     if config.prompts is None:
         own = OWN_PROMPTS[: config.limit]
         return [Prompt(index, index + 1, text, (text,), OWN_TASK) for index, text in enumerate(own)]
@@ -71,9 +66,6 @@ def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[Bench
 
     With turns=all each turn is a separate prompt. The runtime decodes the answers before it greedily, once, so that all
     methods have the same prompts.
-
-    Raises:
-        RequestError: a conversation's prompt is too long for the model.
     """
     return [
         BenchPrompt(prompt.task, token_ids)

@@ -87,8 +87,6 @@ class BenchReport:
     A ratio compares two methods on the same prompt and round; rows have the median of these ratios.
 
     Args:
-        config: settings of the command.
-        runtime: gives the device, dtype and number of replicas.
         tasks: task of each prompt.
         results: results by method; in each list all prompts of the first round, then those of the second, and so on.
             The first method is the base of all ratios.
@@ -170,11 +168,7 @@ class BenchReport:
         return "\n".join("| " + " | ".join(line) + " |" for line in [named, ["---"] * len(named), *lines])
 
     def write(self, folder: Path) -> None:
-        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg. The caller handles an OSError."""
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
         rows = [row.as_json(self._base) for row in self.rows]
         by_task = {task: [row.as_json(self._base) for row in rows] for task, rows in self.by_task.items()}

@@ -26,8 +26,7 @@ class Speeds:
 
     Attributes:
         tokens_per_second: of whole requests, the prefill included.
-        lower_quartile: of tokens per second over requests.
-        upper_quartile: of tokens per second over requests.
+        lower_quartile, upper_quartile: of tokens per second over requests.
         over_base: ratio to the first method's tokens per second.
         prefill_ms: milliseconds to the first token.
         decode_tokens_per_second: tokens per second after the first token.
@@ -82,16 +81,15 @@ def _known(figures: Iterable[float | None], summarize: Callable[[list[float]], f
 
 @dataclass(frozen=True)
 class Steps:
-    """Step statistics of a row, over all its requests.
+    """Step statistics of a row, over all its requests. A value that was not measured is None.
 
     Attributes:
         S: compression ratio: new tokens / steps.
         num_tokens: new tokens.
         num_steps: steps, prefills included.
-        tokens_a_step: mean number of tokens fed in a step; None if not measured.
+        tokens_a_step: mean number of tokens fed in a step.
         step_ms: milliseconds per step, prefills included.
-        other_share: median of Result.other_share; None if not measured.
-        other_us: median of Result.other_us; None if not measured.
+        other_share, other_us: medians of Result's.
     """
 
     S: float

@@ -53,11 +53,7 @@ class SplitSpeed:
 
 
 def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
-    """Measure every split of `gpus`, P ascending; print a table, save the speeds and write the report.
-
-    Raises:
-        LookaheadError: no split can be measured; gives the first one's reason.
-    """
+    """Measure every split of `gpus`, P ascending; print a table, save the speeds and write the report."""
     if started_by_torchrun():
         raise ConfigError("splits=auto: not under torchrun, which starts the processes of one split")
     speeds: list[SplitSpeed] = []

@@ -37,7 +37,6 @@ class ConstraintCompiler:
     Args:
         tokenizer: returns the model's tokenizer; called when the first constraint is compiled.
         vocabulary_size: the model's, which may exceed the tokenizer's.
-        eos_token_ids: the model's end-of-sequence tokens.
         seconds: time limit for one constraint.
     """
 
@@ -73,10 +72,6 @@ class ConstraintCompiler:
         """Start to compile a constraint in another thread; the future has the result or error of `compile`.
 
         Callers with equal constraints share one future, so none of them may cancel it.
-
-        Raises:
-            BusyError: too many other constraints are pending.
-            ReplicaError: the compiler is closed.
         """
         key = config.key
         with self._state_lock:
@@ -92,15 +87,8 @@ class ConstraintCompiler:
     def compile(self, config: ConstraintConfig) -> CompiledConstraint:
         """Return a compiled constraint, from the cache or after compiling it now.
 
-        Args:
-            config: the constraint; its kind must not be None.
-
-        Raises:
-            ConfigError: xgrammar is not installed or does not support the tokenizer, or the model has no
-                end-of-sequence token.
-            ConstraintError: the constraint is invalid, cannot be satisfied, is too large or takes too long.
-            BusyError: other requests' constraints take longer than WAIT_SECONDS.
-            ReplicaError: the compiler is closed.
+        The kind of `config` must not be None. Raises a BusyError if other requests' constraints take longer than
+        WAIT_SECONDS.
         """
         library()
         if not self._eos_token_ids:

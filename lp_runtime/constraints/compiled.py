@@ -52,13 +52,9 @@ def describe_vocabulary(
     """Return xgrammar's TokenizerInfo of a model.
 
     Args:
-        tokenizer: the model's tokenizer.
         vocabulary_size: size of the model's vocabulary, which may exceed the tokenizer's.
         eos_token_ids: tokens that end a text; at least one.
         with_special_tokens: whether special tokens match their text in a grammar; if not, they are never allowed.
-
-    Raises:
-        ConfigError: xgrammar is not installed, or does not support the tokenizer.
     """
     xgrammar = library()
     try:
@@ -88,14 +84,7 @@ def describe_vocabulary(
 def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstraint:
     """Compile a constraint in this process, with no limit on time or memory; see ConstraintCompiler.
 
-    xgrammar may crash the process.
-
-    Args:
-        config: the constraint; its kind must not be None.
-        info: xgrammar's TokenizerInfo.
-
-    Raises:
-        ConstraintError: the constraint is invalid, no text can satisfy it, or it is too large.
+    The kind of `config` must not be None; `info` is xgrammar's TokenizerInfo. xgrammar may crash the process.
     """
     kind = config.kind
     xgrammar = library()

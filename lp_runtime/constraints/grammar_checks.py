@@ -23,13 +23,7 @@ def check_dead_ends(kind: str | None, grammar: Any) -> None:
     """Check that some text satisfies a grammar, and that every text that can be begun can be completed.
 
     `loop ::= "a" loop` is refused. A part that no text can begin is harmless: `root ::= "a" | []` allows `a`.
-
-    Args:
-        kind: kind of the constraint, for the message.
-        grammar: xgrammar's Grammar, not optimized.
-
-    Raises:
-        ConstraintError: names a rule.
+    `grammar` is xgrammar's Grammar, not optimized.
     """
     if (dead_end := GrammarParts(grammar).dead_end()) is not None:
         raise ConstraintError(f"constraint.{kind}: {dead_end}")

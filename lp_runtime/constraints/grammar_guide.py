@@ -27,11 +27,7 @@ MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """The byte strings of a model's tokens, from xgrammar's TokenizerInfo.
-
-    Attributes:
-        size: V.
-    """
+    """The V byte strings of a model's tokens, from xgrammar's TokenizerInfo."""
 
     def __init__(self, info: Any):
         self.info, self.size = info, info.vocab_size
@@ -55,8 +51,7 @@ class Vocabulary:
 class GrammarGuide:
     """A constraint's state, with xgrammar's matcher; implements lookahead.guide.Guide.
 
-    Args:
-        grammar: xgrammar's CompiledGrammar, for the same vocabulary.
+    `grammar` is xgrammar's CompiledGrammar, for the same vocabulary.
     """
 
     def __init__(self, grammar: Any, vocabulary: Vocabulary, eos_token_ids: Collection[int]):
@@ -175,7 +170,6 @@ def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
 
     Args:
         parents: [T] int64 index of each node's parent.
-        root: index of the root.
         links: [3, n] int64 output, filled with -1 by the caller: first child, next sibling, and last child as scratch.
             Indices count from the root.
     """
@@ -195,7 +189,6 @@ class Grammars:
     Args:
         tokenizer: returns the model's tokenizer; called at the first request with a constraint.
         vocabulary_size: the model's, which may exceed the tokenizer's.
-        eos_token_ids: the model's end-of-sequence tokens.
     """
 
     def __init__(self, tokenizer: Callable[[], Any], vocabulary_size: int, eos_token_ids: Collection[int]):

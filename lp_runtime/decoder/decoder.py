@@ -33,7 +33,6 @@ class Samples:
 
     Args:
         values: [n, width] int64 successors and top-k candidates, packed for the exchange.
-        logits: of the forward pass.
         scores: returns the [n, V] float32 processed logits that the successors were chosen from.
     """
 
@@ -56,7 +55,6 @@ class Gathered(NamedTuple):
     """Samples of all replicas in a step, unpacked.
 
     Attributes:
-        result: successors and top-k candidates of the tree's nodes.
         logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if the request
             does not ask for them.
         packed: [T, width] int64 the gathered integers of each node.
@@ -72,8 +70,6 @@ class Decoder:
 
     Args:
         state: before its prefill, or resumed.
-        budget: decides how many nodes a step feeds.
-        sampler: chooses successors.
         draft_tables: memory of the drafter; None for a drafter without tables.
         num_followers: replicas that own no node, in addition to those of the budget. Processors of an ordered sampler
             are called on one replica only.
@@ -114,11 +110,7 @@ class Decoder:
         return self._step(self.state.propose_prefill(), is_prefill=True)
 
     def propose(self, batch_size: int = 1) -> Step:
-        """Return the next step.
-
-        Args:
-            batch_size: sequences that share the step's forward pass.
-        """
+        """Return the next step; `batch_size` sequences share its forward pass."""
         budget, state = self.budget, self.state
         budget.set_batch_size(batch_size)
         if budget.is_resting and not state.has_forced:
@@ -175,13 +167,12 @@ class Decoder:
     ) -> StepOutput:
         """Accept, commit, and learn from a step.
 
+        The times are not read for the prefill's step.
+
         Args:
-            step: the step.
-            gathered: what all replicas sampled.
-            forward_ns: [R] nanoseconds of each replica's forward pass; 0 where unknown. Not read for the prefill's
-                step.
+            forward_ns: [R] nanoseconds of each replica's forward pass; 0 where unknown.
             overhead_ns: [R] nanoseconds that each replica spent between the passes of this step and the previous one;
-                0 where unknown. Not read for the prefill's step.
+                0 where unknown.
             times_are_late: whether `forward_ns` is the previous step's, too.
         """
         if step.is_prefill:

@@ -25,11 +25,7 @@ MAX_EXPECTED_TOKENS = 1024  # of an answer: step times are looked up for a text 
 
 
 class DecoderFactory:
-    """Factory of the decoders of an engine's requests.
-
-    Args:
-        grammars: creates the state of requests' constraints; None if no request has a constraint.
-    """
+    """Factory of the decoders of an engine's requests."""
 
     def __init__(
         self,

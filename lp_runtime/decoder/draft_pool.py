@@ -17,8 +17,7 @@ MAX_KEPT = 8  # tables of finished sequences, for requests that continue their t
 class DraftPool:
     """Pool of draft tables that requests acquire and release.
 
-    Args:
-        shared: tables that outlive requests; None to create them on first use.
+    `shared` are tables that outlive requests; None to create them on first use.
     """
 
     def __init__(self, shared: DraftTables | None = None):

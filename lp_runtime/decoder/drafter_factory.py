@@ -26,7 +26,6 @@ def make_drafter(
     """Return the drafter that a request asks for.
 
     Args:
-        settings: of the request.
         noise_key: None for greedy decoding.
         max_nodes: largest tree that all replicas together can feed.
         draft_tables: only for drafter=full; None for other drafters.
@@ -59,9 +58,6 @@ def check_chain_settings(settings: LookaheadConfig, has_followers: bool) -> None
     """Refuse settings that a model fed chains of guesses does not support.
 
     `has_followers`: whether some replicas feed only the pending tokens.
-
-    Raises:
-        ConfigError: naming the setting.
     """
     W, _, G = settings.window
     if settings.drafter == "paper" and (W or G):

@@ -52,9 +52,6 @@ class PromptHarvest:
         prompt: [P] token ids to feed, P >= 1.
         num_harvested: n, 0 to P.
         group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
-
-    Attributes:
-        chunk_tokens: prompt tokens per forward pass.
     """
 
     def __init__(
@@ -76,13 +73,9 @@ class PromptHarvest:
         self.chunk_tokens = min(model.prefill_chunk, max_tokens)
 
     def prefill_in_chunks(self) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit the prompt, `chunk_tokens` tokens at a time.
+        """Feed and commit the prompt; return the [1, V] float32 logits of the last token.
 
-        Yields:
-            None between chunks; other slots may be fed meanwhile.
-
-        Returns:
-            [1, V] float32 logits of the last token.
+        Yields after every `chunk_tokens` tokens, when other slots may be fed.
         """
         prompt, size = self._prompt, self._group.size
         for start in range(0, len(prompt), self.chunk_tokens):
@@ -97,11 +90,7 @@ class PromptHarvest:
         return logits[-1:]
 
     def share(self) -> np.ndarray:
-        """Gather the [n, ENTRY] int32 top-k candidates of the last n tokens; return them on every replica.
-
-        Raises:
-            ReplicaError: if a peer is gone.
-        """
+        """Gather the [n, ENTRY] int32 top-k candidates of the last n tokens; return them on every replica."""
         size, num = self._group.size, len(self._prompt) - self._first
         width = self._sampler.width
         mine = torch.cat(self._packed).cpu().numpy() if self._packed else np.zeros((0, width), np.int64)

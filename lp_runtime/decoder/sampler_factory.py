@@ -53,9 +53,6 @@ def make_sampler_spec(model: ModelRunner, request: Request, plain_kinds: set[Has
 
     `plain_kinds` caches the kinds of requests that need no logits processors, because asking transformers takes
     milliseconds. It is updated here; None for no cache.
-
-    Raises:
-        ConfigError: if transformers refuses a setting.
     """
     sampling, length, ends = request.sampling, request.max_new_tokens, request.eos_token_ids
     defaults = model.model.generation_config.to_dict()

@@ -16,14 +16,8 @@ WORD_BYTES = 8  # of an exchanged integer
 def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
     """Return the error of the lowest rank that has one, on every replica of a group.
 
-    Called at most once per request, at its end.
-
-    Args:
-        error: None on replicas without an error. At least one replica must have one.
-        group: the replicas of the request; all of them must call this in the same step.
-
-    Raises:
-        ReplicaError: if a peer is gone.
+    `error` is None on replicas without an error; at least one must have one. All replicas must call this in the same
+    step, at most once per request, at its end.
     """
     if group.is_alone:
         assert error is not None

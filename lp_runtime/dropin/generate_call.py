@@ -58,10 +58,6 @@ class GenerateCall:
         wants_scores, wants_logits: whether the output includes processed and raw logits.
         cache: to be filled with keys, values and states of all tokens except the last; None if the caller would not see
             it, or if layers of the model hold more than these.
-
-    Raises:
-        ConfigError: if a setting is not supported.
-        RequestError: if a prompt is empty or leaves no token to generate.
     """
 
     def __init__(
@@ -163,9 +159,7 @@ class GenerateCall:
         """Return the output of `generate`.
 
         Args:
-            new_tokens: of each row.
-            scores: per row, its processed logits, [new tokens, V]; None if not wanted.
-            logits: per row, its raw logits, [new tokens, V]; None if not wanted.
+            scores, logits: per row, its processed and its raw logits, [new tokens, V]; None if not wanted.
 
         Returns:
             [B, L + new tokens of the longest row] token ids, rows padded after their end; with
@@ -203,9 +197,7 @@ class _Limits(NamedTuple):
 
     Attributes:
         max_length: upper bound on the tokens of a row, including prompt and padding.
-        eos_token_ids: tokens after which a row stops.
         times: time limits for the whole call.
-        others: any other criteria.
         pads_rows: whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
     """
 
@@ -241,11 +233,7 @@ def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
 
 
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
-    """Refuse generation modes other than greedy search and sampling, and unsupported outputs.
-
-    Raises:
-        ConfigError: naming the settings.
-    """
+    """Refuse generation modes other than greedy search and sampling, and unsupported outputs."""
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
     mode = config.get_generation_mode(assistant)
@@ -278,11 +266,7 @@ def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: Pre
 
 
 def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torch.Tensor:
-    """Refuse unsupported model inputs; return the [B, L] bool mask of prompt tokens, False for padding.
-
-    Raises:
-        ConfigError: naming the input.
-    """
+    """Refuse unsupported model inputs; return the [B, L] bool mask of prompt tokens, False for padding."""
     given = {name: value for name, value in model_kwargs.items() if value is not None and value != {}}
     if unknown := sorted(given.keys() - {*KNOWN_INPUTS, *OLD_INPUTS}):
         what = INPUT_WORDS.get(unknown[0], f"{unknown[0]}=...")
@@ -306,12 +290,8 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
 def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:
     """Refuse positions that do not count each row's tokens from 0.
 
-    Args:
-        positions: [L], [1 or B, L] or [n, 1 or B, L] (models with several kinds of positions); None if not given.
-        mask: [B, L] bool, False for padding.
-
-    Raises:
-        ConfigError: if they count otherwise, or their number is not that of the tokens.
+    `positions` is [L], [1 or B, L] or, for models with several kinds of positions, [n, 1 or B, L]. `mask` is [B, L]
+    bool, False for padding.
     """
     if positions is None:
         return

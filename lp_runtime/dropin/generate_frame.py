@@ -21,11 +21,7 @@ MAX_FRAMES = 6  # between this module and `generate`: the callable and its decor
 
 
 class GenerateArguments(NamedTuple):
-    """Arguments of a call of `generate` that it does not pass on; None if the caller gave none.
-
-    Attributes:
-        cache: the caller's; None if `generate` created the cache.
-    """
+    """Arguments of a call of `generate` that it does not pass on; None if the caller gave none."""
 
     streamer: BaseStreamer | None = None
     assistant_model: PreTrainedModel | None = None

@@ -150,12 +150,7 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Compile a call's constraint; return it with the factory of its state, or (None, None).
-
-    Raises:
-        ConfigError: there is no tokenizer, or no end-of-sequence token.
-        ConstraintError: the constraint is invalid, or no text can satisfy it.
-    """
+    """Compile a call's constraint; return it with the factory of its state, or (None, None)."""
     if constraint is None or constraint.kind is None:
         return None, None
     if tokenizer is None or not eos_token_ids:
@@ -197,8 +192,7 @@ class _NewTokens(NamedTuple):
     """New tokens of one row.
 
     Attributes:
-        scores: per token, the [V] processed logits that it was chosen from; empty if not requested.
-        logits: per token, the model's [V] logits; empty if not requested.
+        scores, logits: per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
         held: keys, values and states of the row's tokens except the last; None if the call fills no cache.
     """
 

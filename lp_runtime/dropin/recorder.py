@@ -13,9 +13,7 @@ from lp_runtime.distributed.transport.group import Group
 class Recorder:
     """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer.
 
-    Attributes:
-        scores: per accepted token, its [V] processed logits.
-        logits: per accepted token, the model's [V] logits.
+    `scores` and `logits` have the [V] processed and the model's [V] logits of each accepted token.
     """
 
     def __init__(self, vocabulary_size: int, group: Group):

@@ -61,11 +61,7 @@ def _state(value: Any, configs: dict[int, str]) -> Any:
 
 
 def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
-    """Return a runner of a view of a model; on a GPU its passes are captured if possible.
-
-    Raises:
-        ModelError: if the model can be fed neither trees nor chains.
-    """
+    """Return a runner of a view of a model; on a GPU its passes are captured if possible."""
     attention = attention_of(model.config.get_text_config())
     view = view_of(model, None if attention in ATTENTIONS else "sdpa")
     is_split = tp_size_of(model) > 1
@@ -93,10 +89,8 @@ class RunnerKeeper:
         """Yield a runner for the duration of a `with` block: the kept one if the model has not changed.
 
         Otherwise `make` creates a new one. Afterwards it is kept, without its KV caches, unless the block failed.
-        `kind` holds the settings of the runner, which must be equal too.
-
-        Raises:
-            ConfigError: inside autocast, where a pass has other dtypes than the model.
+        `kind` holds the settings of the runner, which must be equal too. A call inside autocast is refused, because a
+        pass has other dtypes there than the model.
         """
         if torch.is_autocast_enabled(model.device.type):
             raise ConfigError("torch.autocast: must be off; load the model in the dtype to compute in")

@@ -18,8 +18,6 @@ class Arrival:
     """A request that joins a batch.
 
     Attributes:
-        key: identifies the request in the batch.
-        request: what to decode.
         stop: a stop condition in addition to the request's, see DecodingState; None for none.
         should_cancel: asked once a step, and between chunks of the prompt.
     """
@@ -32,9 +30,6 @@ class Arrival:
 
 class Batch:
     """The requests that a replica decodes together, by key.
-
-    Args:
-        close: releases the resources of a request.
 
     Attributes:
         running: requests whose prompts are cached.

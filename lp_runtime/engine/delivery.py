@@ -12,13 +12,10 @@ T = TypeVar("T")
 
 
 class Delivery(Generic[T]):
-    """Queue of outputs, delivered to the caller at once or while the GPU runs the next step.
+    """Queue of outputs, delivered to the caller at once or, if `is_deferred`, while the GPU runs the next step.
 
     Delivery overlaps a forward pass only if the caller is quick. Otherwise the measured duration of the pass would
     include the caller's time.
-
-    Attributes:
-        is_deferred: whether outputs are delivered after the next step's launch.
     """
 
     def __init__(self) -> None:

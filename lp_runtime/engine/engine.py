@@ -51,12 +51,9 @@ class Engine:
     """Decodes requests on one replica. All replicas of a group must be given the same requests in the same order.
 
     Args:
-        model: of this replica.
-        group: the replicas that share the steps of a request.
         calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
         draft_tables: tables that outlive requests, for requests that ask for them; None to make them when needed.
         times_are_late: see Peers; None for what this replica alone would need.
-        make_exchange: makes the exchange of a request.
         grammars: makes the state of requests' constraints; None if no request has one.
     """
 
@@ -136,17 +133,12 @@ class Engine:
         should_cancel: Callable[[], bool] = never_cancel,
         observe: Observer | None = None,
     ) -> Iterator[Event]:
-        """Decode one request.
+        """Decode one request; yield a StepOutput per step, then a Report.
 
         Args:
-            request: what to decode.
             spec: how successors are sampled; None for what the request and the model's own defaults say.
             stop: a stop condition in addition to the request's, see DecodingState; None for none.
             should_cancel: asked once a step, and between chunks of the prompt; if it is true on any replica, all stop.
-            observe: called after every step; None if there is no observer.
-
-        Yields:
-            A StepOutput per step, then a Report.
         """
         running = self._open(request, Callbacks(should_cancel, observe), spec, stop)
         delivery: Delivery[Event] = Delivery()
@@ -172,14 +164,9 @@ class Engine:
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass, on a lone replica. Ends with the last request.
 
-        Between two steps, about one chunk of the prompts that have arrived is fed, in turns, so that no request waits
-        for the whole of another one's long prompt.
-
-        Args:
-            arrivals: returns the requests that have arrived; called between two steps.
-
-        Yields:
-            (key, event) of every request: a StepOutput per step, then a Report, or the error that ended the request.
+        Between two steps, `arrivals` returns new requests, and about one chunk of the prompts that have arrived is fed,
+        in turns, so that no request waits for the whole of another one's long prompt. Yields (key, event) of every
+        request: a StepOutput per step, then a Report, or the error that ended the request.
         """
         assert self._group.is_alone
         batch = Batch(self._close)
@@ -230,13 +217,9 @@ class Engine:
     def _step(
         self, batch: list[RunningRequest], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
-        """Run one step of requests that share a forward pass.
+        """Run one step of requests that share a forward pass; return each one's output, or the error that ended it.
 
-        Yields:
-            Outputs of earlier steps, while the device works on this one.
-
-        Returns:
-            The output of each request, or the error that ended it.
+        Yields outputs of earlier steps while the device works on this one.
         """
         steps = self._propose(batch)  # token trees and who feeds what: pure, equal on every replica
         logits = self._forward(batch, steps)  # the only expensive call

@@ -48,11 +48,8 @@ def never_cancel() -> bool:
 class Peers:
     """The replicas that share the steps of requests, and how they exchange results.
 
-    Attributes:
-        group: of all replicas.
-        make_exchange: makes the exchange of one request.
-        times_are_late: report a pass's duration with the next step; required on all replicas if any of them runs on a
-            GPU.
+    `times_are_late`: report a pass's duration with the next step; required on all replicas if any of them runs on a
+    GPU.
     """
 
     group: Group
@@ -64,9 +61,7 @@ class Peers:
 class Callbacks:
     """Functions that the engine calls while it decodes a request.
 
-    Attributes:
-        should_cancel: asked once a step, and between chunks of the prompt.
-        observe: called after every step; None if there is no observer.
+    `should_cancel` is asked once a step, and between chunks of the prompt.
     """
 
     should_cancel: Callable[[], bool] = never_cancel
@@ -89,17 +84,7 @@ class _Fed:
 class RunningRequest:
     """A request that is being decoded.
 
-    Args:
-        model: of this replica.
-        peers: the replicas that share the request's steps.
-        request: what to decode.
-        decoder: the request's state, budget and sampler.
-        slot: holds the request's keys and values; the engine acquires and releases it.
-        prefix: the part of the prompt that is read from the prefix cache.
-        callbacks: functions to call while decoding.
-
-    Attributes:
-        timer: where the time of steps goes.
+    The engine acquires and releases `slot`, which holds the request's keys and values.
     """
 
     def __init__(
@@ -140,13 +125,10 @@ class RunningRequest:
     # Prefill.
 
     def prefill(self) -> Generator[None, None, StepOutput | None]:
-        """Feed the prompt and the tokens that are committed already.
+        """Feed the prompt and the tokens that are committed already; return the prefill's output.
 
-        Yields:
-            None between chunks; other requests may be fed before the next chunk.
-
-        Returns:
-            The prefill's output; None if an earlier attempt delivered it, or if the request was cancelled.
+        Yields between chunks, when other requests may be fed. Returns None if an earlier attempt delivered the output,
+        or if the request was cancelled.
         """
         chunks = self._resume() if self._request.committed else self._prefill()
         while True:
@@ -229,8 +211,7 @@ class RunningRequest:
     def propose(self, batch_size: int = 1) -> Step:
         """Return the next step: a token tree, and who feeds which nodes; equal on every replica.
 
-        Args:
-            batch_size: requests that share the step's forward pass.
+        `batch_size` requests share the step's forward pass.
         """
         step = self.decoder.propose(batch_size)
         if self._model.timer is None:
@@ -273,11 +254,7 @@ class RunningRequest:
         return CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0)
 
     def _agreed(self, samples: Samples | LookaheadError, outcome: Outcome) -> Samples:
-        """Return this replica's samples if sampling failed on no replica.
-
-        Raises:
-            LookaheadError: if it failed; equal on every replica.
-        """
+        """Return this replica's samples; if sampling failed on any replica, raise the same error on all."""
         error = samples if isinstance(samples, LookaheadError) else None
         if outcome.control & FAILED:
             raise shared_error(error, self._group)
@@ -287,13 +264,8 @@ class RunningRequest:
     def advance(self, step: Step, samples: Samples | LookaheadError, outcome: Outcome) -> StepOutput:
         """Accept, commit and learn from a step; equal on every replica.
 
-        Args:
-            step: the step.
-            samples: of this replica, or why sampling failed.
-            outcome: the samples of all replicas.
-
-        Raises:
-            LookaheadError: if the request has failed; equal on every replica, which stay in step.
+        `samples` are this replica's, or why sampling failed; `outcome` has those of all replicas. If the request has
+        failed, the same LookaheadError is raised on every replica, so they stay in step.
         """
         samples = self._agreed(samples, outcome)
         decoder = self.decoder
@@ -330,8 +302,7 @@ class RunningRequest:
     def keep_prefix(self) -> int:
         """Store the keys and values of a finished request in the prefix cache; nothing of one that failed.
 
-        Returns:
-            The tag under which to store the request's draft tables; 0 to drop them.
+        Return the tag under which to store the request's draft tables; 0 to drop them.
         """
         settings, state = self._request.lookahead, self.decoder.state
         if not self.is_finished:

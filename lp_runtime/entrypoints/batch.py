@@ -35,9 +35,7 @@ MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica wai
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
     """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr.
 
-    Raises:
-        ConfigError: the output cannot be written, or holds results of other settings or prompts.
-        RequestError: a prompt cannot be decoded; names its line. All are checked before the first one is decoded.
+    All prompts are checked before the first one is decoded.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
@@ -178,13 +176,12 @@ class OutputFile:
     """A file of results, with the settings that produced them in PATH.settings.
 
     Args:
-        path: the file of results.
         settings: settings that determine the results; JSON-serializable.
-        seed: sampling seed of the first prompt; None if decoding is greedy.
         free: names of settings that may differ from the run that began the file.
 
     Attributes:
-        seed: the argument; after `resume` of an existing file, the seed of the run that began it.
+        seed: sampling seed of the first prompt, None if decoding is greedy; after `resume` of an existing file, the
+            seed of the run that began it.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
@@ -198,11 +195,7 @@ class OutputFile:
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:
-        """Open the file for appending; return the texts of the results that it already has.
-
-        Raises:
-            ConfigError: the file cannot be written, is damaged, or holds results of other settings.
-        """
+        """Open the file for appending; return the texts of the results that it already has."""
         path = self._path
         try:
             if not self._is_kept:
@@ -253,11 +246,7 @@ class OutputFile:
         return done
 
     def write(self, result: Mapping[str, object]) -> None:
-        """Append a result and sync it to disk.
-
-        Raises:
-            LookaheadError: writing fails, for example because the disk is full.
-        """
+        """Append a result and sync it to disk."""
         assert self._file is not None  # opened by `resume`
         try:
             self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
@@ -271,11 +260,7 @@ class OutputFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
-        """Close the file.
-
-        Raises:
-            LookaheadError: buffered text cannot be written, and no other error has ended the block.
-        """
+        """Close the file; fail if buffered text cannot be written, unless another error has ended the block."""
         assert self._file is not None  # opened by `resume`
         try:
             self._file.close()

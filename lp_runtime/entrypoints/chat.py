@@ -22,12 +22,7 @@ Messages = Sequence[dict[str, str]]
 
 
 def check_chat(config: ChatConfig) -> None:
-    """Check that the model can chat, before replicas start.
-
-    Raises:
-        ModelError: the model has no tokenizer.
-        RequestError: the model has no chat template.
-    """
+    """Check that the model can chat, before replicas start."""
     encode_chat(load_tokenizer(config.model), conversation(["Hello"]))
 
 
@@ -39,13 +34,8 @@ def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
 def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -> None:
     """Answer messages from stdin, one per line, until it ends; everything but the answers goes to stderr.
 
-    Args:
-        system_message: system message of every conversation; None for none.
-        answer_to: prints the answer to a conversation and returns its text. It may raise a LookaheadError for a message
-            that cannot be answered; the conversation then goes on without that message.
-
-    Raises:
-        ReplicaError: the runtime has failed.
+    `answer_to` prints the answer to a conversation and returns its text. It may raise a LookaheadError for a message
+    that cannot be answered; the conversation then goes on without that message. A ReplicaError ends the conversation.
     """
     system = [{"role": "system", "content": system_message}] if system_message else []
     messages: list[dict[str, str]] = []  # questions and answers in turn

@@ -31,12 +31,7 @@ Work = Callable[[LookaheadRuntime], None]
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Run the command that the class of `config` stands for.
 
-    Args:
-        config: settings of the command.
-        is_leader: False on torchrun's ranks other than 0.
-
-    Raises:
-        LookaheadError: bad input, or a failure while working.
+    `is_leader` is False on torchrun's ranks other than 0.
     """
     turn_off_tf32()
     if (run := _without_runtime(config)) is not None:

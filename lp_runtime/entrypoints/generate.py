@@ -22,9 +22,6 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
     Several samples are streamed one after another. With compare=true the prompt is decoded once more, with one token
     per step. If the model has no tokenizer, new token ids are printed.
-
-    Raises:
-        LookaheadError: see `LookaheadRuntime.generate`.
     """
     options = request_options(config)
     check_num_samples(runtime, config)
@@ -62,11 +59,7 @@ def request_options(config: GenerateConfig) -> RequestOptions:
 
 
 def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None:
-    """Check that several samples are not decoded greedily, which would make them equal.
-
-    Raises:
-        ConfigError: decoding is greedy, and num_samples is above 1.
-    """
+    """Check that several samples are not decoded greedily, which would make them equal."""
     if config.num_samples > 1 and not config.sampling.samples(runtime.info.defaults):
         raise ConfigError(f"num_samples={config.num_samples}: decoding is greedy; give sampling.temperature > 0")
 
@@ -86,10 +79,7 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
     """Describe sampling in one line, and mark the settings that are the model's defaults.
 
-    Args:
-        config: the runtime's settings.
-        defaults: the model's defaults, from its generation_config.json.
-        seed: sampling seed; None if decoding was greedy.
+    `seed` is None if decoding was greedy.
     """
     unused = ("seed", *(WARPERS if seed is None else ()))
     given = {name: value for name, value in asdict(config).items() if value is not None}
@@ -116,8 +106,6 @@ def summary(
     """Format a table of generations, with the settings above it.
 
     Args:
-        runtime: the runtime that decoded them.
-        lookahead: drafting settings.
         rows: (label, generation) of each row; the first one's draft tokens are counted below the table.
         compare: whether to report if the last two generations have equal tokens.
     """

@@ -52,8 +52,7 @@ def item_request(
 ) -> Request:
     """Build an item's request, with the answers to the turns before it.
 
-    Raises:
-        RequestError: the turn cannot be decoded; names line and turn. First turns have already been checked.
+    A RequestError names line and turn. First turns have already been checked.
     """
     more = options.copy()
     more["sample"] = item.sample

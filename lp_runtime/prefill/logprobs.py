@@ -38,13 +38,9 @@ class PromptScorer:
         self._logprobs: list[Logprob] = []
 
     def prefill_in_chunks(self) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit the prompt, SCORED_TOKENS tokens at a time.
+        """Feed and commit the prompt; return the [1, V] float32 logits of the last token.
 
-        Yields:
-            None between chunks; other slots may be fed meanwhile.
-
-        Returns:
-            [1, V] float32 logits of the last token.
+        Yields after every SCORED_TOKENS tokens, when other slots may be fed.
         """
         prompt = self._prompt
         for start in range(0, len(prompt), SCORED_TOKENS):

@@ -62,19 +62,12 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
 class PromptPrefix:
     """The part of a request's prompt that all replicas read from their prefix caches.
 
-    Creating one runs a gather.
-
-    Args:
-        cache: None for no cache.
-        group: the replicas that share the request's steps.
+    Creating one runs a gather. Without a cache (None), nothing is read.
 
     Attributes:
         tag: names the draft tables to continue with; 0 for none.
         num_read: prompt tokens that were read; 0 before `read_into`.
         num_shared: prompt tokens that all replicas have from other sequences, readable or not.
-
-    Raises:
-        ReplicaError: if a peer is gone.
     """
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
@@ -133,8 +126,7 @@ class PromptPrefix:
     def next_tag(self, digest: int) -> int:
         """Return the tag for the finished sequence's draft tables; 0 without a cache.
 
-        Args:
-            digest: of the sequence's final state. Replicas with equal earlier tags and equal digests have equal tables.
+        `digest` is that of the sequence's final state. Replicas with equal earlier tags and digests have equal tables.
         """
         if self._cache is None:
             return 0

@@ -26,10 +26,7 @@ REPLAYED_TOKENS = 64  # per pass: bounds the [n, V] logits, which are needed for
 class Resume:
     """Prefill of a slot with a request's prompt and the tokens that an earlier attempt committed.
 
-    Args:
-        request: must have committed tokens.
-        slot: may hold any tokens.
-        group: the replicas that share the request's steps.
+    `request` must have committed tokens. `slot` may hold any tokens.
     """
 
     def __init__(self, model: ModelRunner, request: Request, slot: CacheSlot, sampler: Sampler, group: Group):
@@ -42,18 +39,12 @@ class Resume:
     def in_step(self, capacity: int, should_cancel: Callable[[], bool]) -> Generator[None, None, bool]:
         """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.
 
+        Yields between chunks, when other slots may be fed. Returns True once all replicas are done; False if they
+        stopped early.
+
         Args:
             capacity: tokens that must fit into the slot.
             should_cancel: asked after each chunk; if it is true on any replica, all stop.
-
-        Yields:
-            None between chunks; other slots may be fed meanwhile.
-
-        Returns:
-            True once all replicas are done; False if they stopped early.
-
-        Raises:
-            ReplicaError: if a peer is gone.
         """
         request, model = self._request, self._model
         read_for_resume(model, self._slot, request, capacity)

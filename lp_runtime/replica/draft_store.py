@@ -26,11 +26,7 @@ class DraftStore:
 
     @classmethod
     def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
-        """Return the store that the settings name; None if they name no file.
-
-        Raises:
-            ConfigError: if the path starts with the home folder of an unknown user.
-        """
+        """Return the store that the settings name; None if they name no file."""
         if settings.draft_tables in ("request", "runtime"):
             return None
         try:
@@ -42,9 +38,7 @@ class DraftStore:
     def load(self, group: Group) -> DraftTables:
         """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.
 
-        Raises:
-            ConfigError: on all replicas, if the file holds no draft tables or tables of another size or version, or
-                cannot be read or created.
+        A file that cannot be read, created or used raises a ConfigError on all replicas.
         """
         data: bytes | ConfigError | None = None
         if group.rank == 0:

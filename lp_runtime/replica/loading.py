@@ -34,12 +34,8 @@ def ready_model(
 ) -> tuple[ModelRunner, float]:
     """Load, optimize and check a model, or shard 0 of it.
 
-    Returns:
-        (model, difference): the runner and the largest relative difference that the self-check saw.
-
-    Raises:
-        ModelError: if the model cannot be loaded or fails the self-check. If memory ran out, the message says how much
-            was free.
+    Return its runner and the largest relative difference that the self-check saw. If memory runs out, the ModelError
+    says how much was free.
     """
     progress = progress or Progress(is_shown=False)
     progress.begin(f"loading {config.model.location} on {device}")
@@ -71,11 +67,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> Follower:
-    """Load a shard other than 0. Shard 0 checks the model.
-
-    Raises:
-        ModelError: if the shard cannot be loaded.
-    """
+    """Load a shard other than 0. Shard 0 checks the model."""
     loaded, link = _load(config, device, place)
     assert link is not None, "a whole model has no followers"
     _optimize(loaded, config, device, is_slice=True)
@@ -112,11 +104,8 @@ def prepare_model(
 ) -> tuple[ModelRunner, float]:
     """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, on its device.
 
-    Returns:
-        (model, difference): the runner and the largest relative difference that the self-check saw.
-
-    Raises:
-        ModelError: if the model fails the self-check.
+    Return its runner and the largest relative difference that the self-check saw. A failed self-check raises a
+    ModelError.
     """
     strict_tokens = _strict_tokens(config)
     progress = progress or Progress(is_shown=False)
@@ -181,11 +170,7 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
 
 
 def choose_device(device: str, index: int) -> torch.device:
-    """Return the device for "auto", "cpu" or "cuda"; `index` is among the GPUs that this process sees.
-
-    Raises:
-        ConfigError: if the GPU does not exist in this process, or torch cannot use GPUs.
-    """
+    """Return the device for "auto", "cpu" or "cuda"; `index` is among the GPUs that this process sees."""
     if device_type(device) == "cpu":
         return torch.device("cpu")
     if index >= torch.cuda.device_count():

@@ -17,11 +17,7 @@ NUM_ROWS = 12  # of the table
 
 
 def check_folder(folder: str) -> None:
-    """Create the folder for the traces.
-
-    Raises:
-        ConfigError: if the folder cannot be created.
-    """
+    """Create the folder for the traces."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:

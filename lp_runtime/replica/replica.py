@@ -63,11 +63,9 @@ class ReplicaInfo:
         vocabulary_size: token ids are below it.
         context_length: upper bound on prompt and output tokens together; None if the model sets no limit.
         defaults: those sampling.hf_settings.APPLIED_DEFAULTS that the model's generation_config.json sets.
-        device: torch's name of the model's device.
         dtype: torch's name of the model's dtype, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
-        supports_batching: whether several requests can be decoded in one forward pass.
         not_captured: why passes are not captured on some replica's GPU; None if all capture them, and on CPUs.
     """
 
@@ -87,9 +85,7 @@ class ReplicaInfo:
 class LoadedModel:
     """A loaded and checked model, with the measurements that this process made of it.
 
-    Attributes:
-        known: measurements; filled in as they are made, and reused when the replica joins another group.
-        progress: reports the stages of this replica's start.
+    Measurements are added to `known` as they are made, and reused when the replica joins another group.
     """
 
     model: ModelRunner
@@ -101,12 +97,7 @@ class LoadedModel:
 class Replica:
     """A loaded and checked model that is connected to its peers. Created by `join_group`.
 
-    Args:
-        group: the replicas that share the steps of a request.
-        times_are_late: see engine.running_request.Peers.
-
-    Attributes:
-        leading: makes the replica's other shards run this shard's passes; None for a replica of one shard.
+    `leading` makes the replica's other shards run this shard's passes; None for a replica of one shard.
     """
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
@@ -153,13 +144,9 @@ class Replica:
     def decode_batch(
         self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """Decode requests as they arrive, several in one forward pass; see Engine.run_batch.
+        """Decode requests as they arrive, several in one forward pass, and yield (key, event); see Engine.run_batch.
 
-        Args:
-            arrivals: called between two steps; returns (key, request, should_cancel) of the requests that have arrived.
-
-        Yields:
-            (key, event) for every request.
+        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived.
         """
         requests: dict[Hashable, Request] = {}
 
@@ -201,16 +188,10 @@ def load_replica(
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
     Args:
-        config: of the runtime.
         device_index: index of the GPU among those that this process sees.
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
         owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
-        place: which shard of its replica this process is.
-
-    Raises:
-        ConfigError: if a setting is not possible on this machine.
-        ModelError: if the model cannot be loaded or fails the self-check.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
     if device.type == "cuda" and device_index == 0 and not owns_device:  # booked GPUs may come with booked cores
@@ -287,16 +268,12 @@ def join_group(
     """Join the group of all replicas, and leave it at the end of the `with` block.
 
     Args:
-        config: of the runtime.
-        loaded: from `load_replica`.
-        context: rank of this replica, number of replicas, and where they meet.
         store: rendezvous store, if it is already open in this process.
         is_abandoned: polled while waiting for peers; true ends the wait.
         on_formed: called with the group before anything is exchanged in it.
         timeout: seconds within which all replicas must join; None for launcher.timeout.
 
     Raises:
-        ConfigError: if replicas share a GPU that each of them owns, or the draft store cannot be used.
         LaunchError: if the group does not form in time.
     """
     launcher, info = config.launcher, loaded.info

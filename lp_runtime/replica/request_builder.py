@@ -74,11 +74,7 @@ class RequestOptions(TypedDict, total=False):
 class RequestBuilder:
     """Builds checked requests for the replicas of a runtime.
 
-    Args:
-        config: the runtime's.
-        info: of the replicas' model.
-        tokenizer: returns the model's tokenizer; called where text is met.
-        compiler: compiles constraints.
+    `tokenizer` returns the model's tokenizer; it is called where text is met.
     """
 
     def __init__(
@@ -105,13 +101,9 @@ class RequestBuilder:
             prompt: text or token ids; None with `messages`.
             max_new_tokens: largest number of new tokens, >= 1; None for the model's default, else 128, or what fits
                 into the context if that is fewer.
-            options: see RequestOptions.
 
         Raises:
-            TypeError: if an option is unknown.
-            ConfigError: if a setting is out of range.
             RequestError: if the prompt is empty, too long for the model, or has ids outside the vocabulary.
-            ConstraintError: if the constraint is invalid, or cannot be compiled in time.
         """
         if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
@@ -262,11 +254,7 @@ class RequestBuilder:
 
 
 def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:
-    """Refuse more log-probabilities than are there, and details of log-probabilities that are not asked for.
-
-    Raises:
-        ConfigError: names the setting.
-    """
+    """Refuse more log-probabilities than are there, and details of log-probabilities that are not asked for."""
     require_int("top_logprobs", top_logprobs, 0)
     if top_logprobs > MAX_TOP_LOGPROBS:
         raise ConfigError(f"top_logprobs={top_logprobs}: must be at most {MAX_TOP_LOGPROBS}")

@@ -51,19 +51,15 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Report:
-    """Statistics of a finished request.
+    """Statistics of a finished request. Fields that are not listed are those of Generation.
 
     Attributes:
         num_steps: steps, including the prefill's; a step with several forward passes counts once per pass.
-        finish_reason: "eos", "stop", "length", "time" or "cancelled".
-        step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
-        seconds: from the start of the request to its last token.
         prefill_seconds: part of `seconds` spent in the prefill, its step included.
         times: split of the other steps' time.
         exchange_bytes: mean bytes that a replica sends per step.
         counts: draft tokens fed and accepted, by source and depth.
         pool: the n-gram pool at the end; None if the drafter has none.
-        seed: seed of the sample; None if decoding was greedy.
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         losses: replicas lost during the request; times, tokens and counts then only cover the part after the last loss.
     """

@@ -12,24 +12,16 @@ from lp_runtime.sampling.types import LogitsProcessor
 
 @dataclass(frozen=True)
 class Request:
-    """One prompt to decode.
+    """One prompt to decode. Fields that are not listed are those of RequestOptions.
 
     Attributes:
         prompt_ids: at least one token id, all in the vocabulary.
-        lookahead: drafting settings.
         max_new_tokens: upper bound on new tokens, >= 1.
         eos_token_ids: tokens to stop after; empty to ignore end-of-sequence tokens.
         sampling: overrides the model's own defaults; the seed is set if the request samples.
-        sample: index of one of several independent samples of the same seed, >= 0.
-        stop: strings; decoding stops after the first one that the new text contains.
         max_time: seconds after which to stop, at the end of a step; None for no limit.
-        logprobs: whether to report the log-probability of each new token.
-        top_logprobs: number of likeliest tokens to report with each log-probability.
         prompt_logprobs: whether to report the prompt's log-probabilities with that of the first new token.
         processors: the caller's logits processors, run after transformers' processors and before its warpers.
-        trace: whether to report which replica verified each token.
-        request_id: name in logs; may be empty.
-        cache_salt: the prefix cache shares prefixes only between requests of equal salts.
         committed: new tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
         constraint: what the new text must match; None for any text.
     """

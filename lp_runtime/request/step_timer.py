@@ -26,11 +26,7 @@ class StepTimes:
 
 
 class StepTimer:
-    """Stopwatch that sums the time between laps by part of the step.
-
-    Attributes:
-        seconds: totals over all steps for "forward", "exchange" and "other".
-    """
+    """Stopwatch that sums the time between laps in `seconds`, by part: "forward", "exchange" and "other"."""
 
     def __init__(self) -> None:
         self.seconds = {"forward": 0.0, "exchange": 0.0, "other": 0.0}

@@ -185,12 +185,7 @@ class Server:
         return token_bytes(self._tokenizer, token)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
-        """Build the HTTP response: a stream of events, or one JSON body once all choices have ended.
-
-        Raises:
-            ApiError: the client disconnected before the answer was complete.
-            LookaheadError: a job has failed.
-        """
+        """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
         texts = self._texts(choices, time.perf_counter())
         if (tracing := self._settings.tracing) is not None:
             request_id = request.state.request_id

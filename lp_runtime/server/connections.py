@@ -48,9 +48,7 @@ class HttpLimits:
 class LimitedConfig(uvicorn.Config):
     """uvicorn's settings, plus limits that uvicorn does not have.
 
-    Attributes:
-        max_connections: open connections at most, the limit of open files considered.
-        turns: counter that numbers each time a connection starts to wait for a request.
+    `turns` numbers each time a connection starts to wait for a request.
     """
 
     def __init__(self, app: Any, limits: HttpLimits):
@@ -79,8 +77,7 @@ class LimitedConfig(uvicorn.Config):
 class LimitedProtocol(H11Protocol):
     """One connection; it is closed if it is silent for too long, or if there are too many.
 
-    Attributes:
-        turn: number of its latest wait for a request; the idle connection with the lowest one has waited longest.
+    `turn` numbers its latest wait for a request: the idle connection with the lowest one has waited longest.
     """
 
     def __init__(

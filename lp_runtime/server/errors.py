@@ -22,7 +22,6 @@ class ApiError(Exception):
     Args:
         message: joined into one line and shortened to about MAX_MESSAGE_CHARS.
         kind: OpenAI's `error.type`.
-        code: OpenAI's `error.code`.
 
     Attributes:
         headers: additional headers of the response; callers may add to them.
@@ -96,9 +95,6 @@ def in_words(errors: Sequence[Mapping]) -> str:
 
     A field of a union type has one error per branch, and the message joins them with "or". A tagged item of a list
     (input_items.py) is the exception: only the error of the branch that its tag selects is reported.
-
-    Args:
-        errors: pydantic's errors; at least one.
     """
     where = _place(errors[0])
     inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]

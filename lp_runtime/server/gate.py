@@ -45,7 +45,6 @@ class GateRules:
         allowed_hosts: accepted Host headers, without port; "*.NAME" allows subdomains; empty for any.
         cors_origins: origins of web pages, in addition to this server's own, whose scripts may send requests; "*" for
             any.
-        max_body_bytes: largest request body, in bytes.
         body_timeout: seconds for a request's body to arrive.
         logs_access: whether each request is logged, as one line of JSON.
     """

@@ -20,7 +20,6 @@ class Metrics:
     """Metrics of one server: the scheduler's totals, read at each scrape, and client-side latencies.
 
     Args:
-        name: the model's name for clients.
         jobs: jobs of unfinished answers; a live view that the server updates.
 
     Attributes:

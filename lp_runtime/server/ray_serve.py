@@ -48,10 +48,9 @@ class Service:
         return make_server(self._runtime, self._scheduler, self._config).app()
 
     def check_health(self) -> None:
-        """Check that the model has replicas; Ray Serve restarts the Serve replica after a few failed checks.
+        """Raise a ReplicaError if no replica of the model is up, and none is being started.
 
-        Raises:
-            ReplicaError: no replica of the model is up, and none is being started.
+        Ray Serve restarts the Serve replica after a few failed checks.
         """
         # num_ready is read again because a replica that was loading may become ready between the first two reads.
         launcher = self._runtime.launcher
@@ -70,11 +69,7 @@ class Service:
 def build(arguments: Mapping[str, object]) -> Application:
     """Build the application for Serve config files or `serve run lp_runtime.server.ray_serve:build ...`.
 
-    Args:
-        arguments: lp-serve settings by key; `host` and `port` have no effect, Ray Serve has its own.
-
-    Raises:
-        ConfigError: a setting is unknown or not allowed.
+    `arguments` are lp-serve settings by key; `host` and `port` have no effect, Ray Serve has its own.
     """
     overrides = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
@@ -101,12 +96,7 @@ def build_from_config(config: ServeConfig) -> Application:
 
 
 def serve_on_ray(config: ServeConfig) -> None:
-    """Deploy the application and remove it at SIGINT or SIGTERM: lp-serve server=ray_serve.
-
-    Raises:
-        ConfigError: the port is taken.
-        LaunchError: Ray Serve is not installed, or the application fails to start.
-    """
+    """Deploy the application and remove it at SIGINT or SIGTERM: lp-serve server=ray_serve."""
     try:
         import ray
         from ray import serve

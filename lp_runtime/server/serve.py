@@ -24,13 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_serve(config: ServeConfig) -> None:
-    """Check that the settings can be served, before a model is loaded.
-
-    Raises:
-        ConfigError: a file of keys or certificates is not readable, or server=ray_serve runs under torchrun.
-        LaunchError: the server's packages are not installed.
-        ModelError: the model has no tokenizer.
-    """
+    """Check that the settings can be served, before a model is loaded."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -49,11 +43,7 @@ def check_serve(config: ServeConfig) -> None:
 
 
 def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig) -> Server:
-    """Build the routes from the settings.
-
-    Raises:
-        ConfigError: the file of API keys is not readable.
-    """
+    """Build the routes from the settings."""
     from lp_runtime.server.app import Server
     from lp_runtime.server.gate import GateRules
     from lp_runtime.server.submission import ServerSettings
@@ -82,11 +72,7 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
 
 
 def read_api_keys(config: ServeConfig) -> dict[str, str]:
-    """Return the API keys by the client's name: those of the file, and `api_key` under the name "default".
-
-    Raises:
-        ConfigError: the file is not readable, or a line is not NAME KEY.
-    """
+    """Return the API keys by the client's name: the file's lines NAME KEY, and `api_key` as "default"."""
     keys = {} if config.api_key is None else {"default": config.api_key}
     if config.api_keys is None:
         return keys
@@ -141,11 +127,7 @@ def served_name(config: ServeConfig) -> str:
 
 
 def open_port(config: ServeConfig) -> StartingServer:
-    """Listen on the port and answer requests with "the server is starting".
-
-    Raises:
-        ConfigError: the port is taken.
-    """
+    """Listen on the port and answer requests with "the server is starting"."""
     from lp_runtime.server.starting import StartingServer
 
     return StartingServer(listen(config), http_limits(config))
@@ -203,11 +185,7 @@ def http_server(server: Server, limits: HttpLimits | None = None) -> HttpServer:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Open a socket that listens on the host and port of the settings.
-
-    Raises:
-        ConfigError: the address does not exist on this machine, or the port is taken.
-    """
+    """Open a socket that listens on the host and port of the settings."""
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)

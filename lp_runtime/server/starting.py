@@ -16,11 +16,7 @@ from lp_runtime.server.errors import ApiError
 class StartingServer:
     """Server in a separate thread that answers /live with status 200 and everything else with 503.
 
-    Args:
-        listener: a listening socket; never closed here, and returned by `hand_over`.
-
-    Attributes:
-        port: port number of the listener, also if the settings asked for any free port.
+    `listener` is a listening socket; it is never closed here, and `hand_over` returns it.
     """
 
     def __init__(self, listener: socket.socket, limits: HttpLimits):

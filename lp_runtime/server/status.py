@@ -17,14 +17,7 @@ PAGE = Path(__file__).with_name("page.html")
 
 
 class StatusRoutes:
-    """Routes that need no decoding.
-
-    Args:
-        name: the model's name for clients.
-
-    Attributes:
-        is_draining: whether the server is shutting down and refuses new requests.
-    """
+    """Routes that need no decoding."""
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
         self.is_draining = False
@@ -89,10 +82,6 @@ class StatusRoutes:
         }
 
     def check_model(self, name: str | None) -> None:
-        """Check that a request names this model or, with None, no model.
-
-        Raises:
-            ApiError: it names another model; status 404.
-        """
+        """Refuse a request that names another model, with status 404; None names no model and is accepted."""
         if name not in (None, self._name):
             raise ApiError(404, f"model {name!r}: must be {self._name}", code="model_not_found")

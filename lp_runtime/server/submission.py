@@ -36,9 +36,7 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
-        tracing: exports spans of requests; None for no tracing.
-        tool_format: how the model writes tool calls: one of config.serving.TOOL_FORMATS.
-        reasoning: how the model writes its reasoning: one of config.serving.REASONINGS.
+        tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
     """
 
     name: str
@@ -52,11 +50,7 @@ class ServerSettings:
 
 
 class Submitter:
-    """Checks requests and puts them into the scheduler's queue.
-
-    Args:
-        tokenizer: used by the server only, because two threads must not share a tokenizer.
-    """
+    """Checks requests and puts them into the scheduler's queue."""
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._scheduler = scheduler
@@ -68,11 +62,7 @@ class Submitter:
         self._named_fields: set[str] = set()
 
     def check_fields(self, body: Common, request_id: str) -> None:
-        """Log each unknown field once; with `strict_fields`, refuse it.
-
-        Raises:
-            RequestError: names a field that is not supported or, with `strict_fields`, not known.
-        """
+        """Log each unknown field once; with `strict_fields`, refuse it."""
         unknown = body.unknown_fields()
         if unknown and self._settings.strict_fields:
             raise RequestError(f"{unknown[0]}: is not a known field")
@@ -83,20 +73,11 @@ class Submitter:
                 log.warning("request %s has an unknown field, which has no effect: %s", request_id, shown)
 
     def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
-        """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text.
-
-        Raises:
-            RequestError: the text is not valid Unicode.
-        """
+        """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text."""
         return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
 
     async def compile(self, options: RequestOptions) -> None:
-        """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests.
-
-        Raises:
-            BusyError: too many constraints are waiting to be compiled, or they take too long.
-            LookaheadError: the constraint is refused.
-        """
+        """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests."""
         constraint = options.get("constraint")
         if constraint is None or constraint.kind is None or self._compiler.kept(constraint) is not None:
             return
@@ -109,11 +90,7 @@ class Submitter:
         split_special_tokens: bool,
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> list[int]:
-        """Return the token ids of a conversation and its tools, up to the start of the model's answer.
-
-        Raises:
-            RequestError: the model has no chat template, or the template refuses the messages.
-        """
+        """Return the token ids of a conversation and its tools, up to the start of the model's answer."""
         return encode_chat(self._tokenizer, messages, split_special_tokens, tools)
 
     def submit(
@@ -121,14 +98,7 @@ class Submitter:
     ) -> list[Choice]:
         """Submit `body.n` samples of each prompt, all or none.
 
-        Args:
-            body: the HTTP request's body.
-            prompts: token ids of each prompt.
-            max_new_tokens: limit that the client asks for; None for the default.
-            options: options of every request.
-
-        Raises:
-            LookaheadError: a request is refused, or the queue has no space for all of them.
+        `max_new_tokens` is the limit that the client asks for; None for the default.
         """
         limit = self._settings.max_new_tokens
         if limit is not None and max_new_tokens is not None and max_new_tokens > limit:

@@ -41,9 +41,7 @@ class Detokenize(BaseModel):
 class TokenRoutes:
     """Routes that turn text into token ids and back.
 
-    Args:
-        submitter: encodes conversations exactly as for a chat request.
-        tokenizer: used by the server only, because two threads must not share a tokenizer.
+    `submitter` encodes conversations exactly as for a chat request.
     """
 
     def __init__(self, runtime: LookaheadRuntime, status: StatusRoutes, submitter: Submitter, tokenizer: Tokenizer):

@@ -24,11 +24,7 @@ OPERATIONS = {"/v1/completions": "text_completion"}  # gen_ai.operation.name by 
 
 
 def check_tracing() -> None:
-    """Check that OpenTelemetry is installed.
-
-    Raises:
-        LaunchError: a package is not installed.
-    """
+    """Check that OpenTelemetry is installed."""
     try:
         import opentelemetry.exporter.otlp.proto.http  # noqa: F401
         import opentelemetry.sdk.trace  # noqa: F401
@@ -45,12 +41,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
-        """Create a Tracing that exports to a collector by OTLP over HTTP.
-
-        Args:
-            endpoint: URL of the collector, such as http://HOST:4318/v1/traces.
-            model: the model's name for clients.
-        """
+        """Create a Tracing that exports by OTLP over HTTP to a collector, such as http://HOST:4318/v1/traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider

@@ -19,7 +19,6 @@ class CallReader:
 
     Attributes:
         name: the tool's name; None until the text is known to be a call.
-        is_done: whether the call has ended.
         is_refused: whether the text is not a call.
         text: all text read until the call was recognized; the caller shows it if the text is not a call.
         rest: text after the end of the call.

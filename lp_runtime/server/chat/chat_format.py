@@ -45,13 +45,11 @@ class ChatFormat:
 
     Args:
         template: text of the model's chat template; empty without one.
-        tool_format: one of config.serving.TOOL_FORMATS.
-        reasoning: one of config.serving.REASONINGS.
+        tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
 
     Attributes:
         tool_format: one of FORMATS; None if answers are not searched for calls.
         has_reasoning: whether an answer may begin with a reasoning part.
-        takes_tools: whether the template shows tools to the model.
     """
 
     def __init__(self, template: str, tool_format: str = "auto", reasoning: str = "auto"):
@@ -70,10 +68,7 @@ class ChatFormat:
     def parser(self, has_tools: bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 
-        Args:
-            has_tools: whether to look for calls.
-            prompt_end: the last characters of the prompt.
-            is_either: whether the answer is either only calls or only text; true if the text is constrained.
+        `is_either`: whether the answer is either only calls or only text; true if the text is constrained.
         """
         if self.is_harmony:
             return HarmonyParser()
@@ -102,16 +97,8 @@ class ChatFormat:
         """Return the constraint of an answer; None if it may be anything.
 
         An answer that must be a call consists of calls only. One that may be a call consists of calls only, or of text
-        that satisfies the text's constraint.
-
-        Args:
-            use: which tools the answer may or must call.
-            text: constraint of the answer's text; None without one.
-            prompt_end: the last characters of the prompt.
-            may_think: whether a reasoning part may come first if the prompt has not opened one.
-
-        Raises:
-            RequestError: the answer must be a call, and the model's call syntax is not known.
+        that satisfies the constraint `text`. `may_think`: whether a reasoning part may come first if the prompt has not
+        opened one.
         """
         if use.must_call:
             if self.tool_format is None:

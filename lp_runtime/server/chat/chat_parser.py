@@ -31,7 +31,7 @@ class Piece:
         kind: "arguments" is JSON text of a call's arguments.
         call: index of the call that arguments belong to.
         name: name of the tool; in a call's first piece only.
-        call_id: identifies the call; in its first piece only.
+        call_id: in a call's first piece only.
     """
 
     kind: Literal["reasoning", "content", "arguments"]

@@ -6,9 +6,7 @@ from __future__ import annotations
 class JsonScanner:
     """Scanner of one JSON value, which stops at its end.
 
-    Attributes:
-        has_begun: whether a character of the value, not only whitespace before it, has been read.
-        is_done: whether the value has ended.
+    `has_begun` is set by the value's first character, not by whitespace before it.
     """
 
     def __init__(self) -> None:

@@ -74,7 +74,6 @@ class ToolUse:
 
     Attributes:
         tools: the tools that the model may call; empty if the answer is not searched for calls.
-        must_call: whether the answer must be a call.
         is_parallel: whether an answer may have several calls.
     """
 
@@ -95,11 +94,7 @@ class ToolUse:
 def choose_tools(
     tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedFunction, is_parallel: bool
 ) -> ToolUse:
-    """Return which tools an answer may or must call; a named `choice` requires one call of that tool.
-
-    Raises:
-        RequestError: a call is required, but there is no such tool.
-    """
+    """Return which tools an answer may or must call; a named `choice` requires one call of that tool."""
     if choice == "none":
         return ToolUse((), False, is_parallel)
     if isinstance(choice, NamedFunction):

@@ -14,7 +14,6 @@ class ChatForm(ChoicesForm):
     """The form of answers to POST /v1/chat/completions.
 
     Args:
-        model, token_text, num_top: see ChoicesForm.
         token_bytes: returns a token's bytes, which may be only part of a character, for log-probabilities.
         max_calls: calls that an answer shows at most; None for no limit.
     """

@@ -75,9 +75,6 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
 
     Text and calls of one answer become one message of the assistant. Its reasoning becomes that message's
     `reasoning_content`, which templates may show or leave out.
-
-    Raises:
-        RequestError: an item has an unsupported type, an output belongs to no call, or there is no message.
     """
     answers: list[dict[str, Any]] = []
     names: dict[str, str] = {}

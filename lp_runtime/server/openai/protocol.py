@@ -101,11 +101,7 @@ class Lookahead(_Body):
     budget: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
-        """Return the settings, with defaults for those that are missing.
-
-        Raises:
-            ConfigError: a setting is out of range.
-        """
+        """Return the settings, with defaults for those that are missing."""
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
@@ -154,11 +150,7 @@ class Common(_Body):
     trace: bool = False
 
     def unknown_fields(self) -> list[str]:
-        """Return the names of unknown fields.
-
-        Raises:
-            RequestError: a field asks for something that is not supported.
-        """
+        """Return the names of unknown fields; refuse those that ask for something that is not supported."""
         extra = self.model_extra or {}
         for name, value in extra.items():
             if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
@@ -170,19 +162,11 @@ class Common(_Body):
         return [name for name in extra if name not in UNSUPPORTED]
 
     def constraint(self) -> ConstraintConfig | None:
-        """Return the constraint of the answer's text; None for any text.
-
-        Raises:
-            ConstraintError: it is invalid.
-        """
+        """Return the constraint of the answer's text; None for any text."""
         return constraint_of(self.response_format, self.structured_outputs)
 
     def stops(self) -> list[str] | None:
-        """Return the stop strings; None if none are given.
-
-        Raises:
-            RequestError: there are more than MAX_STOPS, or one is not valid Unicode.
-        """
+        """Return the stop strings, at most MAX_STOPS; None if none are given."""
         if self.stop is None:
             return None
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -196,13 +180,7 @@ class Common(_Body):
     def options(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> RequestOptions:
         """Return the options of the decoding request.
 
-        Args:
-            sampling: the runtime's settings, which fields of the body override.
-            defaults: the model's defaults, from its generation_config.json.
-
-        Raises:
-            ConfigError: a setting is out of range.
-            RequestError: a field asks for something that is not supported.
+        The body's fields override the runtime's `sampling`. `defaults` are those of the model's generation_config.json.
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
@@ -272,11 +250,7 @@ class Completion(Common):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts, as texts or token ids.
-
-        Raises:
-            RequestError: there is none, or too many, or a field asks for something that is not supported.
-        """
+        """Return the prompts, as texts or token ids."""
         if self.suffix:
             raise RequestError("suffix: is not supported; leave it out or give an empty one")
         if self.best_of not in (None, self.n):
@@ -320,21 +294,13 @@ class Chat(Common):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_top_logprobs(self) -> int | None:
-        """Return the number of likeliest tokens per log-probability; None without log-probabilities.
-
-        Raises:
-            RequestError: top_logprobs is given without logprobs.
-        """
+        """Return the number of likeliest tokens per log-probability; None without log-probabilities."""
         if self.top_logprobs and not self.logprobs:
             raise RequestError(f"top_logprobs={self.top_logprobs}: only with logprobs=true")
         return self.top_logprobs or 0 if self.logprobs else None
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call.
-
-        Raises:
-            RequestError: a call is required, but there is no such tool.
-        """
+        """Return which tools the answer may or must call."""
         choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
         return choose_tools(self.tools, choice, self.parallel_tool_calls)
 

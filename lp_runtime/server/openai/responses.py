@@ -25,15 +25,11 @@ class Choice:
     """One text of an answer, which grows while its job decodes.
 
     Attributes:
-        index: position of the text in the answer.
         prefix: text to show before the new text: the prompt with `echo`, else empty.
         is_prefix_shown: whether the prefix has been shown; streamed answers show it once, with the first text.
         offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
         text: text so far; only in answers that are not streamed.
-        tokens: new token ids so far.
-        logprobs: log-probabilities of the tokens, if asked for.
-        found_by: ranks of the replicas that verified the tokens, if asked for.
-        sources: where the tokens came from, if asked for: see StepOutput.
+        logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
         reason: OpenAI's finish_reason; None before the end.
         parser, raw: see `read_by`.
     """
@@ -54,11 +50,9 @@ class Choice:
     raw: TextStream | None = None
 
     def read_by(self, parser: ChatParser | None, raw: TextStream | None) -> None:
-        """Attach the parser that splits the answer into reasoning, content and tool calls.
+        """Attach the parser that splits the answer into reasoning, content and tool calls; None for plain text.
 
-        Args:
-            parser: the parser; None if the answer is plain text.
-            raw: decodes tokens to text that includes special tokens, for a parser that needs them; else None.
+        `raw` decodes tokens to text that includes special tokens, for a parser that needs them; else None.
         """
         self.parser, self.raw = parser, raw
         if raw is not None:
@@ -147,12 +141,7 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer: of a completion, a chat or a response.
 
-    Args:
-        model: the model's name for clients.
-        token_text: returns a token's text, for log-probabilities.
-
-    Attributes:
-        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
+    `shows_tokens`: whether new tokens make an event even if they add no text, as with log-probabilities.
     """
 
     def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
@@ -186,8 +175,6 @@ class ChoicesForm(Form):
     """Base of the formats of completions and chats.
 
     Args:
-        model: the model's name for clients.
-        token_text: returns a token's text, for log-probabilities.
         num_top: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
 
     Attributes:
@@ -238,9 +225,7 @@ class ChoicesForm(Form):
 class CompletionForm(ChoicesForm):
     """The form of answers to POST /v1/completions.
 
-    Args:
-        model, token_text, num_top: see ChoicesForm.
-        shows_new: whether new tokens are shown; with `echo`, a client may ask for the prompt only.
+    `shows_new`: whether new tokens are shown; with `echo`, a client may ask for the prompt only.
     """
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"

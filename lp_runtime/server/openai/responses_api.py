@@ -61,21 +61,13 @@ class Responses(Common):
                 raise RequestError(message)
 
     def constraint(self) -> ConstraintConfig | None:
-        """Return the constraint of the answer's text; None for any text.
-
-        Raises:
-            ConstraintError: it is invalid.
-        """
+        """Return the constraint of the answer's text; None for any text."""
         if self.text is None or self.text.format is None:
             return super().constraint()
         return constraint_of(self.text.format, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the conversation as the messages that chat templates expect.
-
-        Raises:
-            RequestError: a field asks for something that is not supported.
-        """
+        """Return the conversation as the messages that chat templates expect."""
         self.check()
         given = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
@@ -85,11 +77,7 @@ class Responses(Common):
         return [message.plain() for message in given]
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call.
-
-        Raises:
-            RequestError: a call is required, but there is no such tool.
-        """
+        """Return which tools the answer may or must call."""
         return choose_tools([tool.tool() for tool in self.tools], self.tool_choice, self.parallel_tool_calls)
 
     def length(self) -> int | None:

@@ -59,8 +59,6 @@ class ResponsesForm(Form):
     """The form of answers to POST /v1/responses.
 
     Args:
-        model: the model's name for clients.
-        token_text: returns a token's text.
         body: the request's body; the answer repeats its settings.
         max_calls: calls that an answer shows at most; None for no limit.
     """

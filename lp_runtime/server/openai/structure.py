@@ -38,11 +38,7 @@ class ResponseFormat(_Part):
     strict: bool | None = None
 
     def constraint(self) -> ConstraintConfig:
-        """Return the constraint; its `kind` is None for plain text.
-
-        Raises:
-            ConstraintError: the schema is missing.
-        """
+        """Return the constraint; its `kind` is None for plain text."""
         if self.type == "text":
             return ConstraintConfig()
         if self.type == "json_object":
@@ -66,11 +62,7 @@ class StructuredOutputs(_Part):
     disable_additional_properties: bool = False
 
     def constraint(self) -> ConstraintConfig:
-        """Return the constraint; its `kind` is None if none is given.
-
-        Raises:
-            ConstraintError: the constraint is invalid, or several are given.
-        """
+        """Return the constraint; its `kind` is None if none is given."""
         if self.json_object and self.json_ is not None:
             raise ConstraintError("structured_outputs: json and json_object are given; give one of them")
         return ConstraintConfig(
@@ -84,11 +76,7 @@ class StructuredOutputs(_Part):
 
 
 def constraint_of(formatted: ResponseFormat | None, outputs: StructuredOutputs | None) -> ConstraintConfig | None:
-    """Return the constraint that a body asks for; None without one.
-
-    Raises:
-        ConstraintError: the constraint is invalid, or both forms ask for one.
-    """
+    """Return the constraint that a body asks for, in at most one of both forms; None without one."""
     given = [each.constraint() for each in (formatted, outputs) if each is not None]
     given = [each for each in given if each.kind is not None]
     if len(given) > 1:
