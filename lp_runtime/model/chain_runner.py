@@ -33,7 +33,6 @@ class ChainPasses(Passes):
 
     Args:
         masks: not used.
-        lengths: text lengths at which the model's rotary factors change.
     """
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
@@ -58,10 +57,6 @@ class ChainPasses(Passes):
 
 class ChainRunner(ModelRunner):
     """A Hugging Face causal LM that is fed one path of a tree per step, and its slots.
-
-    Args:
-        model: in eval mode, on one device.
-        prefill_chunk: prompt tokens fed at once.
 
     Raises:
         ModelError: if the model has no cache that it can continue from.
@@ -92,15 +87,6 @@ class ChainRunner(ModelRunner):
         """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
         A state cannot be truncated, so the slot's content is reused only if all of it is a prefix of the wanted text.
-
-        Args:
-            slot: reset, or extended if its content is reused.
-            prompt: token ids, at least one.
-            committed: token ids, at least one.
-            capacity: tokens that must fit.
-
-        Yields:
-            None between chunks. Tokens fed so far stay in the slot even if the caller stops here.
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)

@@ -64,8 +64,7 @@ def check_family(model: PreTrainedModel) -> None:
 def why_chains(model: PreTrainedModel) -> str | None:
     """Return why a model must be fed single paths instead of trees; None if it can be fed trees.
 
-    Raises:
-        ModelError: if its weights are split over ranks by other means than ours.
+    Raises ModelError if its weights are split over ranks by other means than ours.
     """
     tp_size_of(model)  # raises if another library has split the model
     try:
@@ -76,11 +75,7 @@ def why_chains(model: PreTrainedModel) -> str | None:
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot continue from a cache of transformers' own layers.
-
-    Raises:
-        ModelError: naming what is missing.
-    """
+    """Refuse a model that cannot continue from a cache of transformers' own layers."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     if cache_name(model) is None:

@@ -24,8 +24,6 @@ def encode(
     """Return the token ids of a prompt.
 
     Args:
-        tokenizer: of the model.
-        text: the prompt.
         add_special_tokens: whether to add special tokens (such as BOS) as the tokenizer is configured to.
         split_special_tokens: whether special tokens spelled out in the text are encoded as plain text.
 
@@ -49,7 +47,6 @@ def encode_chat(
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
     Args:
-        tokenizer: of the model.
         messages: each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
         split_special_tokens: whether special tokens spelled out in the messages are encoded as plain text; those of the
             template always stay special.

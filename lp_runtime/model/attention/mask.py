@@ -95,22 +95,16 @@ class MaskBuilder:
     """Builder of 4-D masks in the form that a model's attention accepts.
 
     Args:
-        config: the model's (text) configuration.
         attention: name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones
             and silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other
             devices for the tree alone.
-        dtype: of the model.
         kinds: kinds of layers; None to read them from the configuration, and check them.
 
     Attributes:
-        form: form of the masks.
         by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         is_own: whether the attention is that of tree_attention.py.
         windows_by_kind: sliding window of each kind of layer, in tokens; 0 for none.
         limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
-
-    Raises:
-        ModelError: if the model has a kind of layer that cannot be fed a token tree.
     """
 
     def __init__(
@@ -164,7 +158,6 @@ class MaskBuilder:
 
         Args:
             positions: [T] consecutive absolute positions, on the device.
-            num_cached: L.
 
         Returns:
             `chunk_mask`, or a boolean mask, [1, 1, T, S], for layers that hide committed tokens. None if the model's
@@ -227,11 +220,7 @@ def carries_state(kind: str) -> bool:
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a (text) configuration names; empty if it names none.
-
-    Raises:
-        ModelError: if a kind of layer cannot be fed a token tree.
-    """
+    """Return the kinds of layers that a (text) configuration names; empty if it names none."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
         kind = min(unknown)

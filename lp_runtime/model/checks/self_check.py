@@ -41,13 +41,8 @@ def check_model(model: ModelRunner) -> float:
 
     Two tree steps with a commit between them come first. Then the check decodes across every length within the model's
     context beyond which, by its configuration, the model may attend differently. If several sequences in one pass
-    differ from plain text, it sets `model.supports_batching` to False.
-
-    Returns:
-        The largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
+    differ from plain text, it sets `model.supports_batching` to False. Returns the largest relative difference of a
+    node's logits.
     """
     name = type(model.model).__name__
     worst, where = 0.0, ""

@@ -28,7 +28,6 @@ class CacheState(NamedTuple):
 
     Attributes:
         key: identifies the cache; never reused.
-        capacity: tokens that fit.
         length: committed tokens.
         written: tokens that earlier passes of the step have written after the committed ones.
     """
@@ -94,13 +93,10 @@ class LeadingShard:
         A failure does not undo the work of the shards on which it succeeded.
 
         Args:
-            passes: of this shard.
-            kind: name of the method. It must fail after its all-reduces, or before them on all shards.
-            caches: the method's first argument.
-            what: its other arguments.
+            kind: name of the method, called with `caches` and `what`. It must fail after its all-reduces, or before
+                them on all shards.
 
         Raises:
-            ShardError: if a shard is gone.
             ModelError: if it failed on other shards only. An error on shard 0 is raised unchanged.
         """
         with self._lock:
@@ -140,12 +136,7 @@ class LeadingShard:
 
 
 class Follower:
-    """Another shard's side of the link: runs the passes that shard 0 announces.
-
-    Args:
-        passes: of this shard's slice.
-        num_layers: decoder layers of the model.
-    """
+    """Another shard's side of the link: runs the passes that shard 0 announces."""
 
     def __init__(self, passes: Passes, num_layers: int, link: ShardLink):
         self._passes = passes

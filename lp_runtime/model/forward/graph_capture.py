@@ -44,7 +44,6 @@ class GraphCapture:
             run: launches a pass, with the same tensors in every call.
 
         Raises:
-            ModelError: if a pass waits for the device, or cannot be captured for another reason.
             torch.OutOfMemoryError: if there is not enough memory.
         """
         device, stream = self._device, self._stream
@@ -66,11 +65,7 @@ class GraphCapture:
 
     @contextmanager
     def _closing_pool(self) -> Iterator[None]:
-        """Close the memory pool if a capture fails: torch would leave it open for later allocations.
-
-        Raises:
-            ModelError: if the capture fails.
-        """
+        """Close the memory pool if a capture fails: torch would leave it open for later allocations."""
         try:
             yield
         except Exception as error:
@@ -83,11 +78,7 @@ class GraphCapture:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Raise if the body of a `with` block waits for the device.
-
-    Raises:
-        ModelError: if something has waited, or failed.
-    """
+    """Raise if the body of a `with` block waits for the device."""
     torch.cuda.current_stream(device).synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

@@ -62,7 +62,6 @@ class TreeCacheLayer(CacheLayerMixin):
     Args:
         capacity: in tokens.
         length: shared by all layers of the cache.
-        index: of the layer.
 
     Attributes:
         arrays: numpy views of keys and values, on a CPU in float32; else None.
@@ -131,7 +130,6 @@ class TreeCache(Cache):
     """Keys and values of one sequence in all layers.
 
     Args:
-        num_layers: decoder layers of the model.
         capacity: in tokens: the committed ones and those of one step must fit.
     """
 
@@ -245,7 +243,6 @@ class CacheCopy:
     """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them.
 
     Attributes:
-        num_tokens: committed tokens.
         attention: (index, keys, values) of each layer that has keys.
         conv: (index of the layer, index of the state in the layer, convolution state [1, ...]).
         recurrent: (index of the layer, index of the state in the layer, recurrent state [1, ...]).

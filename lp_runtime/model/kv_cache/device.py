@@ -36,11 +36,8 @@ class DeviceCache(StandInCache):
     """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass.
 
     Args:
-        num_layers: decoder layers of the model.
-        inputs: device tensors that hold each pass's inputs.
         kernels: the module kernels/triton_gpu.py.
         num_processors: multiprocessors of the device.
-        is_strict: whether to attend with exactness=strict.
     """
 
     def __init__(
@@ -87,7 +84,6 @@ class DeviceCache(StandInCache):
             query: [1, g H, B, D].
             num_heads: H.
             mask: [1, 1, 1, B] int64, the lowest position that each token may see.
-            scale: factor of the scores.
             sinks: [g H] attention sinks; None for none.
         """
         positions, owners, table, words = self._inputs

@@ -120,9 +120,6 @@ class PrefixCache:
             whole chunks of prompts are stored and read. None to store and read any number of tokens.
         keeps_states: whether layers carry states; a prefix can then be read only up to a point with stored states.
         lengths: at which the model's rotary factors change; keys with other factors than a prompt's are not read.
-
-    Attributes:
-        num_bytes: bytes stored now.
     """
 
     def __init__(
@@ -154,7 +151,6 @@ class PrefixCache:
         """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
 
         Args:
-            tokens: token ids of the prompt.
             salt: only tokens stored with the same salt are found.
             prompt_length: P of the sequence (hf/rotary_lengths.py).
         """
@@ -194,7 +190,6 @@ class PrefixCache:
             cache: of a sequence whose prompt has been fed, or that has ended.
             tokens: ids of all tokens committed in `cache`.
             num_prefilled: how many of them were fed as a prompt, not as a tree.
-            salt: of the sequence.
             tag: identifies the sequence's draft tables; 0 for none.
             prompt_length: P of the sequence; tokens with other rotary factors than its prompt's are not stored.
         """

@@ -96,7 +96,6 @@ class StateCache(TreeCache):
 
     Args:
         config: the model's (text) configuration, which determines the kind of each layer.
-        capacity: in tokens: the committed ones and those of one step must fit.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int):

@@ -129,10 +129,6 @@ def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dty
 
     The layers start on `device` and continue on the GPUs with the next indices; accelerate's hooks move activations
     between them. On a CPU all layers are on the CPU.
-
-    Raises:
-        ConfigError: if this process sees too few GPUs.
-        ModelError: if the model cannot be loaded or divided into parts.
     """
     devices = [device] * num_gpus
     if device.type == "cuda":

@@ -88,9 +88,6 @@ class PackedLinear(nn.Module):
 class MKLPackedLinear(PackedLinear):
     """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout.
 
-    Args:
-        linear: a layer on a CPU, in one of `dtypes`; not changed.
-
     Raises:
         RuntimeError: if MKL cannot pack the layer's weights on this CPU.
     """

@@ -117,9 +117,8 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
         model: changed in place; either all of these rotary embeddings are replaced or none.
         may_refeed: whether the caller can re-feed a whole text at the length at which `generate` does.
 
-    Returns:
-        The lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
-        lengths at which its factors do not change.
+    Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
+    lengths at which its factors do not change.
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)

@@ -32,8 +32,6 @@ class RowwiseLinear(SliceModule):
     Every shard has the bias; it is added once, to the sum.
 
     Args:
-        linear: this shard's slice.
-        reducer: sums the shards' outputs.
         splits_input: whether `forward` receives the whole input, and selects this shard's part itself.
         first: index of the first input feature of this shard.
     """
@@ -64,10 +62,7 @@ class GatheredLinear(SliceModule):
     """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
 
     Args:
-        linear: this shard's slice.
-        reducer: gathers the shards' outputs.
         sizes: [P] output features of each shard, the largest first.
-        shard: index of this shard.
 
     Attributes:
         out_features: size of the whole output.
