@@ -79,8 +79,7 @@ class DecodingState:
 
     Args:
         prompt: token ids, at least one.
-        rules: everything besides the prompt that determines decoding.
-        drafter: a drafter that has not begun another request.
+        drafter: has not begun another request.
         stop: a further stop condition, called once per step with the tokens that the rules leave. Its results must be
             equal on all replicas.
         committed: new tokens committed by an earlier attempt. If there are any, the state starts after them, with all
@@ -89,7 +88,6 @@ class DecodingState:
         guide: constraint of the new text, in its state before the first of `committed`; None without one.
 
     Attributes:
-        prompt_length: tokens of the prompt.
         tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
         num_steps: steps so far, including the prefill.
@@ -219,14 +217,11 @@ class DecodingState:
     ) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
+        Returns the committed tokens, at least one, and the node that each of them follows.
+
         Args:
-            proposal: what `propose` returned for this step.
-            found: the tree's verification result.
             caches_pending: whether every replica has cached the step's pending tokens; if not, the caller uses
                 `count_cached`.
-
-        Returns:
-            (committed, nodes): the committed tokens, at least one, and the node that each of them follows.
         """
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, found)

@@ -214,14 +214,13 @@ class ModelRunner:
         """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
         The slot keeps the part that it holds already. The rest is prefilled in chunks; with exactness=strict, committed
-        tokens go through tree passes instead, as in the original run, so that the bits are the same.
+        tokens go through tree passes instead, as in the original run, so that the bits are the same. Tokens fed so far
+        stay in the slot even if the caller stops between chunks.
 
         Args:
             slot: truncated to what can be reused, then extended.
             prompt, committed: token ids, at least one each.
             capacity: tokens that must fit.
-
-        Tokens fed so far stay in the slot even if the caller stops between chunks.
         """
         tokens, lengths = [*prompt, *committed[:-1]], self.rotary_lengths
         prompt_length = lengths.prompt_length(len(prompt), len(prompt) + len(committed))

@@ -86,12 +86,12 @@ class ModelSize(NamedTuple):
 def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
     """Compute a model's memory needs from its configuration and, if quantized, the headers of its files.
 
+    Returns None if the configuration is broken, for example; loading the model then reports the reason.
+
     Args:
         dtype: a name in loader.DTYPES; "auto" is the checkpoint's dtype.
         context_tokens: prompt and output tokens, together, that a replica must be able to hold; None for the model's
             context length, at most DEFAULT_CONTEXT_TOKENS.
-
-    Returns None if the configuration is broken, for example; loading the model then reports the reason.
     """
     try:
         check_location(config)

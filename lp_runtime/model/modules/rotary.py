@@ -113,12 +113,12 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
     """Replace each rotary embedding of a model whose factors change with the length by a RotaryByLength.
 
+    Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
+    lengths at which its factors do not change.
+
     Args:
         model: changed in place; either all of these rotary embeddings are replaced or none.
         may_refeed: whether the caller can re-feed a whole text at the length at which `generate` does.
-
-    Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
-    lengths at which its factors do not change.
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)

@@ -23,9 +23,6 @@ class PaperDrafter(CountingDrafter):
         only_guesses: whether to accept along guesses only, as the paper does, instead of along any node of the tree.
         samples: whether successors are sampled. The window itself always uses the likeliest tokens.
         budget: largest number of nodes, including pending tokens; None for no limit besides W, N and G.
-
-    Attributes:
-        window: None if W is 0.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ class PoolStatistics:
 
     Attributes:
         num_keys: first tokens that have at least one n-gram.
-        num_ngrams: n-grams in the pool.
         fan_out: mean number of n-grams per key.
         hit_rate: fraction of steps that had a guess to verify.
         accepted_length: mean number of accepted guessed tokens, over the steps that had guesses.
