@@ -57,10 +57,8 @@ def uniforms(
 
     Args:
         seed: 0 to 2**64 - 1.
-        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
+        sample: 0 to MAX_SAMPLE.
         positions: [m] absolute positions of the tokens to be sampled.
-        vocabulary_size: V.
-        device: where the numbers are computed.
         first: first of the V token ids to return numbers for.
     """
     # One counter yields the bits of two neighbouring token ids.
@@ -81,8 +79,6 @@ class GumbelNoise:
     Args:
         seed: 0 to 2**64 - 1.
         sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
-        vocabulary_size: V.
-        device: where the noise is computed and cached.
         first: first of the V token ids; more than 0 for a slice of a vocabulary.
     """
 
