@@ -35,7 +35,6 @@ class StepBudget:
         learned: costs learned from earlier requests, updated in place; None to start from defaults.
 
     Attributes:
-        limit: see `budget`.
         tree_size_hint: largest useful number of nodes of the next tree; None for any number.
     """
 
@@ -162,8 +161,6 @@ class StepBudget:
         """Learn from a step.
 
         Args:
-            tree: the tree that was fed.
-            shares: [R] the step's shares.
             forward: [R] nanoseconds of each replica's forward pass; 0 if unknown.
             overhead: [R] nanoseconds that the previous step took outside its forward pass; 0 if unknown.
             accepted: nodes of the tree whose tokens were committed, without the root.

@@ -14,8 +14,6 @@ def num_paying(num_tokens: int, max_new_tokens: int, step_ns: int, harvest_ns: i
     """Return how many trailing prompt tokens are worth collecting top-k candidates for.
 
     Args:
-        num_tokens: prompt tokens whose candidates could be collected.
-        max_new_tokens: largest number of tokens that the request may generate.
         step_ns: duration of a step of one token, in nanoseconds.
         harvest_ns: nanoseconds that collecting one token's candidates adds to the prefill of its replica.
         num_replicas: replicas that share the tokens, >= 1.
