@@ -37,8 +37,7 @@ class Endpoint:
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
         """Return the endpoint that the settings describe.
 
-        Raises:
-            ConfigError: the URL is invalid, or the key file cannot be read.
+        Raises ConfigError if the URL is invalid, or the key file cannot be read.
         """
         if not _can_be_asked(url):
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")

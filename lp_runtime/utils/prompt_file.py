@@ -41,15 +41,10 @@ def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool 
     """Read the prompts of a JSON-lines file, skipping blank lines.
 
     Args:
-        path: a JSON-lines file.
         field: name of the field that holds the prompt: text in all records, or in all records a list of texts, the
             turns of a conversation.
         limit: largest number of prompts to read; None for all.
         are_ids: whether the field holds token ids instead of text.
-
-    Raises:
-        ConfigError: the file is missing or empty, a line is not JSON or lacks the field, or its field has another type
-            than the first record's. The message names the line.
     """
     prompts: list[Prompt] = []
     shape = ""  # type of the first record's field, in words
