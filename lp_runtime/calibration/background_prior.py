@@ -15,7 +15,6 @@ class BackgroundPrior:
 
     Args:
         calibration: gradual, and already prepared.
-        group: the replicas that share the prior.
         after_use: whether to wait for the next request first, because slots may hold what it will resume from.
     """
 

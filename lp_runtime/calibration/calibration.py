@@ -37,7 +37,7 @@ class Measured:
 
     Attributes:
         steps: durations of steps; None if not measured yet.
-        vocabulary: the model's predictions after single tokens; None if not queried yet.
+        vocabulary: None if the model was not queried about it yet.
         is_started: whether the process has already queried the vocabulary for START_SECONDS.
         fingerprint: digest of the model; None until it is needed.
     """
@@ -52,7 +52,6 @@ class Calibration:
     """Lazy measurements of one replica; all replicas must request the same measurement at the same time.
 
     Args:
-        group: the replicas that must agree on the measurements.
         cache_dir: folder that caches measurements; None to measure at every start.
         known: earlier measurements of this process; updated in place.
         is_gradual: whether `vocabulary` returns what is known so far and the caller runs `ask_vocabulary` between

@@ -16,11 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationFiles:
-    """Loads and stores arrays in a folder; failures are not fatal, as they only cause a new measurement.
-
-    Args:
-        folder: None to store nothing.
-    """
+    """Loads and stores arrays in a folder; failures only cause a new measurement. Without a folder nothing is stored."""
 
     def __init__(self, folder: str | None):
         self._folder: Path | None = None

@@ -26,7 +26,6 @@ class IdleWorker:
     Args:
         work: does one slice and returns whether there is more to do. After False, it is called again once the model has
             been in use. An exception ends the work for good.
-        name: name of the thread.
     """
 
     def __init__(self, work: Callable[[], bool], name: str):
@@ -41,8 +40,7 @@ class IdleWorker:
     def start(self, after_use: bool = False) -> None:
         """Start working; `stop` ends it, at the latest when the interpreter exits.
 
-        Args:
-            after_use: whether the first slice waits until the model has been in use.
+        With `after_use`, the first slice waits until the model has been in use.
         """
         atexit.register(self.stop)
         with self._lock:
