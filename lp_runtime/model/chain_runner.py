@@ -29,11 +29,7 @@ from lp_runtime.model.support import check_chain_family
 
 
 class ChainPasses(Passes):
-    """Passes for a model that builds its own masks and may derive positions from its cache.
-
-    Args:
-        masks: not used.
-    """
+    """Passes for a model that builds its own masks and may derive positions from its cache."""
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
         super().__init__(model, masks, None, lengths)
@@ -58,8 +54,7 @@ class ChainPasses(Passes):
 class ChainRunner(ModelRunner):
     """A Hugging Face causal LM that is fed one path of a tree per step, and its slots.
 
-    Raises:
-        ModelError: if the model has no cache that it can continue from.
+    Refuses a model that has no cache that it can continue from.
     """
 
     feeds_chains = True

@@ -51,8 +51,7 @@ MIN_THRESHOLD = 4  # tokens
 def check_family(model: PreTrainedModel) -> None:
     """Refuse a model that cannot be fed a token tree; its weights are not read.
 
-    Raises:
-        ModelError: naming the field or the layers that are the reason.
+    The ModelError names the field or the layers that are the reason.
     """
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
@@ -128,8 +127,7 @@ def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
     """Return, by field, the numbers of a text configuration above which the model may attend differently.
 
     These are sliding windows, chunks, and any field whose name is not known to mean something else: an unknown field
-    makes
-    the self-check longer, not shorter.
+    makes the self-check longer, not shorter.
     """
     found: dict[str, int] = {}
     _collect(config.to_dict(), "", found)

@@ -189,8 +189,7 @@ class TextStream:
 class StopStrings:
     """Finder of stop strings in a growing sequence of token ids, special tokens included.
 
-    Args:
-        strings: at least one, of at least one character each.
+    `strings` has at least one, of at least one character each.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):

@@ -156,13 +156,9 @@ class MaskBuilder:
     def build_chunk(self, positions: torch.Tensor, num_cached: int) -> LayerMasks | None:
         """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
 
-        Args:
-            positions: [T] consecutive absolute positions, on the device.
-
-        Returns:
-            `chunk_mask`, or a boolean mask, [1, 1, T, S], for layers that hide committed tokens. None if the model's
-            own causal mask serves as well: without cached tokens, for a single token, or with another attention than
-            tree_attention.py's.
+        `positions` are [T], absolute and consecutive, on the device. Returns `chunk_mask`, or a boolean mask,
+        [1, 1, T, S], for layers that hide committed tokens. None if the model's own causal mask serves as well: without
+        cached tokens, for a single token, or with another attention than tree_attention.py's.
         """
         num_tokens = len(positions)
         if not self.is_own or num_cached == 0 or num_tokens == 1:

@@ -139,8 +139,7 @@ class PassSet:
     def make(self, size: PassSize) -> None:
         """Make the pass of a size, and capture it if the options ask for that.
 
-        Raises:
-            torch.OutOfMemoryError: if there is not enough memory.
+        Raises torch.OutOfMemoryError if there is not enough memory.
         """
         masks = self._masks
         columns = 1 + BLOCK if self._is_strict else 0

@@ -75,12 +75,8 @@ class FixedPasses:
     def make(self, num_tokens: int, num_sequences: int) -> bool:
         """Make the pass for this many tokens and sequences; return whether it was missing.
 
-        Args:
-            num_tokens: 1 to `max_tokens`.
-            num_sequences: 1 to MAX_SEQUENCES.
-
-        Raises:
-            torch.OutOfMemoryError: if there is not enough memory.
+        `num_tokens` is 1 to `max_tokens`, and `num_sequences` 1 to MAX_SEQUENCES. Raises torch.OutOfMemoryError if
+        there is not enough memory.
         """
         size = self._size(num_tokens, num_sequences)
         if size in self._made:

@@ -59,8 +59,7 @@ class Pass(NamedTuple):
 class LeadingShard:
     """Shard 0's side of the link: runs each pass on all shards.
 
-    Attributes:
-        can_capture: whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
+    `can_capture` tells whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
     """
 
     def __init__(self, link: ShardLink):
@@ -74,8 +73,7 @@ class LeadingShard:
     def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run a pass on all shards; arguments and result are those of Passes.run.
 
-        Raises:
-            ShardError: if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
+        Raises ShardError if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what))
@@ -90,14 +88,9 @@ class LeadingShard:
     def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
         """Run a method of Passes on all shards; if it fails on some, report that but keep the replica.
 
-        A failure does not undo the work of the shards on which it succeeded.
-
-        Args:
-            kind: name of the method, called with `caches` and `what`. It must fail after its all-reduces, or before
-                them on all shards.
-
-        Raises:
-            ModelError: if it failed on other shards only. An error on shard 0 is raised unchanged.
+        `kind` names the method, called with `caches` and `what`; it must fail after its all-reduces, or before them on
+        all shards. A failure does not undo the work of the shards on which it succeeded. It is a ModelError if it was
+        on other shards only; an error on shard 0 is raised unchanged.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what, may_fail=True))
@@ -145,11 +138,7 @@ class Follower:
         self._caches: dict[int, TreeCache] = {}
 
     def messages(self) -> Iterator[object]:
-        """Run announced passes; yield all other messages.
-
-        Raises:
-            ShardError: when shard 0, or another follower, is gone.
-        """
+        """Run announced passes; yield all other messages. ShardError when shard 0, or another follower, is gone."""
         while True:
             message = self._link.listen()
             if isinstance(message, Pass):

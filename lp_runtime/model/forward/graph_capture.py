@@ -23,9 +23,6 @@ class GraphCapture:
         refuses_waits: whether to detect, before the capture, passes that wait for the device. During that check no
             other thread of the process may wait for a GPU. Without it, such a pass fails during its capture, which is
             then undone.
-
-    Attributes:
-        count: graphs captured so far.
     """
 
     def __init__(self, device: torch.device, refuses_waits: bool = True):
@@ -37,14 +34,9 @@ class GraphCapture:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture what a function launches; return a function that replays it.
 
-        The function runs twice before the capture: libraries initialize themselves in the first run, and the second one
-        must not wait for the device.
-
-        Args:
-            run: launches a pass, with the same tensors in every call.
-
-        Raises:
-            torch.OutOfMemoryError: if there is not enough memory.
+        `run` launches a pass, with the same tensors in every call. It runs twice before the capture: libraries
+        initialize themselves in the first run, and the second one must not wait for the device. Raises
+        torch.OutOfMemoryError if there is not enough memory.
         """
         device, stream = self._device, self._stream
         graph = torch.cuda.CUDAGraph()

@@ -19,7 +19,6 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
     where factors change. The same holds for model types whose cache `generate` drops at that length.
 
     Args:
-        config: the model's (text) configuration.
         lengths: where the factors change, if our modules choose factors token by token; UNCHANGING if transformers'
             modules stay.
     """

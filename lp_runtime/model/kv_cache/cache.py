@@ -20,8 +20,7 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 class SavedStates:
     """Immutable snapshot of the states that recurrent layers carry at one point of a sequence.
 
-    Attributes:
-        layers: the attributes of each such layer by name; tensors in dictionaries are copies.
+    `layers` has the attributes of each such layer by name; tensors in dictionaries are copies.
     """
 
     layers: tuple[Mapping[str, object], ...]
@@ -129,8 +128,7 @@ class TreeCacheLayer(CacheLayerMixin):
 class TreeCache(Cache):
     """Keys and values of one sequence in all layers.
 
-    Args:
-        capacity: in tokens: the committed ones and those of one step must fit.
+    `capacity` is in tokens: the committed ones and those of one step must fit.
     """
 
     def __init__(self, num_layers: int, capacity: int):

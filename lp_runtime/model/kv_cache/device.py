@@ -35,9 +35,7 @@ class DeviceInputs(NamedTuple):
 class DeviceCache(StandInCache):
     """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass.
 
-    Args:
-        kernels: the module kernels/triton_gpu.py.
-        num_processors: multiprocessors of the device.
+    `kernels` is the module kernels/triton_gpu.py.
     """
 
     def __init__(

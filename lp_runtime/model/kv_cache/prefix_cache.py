@@ -29,11 +29,7 @@ MIN_TOKENS = 16  # of a prefix that is read, or of a segment: feeding fewer toke
 
 @dataclass
 class _Point:
-    """States of recurrent layers after a token.
-
-    Attributes:
-        last_used: time at which the point was last read or stored, on the PrefixCache's clock.
-    """
+    """States of recurrent layers after a token, last read or stored at `last_used` on the PrefixCache's clock."""
 
     states: SavedStates
     last_used: int
@@ -150,9 +146,7 @@ class PrefixCache:
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
         """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
 
-        Args:
-            salt: only tokens stored with the same salt are found.
-            prompt_length: P of the sequence (hf/rotary_lengths.py).
+        Only tokens stored with the same `salt` are found. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
         """
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)

@@ -119,11 +119,8 @@ class SlotPool:
 
         Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
         smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
-        are dropped, so that their memory can be allocated again.
-
-        Args:
-            capacity: tokens that the sequence will need.
-            tokens: token ids of a sequence that is resumed; empty for a new one.
+        are dropped, so that their memory can be allocated again. `capacity` is in tokens. `tokens` are those of a
+        sequence that is resumed; empty for a new one.
         """
         wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 

@@ -94,8 +94,7 @@ def _write(live: dict[object, object], key: object, saved: object) -> None:
 class StateCache(TreeCache):
     """Keys, values and states of one sequence in all layers.
 
-    Args:
-        config: the model's (text) configuration, which determines the kind of each layer.
+    `config`, the model's (text) configuration, determines the kind of each layer.
     """
 
     def __init__(self, config: PreTrainedConfig, capacity: int):

@@ -36,9 +36,7 @@ def parts_of(model: PreTrainedModel) -> list[Part]:
     """Split a model into parts in execution order: all before the decoder layers, each layer, the rest.
 
     A head that shares the embedding's weights stays with the embedding. The model may be on torch's meta device.
-
-    Raises:
-        ModelError: if the decoder layers are not in one list.
+    Raises ModelError if the decoder layers are not in one list.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (

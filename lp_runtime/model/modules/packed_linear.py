@@ -86,11 +86,7 @@ class PackedLinear(nn.Module):
 
 
 class MKLPackedLinear(PackedLinear):
-    """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout.
-
-    Raises:
-        RuntimeError: if MKL cannot pack the layer's weights on this CPU.
-    """
+    """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout."""
 
     dtypes = (torch.float32,)
 

@@ -61,11 +61,7 @@ class OutputMode:
 class GatheredLinear(SliceModule):
     """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
 
-    Args:
-        sizes: [P] output features of each shard, the largest first.
-
-    Attributes:
-        out_features: size of the whole output.
+    `sizes` are [P] output features of each shard, the largest first; `out_features` is the size of the whole output.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
