@@ -23,12 +23,7 @@ MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and are count
 
 
 class NoiseKey(NamedTuple):
-    """Seed, sample and temperature, which determine the noise that a request is sampled with.
-
-    Attributes:
-        seed: 0 to 2**64 - 1.
-        temperature: divisor of the model's logits, more than 0.
-    """
+    """Seed, 0 to 2**64 - 1, sample index, and temperature, more than 0, that determine a request's sampling noise."""
 
     seed: int
     sample: int

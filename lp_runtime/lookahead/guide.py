@@ -30,8 +30,7 @@ class Examined(NamedTuple):
 class Guide(Protocol):
     """A constraint's state after the committed tokens of a text.
 
-    Attributes:
-        ends: [e] int64 tokens that end the text.
+    `ends` are [e] int64 tokens that end the text.
     """
 
     ends: np.ndarray
@@ -66,11 +65,7 @@ class Guide(Protocol):
         """
 
     def advance(self, committed: Sequence[int]) -> None:
-        """Advance by committed tokens.
-
-        Raises:
-            ConstraintError: if a token is not allowed.
-        """
+        """Advance by committed tokens. Raises ConstraintError if one is not allowed."""
 
 
 @compiled

@@ -217,11 +217,8 @@ class DecodingState:
     ) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
-        Returns the committed tokens, at least one, and the node that each of them follows.
-
-        Args:
-            caches_pending: whether every replica has cached the step's pending tokens; if not, the caller uses
-                `count_cached`.
+        Returns the committed tokens, at least one, and the node that each of them follows. If not every replica has
+        cached the step's pending tokens (`caches_pending`), the caller uses `count_cached`.
         """
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, found)

@@ -226,11 +226,8 @@ def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[lis
     """Follow the model's choices from the root down through the tree.
 
     Paper: algorithm 2 (greedy verification), here over a whole tree, and with the bonus token of a full match kept.
-    Returns the accepted tokens, and the nodes that carry all but the last of them. The last accepted token is the bonus
-    token, the successor of the last node reached.
-
-    Args:
-        successors: [T] the token that follows each node; only read from the root on.
+    `successors`, [T], are only read from the root on. Returns the accepted tokens, and the nodes that carry all but the
+    last of them, which is the bonus token, the successor of the last node reached.
     """
     accepted: list[int] = []
     path: list[int] = []

@@ -18,9 +18,7 @@ MAX_NGRAM = 3  # tokens, as in the published code
 class PromptLookupDrafter(CountingDrafter):
     """Proposes one chain of copied tokens.
 
-    Args:
-        num_copied: largest number of tokens to copy.
-        budget: largest number of nodes, including pending tokens; None for no other limit.
+    `budget` is the largest number of nodes, including pending tokens; None for no limit besides `num_copied`.
     """
 
     def __init__(self, num_copied: int, budget: int | None = None):

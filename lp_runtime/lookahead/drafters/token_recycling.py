@@ -35,8 +35,7 @@ TEMPLATE = [
 class TokenRecyclingDrafter(CountingDrafter):
     """Proposes the template's tree, filled in from the table.
 
-    Args:
-        budget: largest number of nodes, including pending tokens; None for the whole template.
+    `budget` is the largest number of nodes, including pending tokens; None for the whole template.
     """
 
     num_top_k = K

@@ -50,11 +50,7 @@ def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
 
 
 class DraftTables:
-    """The best-first drafter's memory, bounded in bytes.
-
-    Attributes:
-        num_bytes: approximate size of all tables.
-    """
+    """The best-first drafter's memory, of approximately `num_bytes`."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes

@@ -83,8 +83,7 @@ class TextIndex(NamedTuple):
 class DraftArrays(NamedTuple):
     """All arrays in which candidates are looked up.
 
-    Attributes:
-        vocabulary: [V, ENTRY] int32 candidates after each token alone; V is 0 if they are not known.
+    `vocabulary` is [V, ENTRY] int32, the candidates after each token alone; V is 0 if they are not known.
     """
 
     top_k: TopKTable

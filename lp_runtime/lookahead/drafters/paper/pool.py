@@ -25,12 +25,7 @@ class PoolStatistics:
 
 
 class NGramPool:
-    """N-grams by their first token, most recent first, at most G per first token.
-
-    Args:
-        ngram_size: N, >= 2.
-        max_guesses: G, >= 0; with 0 the pool stays empty.
-    """
+    """N-grams, N >= 2, by their first token, most recent first, at most G >= 0 per first token."""
 
     def __init__(self, ngram_size: int, max_guesses: int):
         self.ngram_size = ngram_size
