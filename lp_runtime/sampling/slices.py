@@ -45,8 +45,7 @@ class SampleRequest(NamedTuple):
 class VocabularySlice:
     """Samples from one slice of a vocabulary, and merges the results of all slices.
 
-    Args:
-        sizes: [P] tokens of each slice, the largest first, in the order of token ids.
+    `sizes` are [P] tokens of each slice, the largest first, in the order of token ids.
     """
 
     def __init__(self, index: int, sizes: Sequence[int], device: torch.device):

@@ -11,9 +11,4 @@ class LogitsProcessor(Protocol):
     """A logits processor in the sense of transformers."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return processed scores.
-
-        Args:
-            input_ids: [B, L] int64, the tokens before each row's next token.
-            scores: [B, V] float32.
-        """
+        """Return processed `scores`, [B, V] float32; `input_ids`, [B, L] int64, are the tokens before each next one."""
