@@ -175,13 +175,13 @@ def find_in_slice(
 ) -> torch.Tensor:
     """Scan one slice of the vocabulary; `pack_found` combines the results of all slices.
 
+    Returns [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower
+    half).
+
     Args:
         logits: [n, v] of the slice; dtype and layout as for `sample_and_pack`.
         first: the slice's first token id.
         num_tokens: size of the largest slice, so that all slices have the same number of chunks.
-
-    Returns:
-        [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower half).
     """
     num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
@@ -193,9 +193,7 @@ def find_in_slice(
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
     """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
 
-    Args:
-        found: [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
-        vocabulary_size: V.
+    `found` is [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
     """
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)
