@@ -67,10 +67,8 @@ class StepBudget:
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
         """Return how many of a tree's first nodes a single replica feeds.
 
-        Args:
-            tree: the drafter's tree, nodes in the order of `path_probabilities`.
-            path_probabilities: [T] int64 estimated probability that a node is on the accepted path, fixed point of
-                PATH_PROBABILITY_BITS, descending.
+        The tree's nodes are in the order of `path_probabilities`, [T] int64: each node's estimated probability of being
+        on the accepted path, fixed point of PATH_PROBABILITY_BITS, descending.
         """
         times, num_pending, limit = self._costs.times[0], tree.root + 1, self._max_tokens
         if not self._is_auto:
