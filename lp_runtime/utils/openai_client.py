@@ -50,9 +50,7 @@ class Endpoint:
     def model(self) -> str:
         """Return the name of the first model that the server lists.
 
-        Raises:
-            LaunchError: the server cannot be reached, or lists no model.
-            RequestError: the server refuses.
+        Raises LaunchError if the server cannot be reached, or lists no model, and RequestError if it refuses.
         """
         with self._asked("GET", "models", None) as response:
             try:
