@@ -23,9 +23,8 @@ log = logging.getLogger(__name__)
 class IdleWorker:
     """Runs a piece of work slice by slice while the model is idle.
 
-    Args:
-        work: does one slice and returns whether there is more to do. After False, it is called again once the model has
-            been in use. An exception ends the work for good.
+    `work` does one slice and returns whether there is more to do. After False, it is called again once the model has
+    been in use. An exception ends the work for good.
     """
 
     def __init__(self, work: Callable[[], bool], name: str):
