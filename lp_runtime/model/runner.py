@@ -37,6 +37,8 @@ CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes, capacities are multi
 class ModelRunner:
     """A Hugging Face causal LM, its KV-cache slots and its forward passes.
 
+    Raises ModelError if the model cannot be fed a tree, or its attention does not accept a tree's mask.
+
     Args:
         model: in eval mode, on one device. Rotary embeddings whose factors change with the text length are replaced
             permanently (modules/rotary.py).
@@ -54,9 +56,6 @@ class ModelRunner:
         feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
         why_not_captured: reason given to `disable_graphs`; None if it was not called.
         timer: times passes on a GPU, which runs asynchronously to the host; None on a CPU.
-
-    Raises:
-        ModelError: if the model cannot be fed a tree, or its attention does not accept a tree's mask.
     """
 
     feeds_chains = False

@@ -33,13 +33,7 @@ MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of the passes of fixed sizes.
-
-    Attributes:
-        capture: whether a CUDA graph of each size is captured and replayed.
-        compiled: whether torch.compile compiles the model, once per size.
-        refuses_waits: see GraphCapture.
-    """
+    """Options of the passes of fixed sizes: CUDA graphs, torch.compile, and GraphCapture's `refuses_waits`."""
 
     capture: bool
     compiled: bool = False

@@ -17,12 +17,9 @@ _one_capture = threading.Lock()  # torch captures one graph at a time in a proce
 class GraphCapture:
     """Captures passes of one device. They share a memory pool and a stream, so only one may run at a time.
 
-    All captures use the same stream because cuBLAS keeps a workspace for each stream.
-
-    Args:
-        refuses_waits: whether to detect, before the capture, passes that wait for the device. During that check no
-            other thread of the process may wait for a GPU. Without it, such a pass fails during its capture, which is
-            then undone.
+    All captures use the same stream because cuBLAS keeps a workspace for each stream. With `refuses_waits`, passes that
+    wait for the device are detected before the capture; during that check no other thread of the process may wait for a
+    GPU. Without it, such a pass fails during its capture, which is then undone.
     """
 
     def __init__(self, device: torch.device, refuses_waits: bool = True):

@@ -90,7 +90,6 @@ class PassInputs:
         size: B.
         num_sequences: P - 1, the largest number of sequences.
         limits: (sliding window, chunk) in tokens for each kind of layer; 0 for none.
-        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
 
     Attributes:

@@ -58,12 +58,8 @@ class _Length:
 class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
 
-    Args:
-        capacity: in tokens.
-        length: shared by all layers of the cache.
-
-    Attributes:
-        arrays: numpy views of keys and values, on a CPU in float32; else None.
+    `length` is shared by all layers of the cache. `arrays` are numpy views of keys and values, on a CPU in float32;
+    else None.
     """
 
     is_sliding = False  # sliding windows are applied by the step's mask
@@ -242,8 +238,7 @@ class CacheCopy:
 
     Attributes:
         attention: (index, keys, values) of each layer that has keys.
-        conv: (index of the layer, index of the state in the layer, convolution state [1, ...]).
-        recurrent: (index of the layer, index of the state in the layer, recurrent state [1, ...]).
+        conv, recurrent: (index of the layer, index of the state in the layer, state [1, ...]).
     """
 
     num_tokens: int

@@ -78,11 +78,8 @@ class DeviceCache(StandInCache):
     ) -> torch.Tensor:
         """Attend to committed tokens and ancestors in the layer that wrote last; return [1, B, g H, D].
 
-        Args:
-            query: [1, g H, B, D].
-            num_heads: H.
-            mask: [1, 1, 1, B] int64, the lowest position that each token may see.
-            sinks: [g H] attention sinks; None for none.
+        `query` is [1, g H, B, D], `num_heads` H, and `sinks` [g H], or None for none. `mask`, [1, 1, 1, B] int64, has
+        the lowest position that each token may see.
         """
         positions, owners, table, words = self._inputs
         query = query if query.stride(3) == 1 else query.contiguous()

@@ -65,7 +65,6 @@ class Prefix:
     """Cached prefix of a prompt; its keys and values stay readable even if the cache evicts them.
 
     Attributes:
-        num_tokens: length of the prefix.
         tag: identifies the draft tables of a sequence that began with it; 0 for none.
         num_shared: tokens that the prompt shares with the stored ones, including those that cannot be read.
     """
@@ -109,7 +108,6 @@ class PrefixCache:
     """Keys and values of finished sequences, shared by prefix and evicted least recently used first.
 
     Args:
-        max_bytes: limit of the stored bytes.
         memory_bytes: limit of the stored bytes and the slots' memory together.
         token_bytes: bytes of one token in all layers.
         prompt_chunk: tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only

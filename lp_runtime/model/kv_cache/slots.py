@@ -90,11 +90,8 @@ class CacheSlot:
 class SlotPool:
     """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
-    Args:
-        padded: maps the number of tokens that must fit to the capacity to allocate.
-
-    Attributes:
-        prefixes: keys and values of finished sequences, evicted when slots need the memory. None for no prefix cache.
+    `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
+    finished sequences, evicted when slots need the memory; None for no prefix cache.
     """
 
     def __init__(self, padded: Callable[[int], int]):

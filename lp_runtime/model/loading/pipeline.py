@@ -24,7 +24,6 @@ class Part(NamedTuple):
     Attributes:
         names: of modules, and of parameters and buffers outside of these modules.
         num_bytes: size of their parameters and buffers; a tensor shared between parts counts in the first only.
-        num_layers: decoder layers among the modules.
     """
 
     names: tuple[str, ...]

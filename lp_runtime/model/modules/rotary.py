@@ -45,7 +45,6 @@ class RotaryByLength(nn.Module):
 
     Attributes:
         library: a copy of the module; `forward` sets its `inv_freq` before running it.
-        threshold: longest text, in tokens, that has the factors of row 0.
         factors: [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
         prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
     """
