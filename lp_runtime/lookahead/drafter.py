@@ -69,8 +69,7 @@ class Counts:
 
     Attributes:
         sources: names of the rows: the origin of a node's token.
-        fed: [sources, MAX_DEPTH_COUNTED] int64 nodes below the root.
-        accepted: [sources, MAX_DEPTH_COUNTED] int64 nodes on the committed path.
+        fed, accepted: int64 nodes below the root, and on the committed path.
         latest: [a] int64 rows of the nodes on the latest step's committed path, from the root down.
     """
 

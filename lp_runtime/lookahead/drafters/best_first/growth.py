@@ -108,7 +108,6 @@ def grow(
         frontier, candidates: scratch.
         position: absolute position of the token after the root.
         num_seeds: existing nodes, at least root + 1; the tree grows below all of them from the root on.
-        limits: tokens that may not follow these nodes.
         max_nodes: largest number of nodes, including the pending tokens.
         max_depth: largest depth of a node below the root.
     """
