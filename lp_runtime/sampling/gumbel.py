@@ -56,8 +56,7 @@ def uniforms(
     """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
 
     Args:
-        seed: 0 to 2**64 - 1.
-        sample: 0 to MAX_SAMPLE.
+        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
         positions: [m] absolute positions of the tokens to be sampled.
         first: first of the V token ids to return numbers for.
     """
@@ -77,8 +76,7 @@ class GumbelNoise:
     """The noise of one sample by absolute position; recent rows are cached.
 
     Args:
-        seed: 0 to 2**64 - 1.
-        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
+        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
         first: first of the V token ids; more than 0 for a slice of a vocabulary.
     """
 

@@ -38,10 +38,7 @@ GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 class Sampler:
     """Processes logits, adds noise, chooses the largest score, and packs the result.
 
-    Args:
-        noise: None for greedy decoding.
-        num_top_k: K, the number of top-k candidates to return; 0 for none.
-        num_top_logprobs: how many of the likeliest tokens to return with their log-probabilities; 0 for none.
+    `noise` is None for greedy decoding; `num_top_k`, which is K, and `num_top_logprobs` are 0 for none.
     """
 
     def __init__(
