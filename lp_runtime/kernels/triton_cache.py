@@ -120,10 +120,8 @@ def _write(
 def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: torch.Tensor, layer: int) -> None:
     """Write keys and values after the committed ones of their caches.
 
-    Args:
-        key, value: [1, H, B, D]; the last dimension contiguous.
-        owners: [B] int64, each token's row in the table.
-        table: [P, 4 + 2 layers] int64.
+    `key` and `value` are [1, H, B, D], the last dimension contiguous; `owners`, [B] int64, has each token's row in
+    `table`, [P, 4 + 2 layers] int64.
     """
     assert table.is_contiguous()
     for which, states in enumerate((key, value)):
