@@ -34,10 +34,7 @@ def rate_of(expected, nanoseconds):
 
 @inlined
 def _worth(expected, num_before):
-    """Return the worth of a node in tokens, fixed point of EXPECTED_BITS like `expected`.
-
-    `num_before` more likely nodes below the root are fed in the same step.
-    """
+    """Return the worth in tokens of a node fed with `num_before` likelier ones, fixed point of EXPECTED_BITS."""
     return max(expected, np.int64(TEACHING_WORTH if num_before < NUM_TEACHING else MIN_WORTH))
 
 
@@ -53,8 +50,7 @@ def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, d
         times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; at most m nodes are fed.
         kept, drafted: [L], see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
-        drafting_ns: host time of a step that drafts.
-        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
+        drafting_ns, per_node_ns: see HostCost.
     """
     expected = np.int64(1) << EXPECTED_BITS
     plain_rate = rate_of(expected, plain_ns)
@@ -117,8 +113,7 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted
         limit: largest number of tokens that a replica feeds, at most M.
         kept, drafted: [L], see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
-        drafting_ns: host time of a step that drafts.
-        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
+        drafting_ns, per_node_ns: see HostCost.
     """
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     expected = np.empty(num_nodes, np.int64)

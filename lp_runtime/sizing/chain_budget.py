@@ -151,10 +151,7 @@ class ChainBudget(StepBudget):
 
 
 def _rate(expected: int, nanoseconds: int) -> int:
-    """Return tokens per nanosecond, with EXPECTED_BITS + RATE_BITS fractional bits.
-
-    `expected` has EXPECTED_BITS of them.
-    """
+    """Return tokens per nanosecond with EXPECTED_BITS + RATE_BITS fractional bits; `expected` has EXPECTED_BITS."""
     return (expected << RATE_BITS) // max(1, nanoseconds)
 
 
