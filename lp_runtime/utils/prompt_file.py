@@ -18,8 +18,7 @@ class Prompt:
     """One record of a prompts file.
 
     Attributes:
-        index: index among the records, from 0.
-        line: line in the file, from 1.
+        index, line: among the records, from 0, and in the file, from 1.
         value: the prompt's text or token ids; for a conversation, its first turn.
         turns: texts of the user's turns; just the text if the field holds a single text; empty with token ids.
         category: the record's field `category`; the file's name without its suffix if there is none.
