@@ -36,10 +36,8 @@ class Measured:
     """Measurements of a model that a process keeps across groups.
 
     Attributes:
-        steps: durations of steps; None if not measured yet.
-        vocabulary: None if the model was not queried about it yet.
+        steps, vocabulary, fingerprint: None until they are known.
         is_started: whether the process has already queried the vocabulary for START_SECONDS.
-        fingerprint: digest of the model; None until it is needed.
     """
 
     steps: StepMeasurement | None = None
