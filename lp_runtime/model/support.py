@@ -49,10 +49,7 @@ MIN_THRESHOLD = 4  # tokens
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be fed a token tree; its weights are not read.
-
-    The ModelError names the field or the layers that are the reason.
-    """
+    """Refuse a model that cannot be fed a token tree, and say why; its weights are not read."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     layer_kinds(config)  # raises for layers that cannot be fed a tree

@@ -185,10 +185,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Finder of stop strings in a growing sequence of token ids, special tokens included.
-
-    `strings` has at least one, of at least one character each.
-    """
+    """Finder of stop strings, one or more and none empty, in growing token ids, special ones included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self._stream = TextStream(tokenizer, skip_special_tokens=False)

@@ -183,10 +183,7 @@ class MaskBuilder:
         return mask.to(self._dtype)[None, None]
 
     def _windowed(self, kind: str, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int) -> torch.Tensor:
-        """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens.
-
-        `ancestors` is [T, T] bool, and `positions` [T].
-        """
+        """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens."""
         mask = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
         if kind != FULL:
             keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]

@@ -142,7 +142,7 @@ def strict_attention(
     device_cache: DeviceAttention | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Return ([1, B, g H, D], None): attention by blocks of absolute positions, in transformers' signature.
+    """Return ([1, B, g H, D], None), like transformers: attention by blocks of absolute positions.
 
     Args:
         query: [1, g H, B, D].

@@ -67,7 +67,7 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Return ([1, T, g H, D], None): attention to committed tokens and ancestors, in transformers' signature.
+    """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
 
     Args:
         query: [1, g H, T, D].
@@ -172,7 +172,7 @@ def _attend_batch(
     batch: AttentionBatch,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return [1, T, g H, D]: `tree_attention` of each sequence of a batch in turn, then zeros for the padding."""
+    """Return [1, T, g H, D]: `tree_attention` of each sequence in turn, then zeros for the padding."""
     assert attention_mask is not None
     *queries, padding = query.split(batch.sizes, 2)
     parts = zip(queries, batch.states, batch.masks_of(attention_mask), strict=True)

@@ -93,10 +93,7 @@ def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
 
 
 def check_model_or_disable_graphs(model: ModelRunner) -> float:
-    """Run `check_model`; if it fails with fixed-size passes, disable these and check again.
-
-    Returns the largest relative difference of a node's logits.
-    """
+    """Return `check_model`'s result; if it fails with fixed-size passes, disable these and check again."""
     if model.graphs is not None:
         try:
             return check_model(model)

@@ -19,7 +19,7 @@ from lp_runtime.utils.tensors import tensor_on
 def batch_inputs(
     caches: Sequence[TreeCache], layouts: Sequence[InputLayout], masks: MaskBuilder, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BatchedCache]:
-    """Return the inputs that feed one share of each sequence, (ids [T], positions [T], rows [n]), and a cache.
+    """Return the inputs that feed a share of each sequence, (ids [T], positions [T], rows [n], cache).
 
     Inputs are int64, on the device; on a CPU the tokens are padded (inputs.rounding_of). The cache stands in for those
     of the sequences, and its `mask` is the model's mask.

@@ -33,7 +33,7 @@ MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of the passes of fixed sizes: CUDA graphs, torch.compile, and GraphCapture's `refuses_waits`."""
+    """Options of fixed-size passes: CUDA graphs, torch.compile, and GraphCapture's `refuses_waits`."""
 
     capture: bool
     compiled: bool = False
@@ -149,9 +149,9 @@ class PassSet:
         self._passes[size] = one
 
     def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
-        """Feed parts in the pass of a size that has been made; return [n, V] logits of the wanted rows, part by part.
+        """Feed parts in the pass of a size that has been made; return [n, V] logits of the wanted rows.
 
-        Sets `presampled`, too. Both are valid until the next run.
+        Sets `presampled`, too. Both hold one part after another, and are valid until the next run.
         """
         one = self._passes[size]
         with on(self._device):

@@ -136,7 +136,7 @@ class Follower:
         self._caches: dict[int, TreeCache] = {}
 
     def messages(self) -> Iterator[object]:
-        """Run announced passes; yield all other messages. ShardError when shard 0, or another follower, is gone."""
+        """Run announced passes; yield other messages. ShardError when shard 0, or a follower, is gone."""
         while True:
             message = self._link.listen()
             if isinstance(message, Pass):

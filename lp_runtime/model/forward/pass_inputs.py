@@ -182,7 +182,7 @@ def _fill(
     tokens, positions, parents, wanted, paths, addresses, limits, row, first, first_row, place, capacity,
     columns, table, words,
 ):  # fmt: skip
-    """Write one sequence's tokens to `columns`, [4 + kinds, B], `table`, [P, 4 + 2 layers], and `words`, [B, words].
+    """Write one sequence's tokens to `columns`, [4 + kinds, B], a row of `table`, and `words`, [B, words].
 
     They begin at index `first` of the pass, `first_row` of its wanted rows, and `place` of the cache. If `paths`,
     [T, words], has no rows, `words` become masks of ancestors. `limits`: [kinds, 2] window and chunk; 0 for none.

@@ -233,7 +233,7 @@ class Passes:
         rows: torch.Tensor | int,
         view: PreTrainedModel | None = None,
     ) -> torch.Tensor:
-        """Run the model, or a view of it, on [T] tokens; return the [n, V] logits of rows [n], or of the last n."""
+        """Run the model, or a view of it, on [T] tokens; return [n, V] logits of rows [n], or the last n."""
         arguments = self._keeping(rows) | self._inputs(positions, mask, cache)
         with on(self._device):
             run = view or self._model_for(len(ids))

@@ -122,10 +122,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """Keys and values of one sequence in all layers.
-
-    `capacity` is in tokens: the committed ones and those of one step must fit.
-    """
+    """Keys and values of one sequence in all layers; `capacity` includes the tokens of one step."""
 
     def __init__(self, num_layers: int, capacity: int):
         self._length = _Length(num_layers)
@@ -191,10 +188,7 @@ class TreeCache(Cache):
         raise NotImplementedError("this cache holds only keys and values")
 
     def keep_writing(self, num_tokens: int) -> None:
-        """Protect the next `num_tokens` uncommitted tokens: the next forward pass writes after them.
-
-        The next `commit` or `truncate` ends the protection.
-        """
+        """Protect the next `num_tokens` uncommitted tokens until the next `commit` or `truncate`."""
         self._length.written += num_tokens
 
     def commit(self, num_tokens: int) -> None:

@@ -33,10 +33,7 @@ class DeviceInputs(NamedTuple):
 
 
 class DeviceCache(StandInCache):
-    """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass.
-
-    `kernels` is the module kernels/triton_gpu.py.
-    """
+    """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass."""
 
     def __init__(
         self, num_layers: int, inputs: DeviceInputs, kernels: Any, num_processors: int, is_strict: bool = False

@@ -29,7 +29,7 @@ MIN_TOKENS = 16  # of a prefix that is read, or of a segment: feeding fewer toke
 
 @dataclass
 class _Point:
-    """States of recurrent layers after a token, last read or stored at `last_used` on the PrefixCache's clock."""
+    """States of recurrent layers after a token; `last_used` is a time on the PrefixCache's clock."""
 
     states: SavedStates
     last_used: int

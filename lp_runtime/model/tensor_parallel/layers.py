@@ -87,10 +87,7 @@ class GatheredLinear(SliceModule):
 
 
 class VocabularyEmbedding(SliceModule):
-    """Embedding split by vocabulary: the shard that holds a token looks it up, the others add zeros.
-
-    This shard's slice begins at token id `first`.
-    """
+    """Embedding split by vocabulary, here from id `first`; shards without a token add zeros for it."""
 
     def __init__(self, embedding: nn.Embedding, reducer: Reducer, first: int):
         super().__init__(embedding, reducer)
