@@ -23,7 +23,7 @@ MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and are count
 
 
 class NoiseKey(NamedTuple):
-    """Seed, 0 to 2**64 - 1, sample index, and temperature, more than 0, that determine a request's sampling noise."""
+    """Seed, 0 to 2**64 - 1, sample index and temperature, more than 0, that determine the noise."""
 
     seed: int
     sample: int
@@ -157,7 +157,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
-        """Learn from the verification result of the prompt's last token; `tokens` end with the first committed one."""
+        """Learn from the result of the prompt's last token; `tokens` end with the first committed one."""
 
     @abstractmethod
     def advance(
@@ -175,10 +175,7 @@ class Drafter(ABC):
 
 
 class CountingDrafter(Drafter):
-    """Base of drafters that add nodes one by one and count them by source.
-
-    "forced", the source of the constraint's tokens, is added after the names in `sources`.
-    """
+    """Base of drafters that add nodes one by one; counts them by source, "forced" being the last."""
 
     def __init__(self, *sources: str):
         self.counts = Counts((*sources, "forced"))

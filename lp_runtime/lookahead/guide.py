@@ -28,10 +28,7 @@ class Examined(NamedTuple):
 
 
 class Guide(Protocol):
-    """A constraint's state after the committed tokens of a text.
-
-    `ends` are [e] int64 tokens that end the text.
-    """
+    """A constraint's state after the committed tokens; `ends` are [e] int64 tokens that end the text."""
 
     ends: np.ndarray
 
@@ -42,10 +39,7 @@ class Guide(Protocol):
         """
 
     def forced(self, max_tokens: int) -> list[int]:
-        """Return the likeliest tokens of the text that must come next; empty if none is certain.
-
-        At most `max_tokens` are returned.
-        """
+        """Return the at most `max_tokens` likeliest tokens that must come next; empty if none is certain."""
 
     def examine(self, tokens: np.ndarray, parents: np.ndarray, root: int, num_known: int, max_depth: int) -> Examined:
         """Return which nodes of a tree are allowed, and which text must follow them; far cheaper than masks.

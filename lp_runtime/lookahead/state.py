@@ -166,10 +166,7 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def masks(self, tree: TokenTree, nodes: np.ndarray) -> np.ndarray | None:
-        """Return [m, words] masks of the tokens that may follow `nodes`, [m] from the root on; see Guide.
-
-        None without a constraint.
-        """
+        """Return [m, words] masks of the tokens that may follow `nodes`, see Guide; None without a constraint."""
         if self._guide is None:
             return None
         tokens, parents, _ = tree.arrays()

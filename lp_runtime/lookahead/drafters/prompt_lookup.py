@@ -16,10 +16,7 @@ MAX_NGRAM = 3  # tokens, as in the published code
 
 
 class PromptLookupDrafter(CountingDrafter):
-    """Proposes one chain of copied tokens.
-
-    `budget` is the largest number of nodes, including pending tokens; None for no limit besides `num_copied`.
-    """
+    """Proposes one chain of copied tokens; `budget` limits the nodes, pending ones included, if given."""
 
     def __init__(self, num_copied: int, budget: int | None = None):
         super().__init__("text")

@@ -38,7 +38,7 @@ def _power_of_two(limit: int) -> int:
 
 
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
-    """Return zero arrays of the given (shape, dtype), aligned to cache lines in one block, for large pages."""
+    """Return zero arrays of the (shape, dtype), aligned to cache lines in one block, for large pages."""
     sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE_BYTES) * LINE_BYTES for shape, dtype in kinds]
     block = np.zeros(sum(sizes) + LINE_BYTES, np.uint8)
     start = -block.ctypes.data % LINE_BYTES
@@ -93,7 +93,7 @@ class DraftTables:
         self.estimate()
 
     def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
-        """Begin a request with these starting rates, which matter while little is counted; earlier counts still apply.
+        """Begin a request with these starting rates; earlier counts still apply.
 
         Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0.
         """

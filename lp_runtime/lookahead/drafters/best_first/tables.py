@@ -81,10 +81,7 @@ class TextIndex(NamedTuple):
 
 
 class DraftArrays(NamedTuple):
-    """All arrays in which candidates are looked up.
-
-    `vocabulary` is [V, ENTRY] int32, the candidates after each token alone; V is 0 if they are not known.
-    """
+    """All arrays in which candidates are looked up; `vocabulary` is [V, ENTRY] int32, V 0 if unknown."""
 
     top_k: TopKTable
     text: TextIndex
