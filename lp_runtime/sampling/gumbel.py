@@ -31,10 +31,7 @@ MAX_SAMPLE = WORD_MASK  # a sample's index is one 32-bit word of the counter
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits, as random words of equal shape.
-
-    `key` are two words of 32 bits.
-    """
+    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits; `key` are two such words."""
     shape = (2, *[1] * (counter.dim() - 1))
 
     def column(words: Sequence[int]) -> torch.Tensor:

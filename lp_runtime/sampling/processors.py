@@ -148,7 +148,7 @@ class TreeProcessors:
     def process_next(
         self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does for every new token."""
+        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does."""
         return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
