@@ -74,7 +74,7 @@ def rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> torch.Tensor:
-    """Rotate queries and keys, write keys and values into a cache, return rotated queries, [1, g H, T, D] float32.
+    """Write rotated keys, and values, to a cache; return rotated queries, [1, g H, T, D] float32.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
 

@@ -70,7 +70,7 @@ def rotate_and_write(
     table: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Rotate queries and keys, write keys and values after the committed ones, return rotated queries [1, B, g H, D].
+    """Write rotated keys, and values, after the committed ones; return rotated queries, [1, B, g H, D].
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 

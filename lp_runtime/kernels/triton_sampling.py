@@ -151,7 +151,7 @@ def sample_and_pack(
     inverse_temperature: float = 1.0,
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor; pack it with the row's top-k candidates and their margins, [n, width] int64.
+    """Sample each row's successor; pack it with top-k candidates and their margins, [n, width] int64.
 
     A token whose score is -inf is never a candidate.
 

@@ -180,10 +180,10 @@ def attend_strictly(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return [1, B, g H, D] in the query's dtype: attention to committed tokens and ancestors; 0 for padding.
+    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
 
     Args:
-        query: [1, g H, B, D]; the last dimension contiguous.
+        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
         num_heads: H.
         lowest: [B] int64, the lowest position that each token may see.
         positions: [B] int64, absolute; at most P - 1 after the sequence's committed tokens.
