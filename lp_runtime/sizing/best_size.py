@@ -34,7 +34,7 @@ def rate_of(expected, nanoseconds):
 
 @inlined
 def _worth(expected, num_before):
-    """Return the worth in tokens of a node fed with `num_before` likelier ones, fixed point of EXPECTED_BITS."""
+    """Return a node's worth in tokens, fixed point of EXPECTED_BITS, after `num_before` likelier ones."""
     return max(expected, np.int64(TEACHING_WORTH if num_before < NUM_TEACHING else MIN_WORTH))
 
 

@@ -151,7 +151,7 @@ class ChainBudget(StepBudget):
 
 
 def _rate(expected: int, nanoseconds: int) -> int:
-    """Return tokens per nanosecond with EXPECTED_BITS + RATE_BITS fractional bits; `expected` has EXPECTED_BITS."""
+    """Return tokens per nanosecond, fixed point of EXPECTED_BITS + RATE_BITS, `expected` of EXPECTED_BITS."""
     return (expected << RATE_BITS) // max(1, nanoseconds)
 
 
