@@ -35,10 +35,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
-        """Return the endpoint that the settings describe.
-
-        Raises ConfigError if the URL is invalid, or the key file cannot be read.
-        """
+        """Return the endpoint that the settings describe; ConfigError for a bad URL or unreadable key file."""
         if not _can_be_asked(url):
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
         if api_key_file is not None:
