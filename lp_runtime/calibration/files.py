@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationFiles:
-    """Loads and stores arrays in a folder; failures only cause a new measurement. Without a folder, stores none."""
+    """Arrays stored in a folder, or nowhere without one; failures only cause a new measurement."""
 
     def __init__(self, folder: str | None):
         self._folder: Path | None = None

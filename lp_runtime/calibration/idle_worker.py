@@ -37,10 +37,7 @@ class IdleWorker:
         self._thread: threading.Thread | None = None
 
     def start(self, after_use: bool = False) -> None:
-        """Start working; `stop` ends it, at the latest when the interpreter exits.
-
-        With `after_use`, the first slice waits until the model has been in use.
-        """
+        """Start working, with `after_use` once the model has been used; the interpreter's exit stops it."""
         atexit.register(self.stop)
         with self._lock:
             self._is_over, self._has_work = False, not after_use
