@@ -148,14 +148,17 @@ class TreeProcessors:
     def process_next(
         self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does."""
+        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does.
+
+        `logits`, [1, V] float32, are not changed; `masks` are [1, words], see `__call__`.
+        """
         return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
         """Repeat an earlier call of the processors, for a prefix whose next token is already known.
 
         The constraint's mask is left out, because it is no longer known. A request's own processors still see the same
-        scores as before, unless they come after warpers. Arguments and errors as of `process_next`.
+        scores as before, unless they come after warpers. Arguments as of `process_next`.
         """
         self._in_order(logits, prefix, lambda scores: scores)
 

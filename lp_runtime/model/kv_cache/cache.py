@@ -122,7 +122,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """Keys and values of one sequence in all layers; `capacity` includes the tokens of one step."""
+    """Keys and values of one sequence in all layers; `capacity`, in tokens, includes those of one step."""
 
     def __init__(self, num_layers: int, capacity: int):
         self._length = _Length(num_layers)
