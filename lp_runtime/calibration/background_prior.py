@@ -13,10 +13,8 @@ from lp_runtime.distributed.transport.group import Group
 class BackgroundPrior:
     """Completes the vocabulary prior between requests, if the settings ask for one.
 
-    Args:
-        calibration: gradual, and already prepared.
-        group: the replicas that share the prior.
-        after_use: whether to wait for the next request first, because slots may hold what it will resume from.
+    `calibration` is gradual, and already prepared. With `after_use` it waits for the next request first, because slots
+    may hold what that request will resume from.
     """
 
     def __init__(self, calibration: Calibration, group: Group, settings: LookaheadConfig, after_use: bool):

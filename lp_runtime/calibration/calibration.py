@@ -36,10 +36,8 @@ class Measured:
     """Measurements of a model that a process keeps across groups.
 
     Attributes:
-        steps: durations of steps; None if not measured yet.
-        vocabulary: the model's predictions after single tokens; None if not queried yet.
+        steps, vocabulary, fingerprint: None until they are known.
         is_started: whether the process has already queried the vocabulary for START_SECONDS.
-        fingerprint: digest of the model; None until it is needed.
     """
 
     steps: StepMeasurement | None = None
@@ -52,7 +50,6 @@ class Calibration:
     """Lazy measurements of one replica; all replicas must request the same measurement at the same time.
 
     Args:
-        group: the replicas that must agree on the measurements.
         cache_dir: folder that caches measurements; None to measure at every start.
         known: earlier measurements of this process; updated in place.
         is_gradual: whether `vocabulary` returns what is known so far and the caller runs `ask_vocabulary` between

@@ -16,11 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class CalibrationFiles:
-    """Loads and stores arrays in a folder; failures are not fatal, as they only cause a new measurement.
-
-    Args:
-        folder: None to store nothing.
-    """
+    """Arrays stored in a folder, or nowhere without one; failures only cause a new measurement."""
 
     def __init__(self, folder: str | None):
         self._folder: Path | None = None

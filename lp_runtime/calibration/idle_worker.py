@@ -23,10 +23,8 @@ log = logging.getLogger(__name__)
 class IdleWorker:
     """Runs a piece of work slice by slice while the model is idle.
 
-    Args:
-        work: does one slice and returns whether there is more to do. After False, it is called again once the model has
-            been in use. An exception ends the work for good.
-        name: name of the thread.
+    `work` does one slice and returns whether there is more to do. After False, it is called again once the model has
+    been in use. An exception ends the work for good.
     """
 
     def __init__(self, work: Callable[[], bool], name: str):
@@ -39,11 +37,7 @@ class IdleWorker:
         self._thread: threading.Thread | None = None
 
     def start(self, after_use: bool = False) -> None:
-        """Start working; `stop` ends it, at the latest when the interpreter exits.
-
-        Args:
-            after_use: whether the first slice waits until the model has been in use.
-        """
+        """Start working, with `after_use` once the model has been used; the interpreter's exit stops it."""
         atexit.register(self.stop)
         with self._lock:
             self._is_over, self._has_work = False, not after_use

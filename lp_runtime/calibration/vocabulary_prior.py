@@ -83,10 +83,8 @@ class VocabularyPrior:
     """Queries a model about the vocabulary and shares the results with the other replicas.
 
     Args:
-        group: the replicas that must agree.
         known: results of this process; updated in place.
         files: cache on disk, written by rank 0.
-        name: name of the cache file.
 
     Attributes:
         is_settled: set by the owner once no more queries will follow.

@@ -74,24 +74,18 @@ def rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> torch.Tensor:
-    """Apply rotary embedding to queries and keys, and write keys and values into a cache.
+    """Write rotated keys, and values, to a cache; return rotated queries, [1, g H, T, D] float32.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
 
     Args:
         query: [1, T, heads, D]; query, key and value may be the same array, holding the heads of all three in turn.
-        key: [1, T, heads, D].
-        value: [1, T, heads, D].
+        key, value: [1, T, heads, D].
         first: index of the first head of queries, keys and values in their arrays.
         sizes: (g H, H).
-        cos: [1, T, D].
-        sin: [1, T, D].
+        cos, sin: [1, T, D].
         start: index of the first token in the cache.
-        keys: [1, H, capacity, D], written to.
-        values: [1, H, capacity, D], written to.
-
-    Returns:
-        Rotated queries, [1, g H, T, D] float32.
+        keys, values: [1, H, capacity, D], written to.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]

@@ -186,23 +186,18 @@ def attend(
     num_processors: int,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of each sequence's tokens to its committed tokens and to their ancestors.
+    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
 
     Args:
-        query: [1, g H, B, D]; the last dimension contiguous.
+        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
         num_heads: H.
         lowest: [B] int64, the lowest position that each token may see.
         positions: [B] int64, absolute.
         words: [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its
             sequence.
         table: [P, 4 + 2 layers] int64; the tree's keys and values must have been written.
-        layer: index of the layer.
-        scale: factor of the scores.
         num_processors: multiprocessors of the GPU; determines into how many parts the keys are split.
         sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
-
-    Returns:
-        [1, B, g H, D], in the query's dtype; 0 for padding.
     """
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
@@ -243,12 +238,8 @@ def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
 def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
     """Return the block sizes of `_attend_part` (rows, keys, dimensions of a program) as keyword arguments.
 
-    They fit the registers and shared memory of GPUs of compute capability 8.0 and higher.
-
-    Args:
-        num_rows: g B.
-        size: D.
-        num_bytes: bytes of an element.
+    They fit the registers and shared memory of GPUs of compute capability 8.0 and higher. `num_rows` is g B, `size` is
+    D, and `num_bytes` is the size of an element.
     """
     block_size = max(MIN_BLOCK, triton.next_power_of_2(size))
     max_rows = (MAX_ROWS if size <= MAX_SIZE else MAX_LARGE_ROWS) if num_bytes == 2 else MAX_FLOAT_ROWS

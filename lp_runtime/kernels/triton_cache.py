@@ -70,22 +70,16 @@ def rotate_and_write(
     table: torch.Tensor,
     layer: int,
 ) -> torch.Tensor:
-    """Apply rotary embedding to queries and keys, and write keys and values after the committed ones.
+    """Write rotated keys, and values, after the committed ones; return rotated queries, [1, B, g H, D].
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
 
     Args:
         query: [1, B, g H, D]; the heads of a token contiguous.
-        key: [1, B, H, D]; likewise.
-        value: [1, B, H, D]; likewise.
-        cos: [1, B, D].
-        sin: [1, B, D].
+        key, value: [1, B, H, D]; likewise.
+        cos, sin: [1, B, D].
         owners: [B] int64, each token's row in the table.
         table: [P, 4 + 2 layers] int64.
-        layer: index of the layer.
-
-    Returns:
-        Rotated queries, [1, B, g H, D].
     """
     _, num_tokens, num_queries, size = query.shape
     num_keys = key.shape[2]
@@ -126,12 +120,8 @@ def _write(
 def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: torch.Tensor, layer: int) -> None:
     """Write keys and values after the committed ones of their caches.
 
-    Args:
-        key: [1, H, B, D]; the last dimension contiguous.
-        value: [1, H, B, D]; likewise.
-        owners: [B] int64, each token's row in the table.
-        table: [P, 4 + 2 layers] int64.
-        layer: index of the layer.
+    `key` and `value` are [1, H, B, D], the last dimension contiguous; `owners`, [B] int64, has each token's row in
+    `table`, [P, 4 + 2 layers] int64.
     """
     assert table.is_contiguous()
     for which, states in enumerate((key, value)):

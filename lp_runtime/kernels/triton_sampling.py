@@ -151,19 +151,15 @@ def sample_and_pack(
     inverse_temperature: float = 1.0,
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor, and pack it with the row's top-k candidates and their margins.
+    """Sample each row's successor; pack it with top-k candidates and their margins, [n, width] int64.
 
     A token whose score is -inf is never a candidate.
 
     Args:
         logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
-        packing: format of the result.
         noise: added to the scaled logits before the successor is chosen; None to choose the largest logit.
         inverse_temperature: factor of the logits, in float32.
         cut: which tokens may be sampled; None for all.
-
-    Returns:
-        [n, width] int64.
     """
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
     return _pack(*_scan(logits, packing, noise, inverse_temperature, cut, num_chunks), packing, noise, logits.shape[1])
@@ -179,16 +175,13 @@ def find_in_slice(
 ) -> torch.Tensor:
     """Scan one slice of the vocabulary; `pack_found` combines the results of all slices.
 
+    Returns [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower
+    half).
+
     Args:
         logits: [n, v] of the slice; dtype and layout as for `sample_and_pack`.
-        packing: format of the final result.
-        noise: as for `sample_and_pack`.
-        inverse_temperature: factor of the logits, in float32.
         first: the slice's first token id.
         num_tokens: size of the largest slice, so that all slices have the same number of chunks.
-
-    Returns:
-        [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower half).
     """
     num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
@@ -200,11 +193,7 @@ def find_in_slice(
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
     """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
 
-    Args:
-        found: [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
-        packing: the one passed to `find_in_slice`.
-        noise: the one passed to `find_in_slice`.
-        vocabulary_size: V.
+    `found` is [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
     """
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)

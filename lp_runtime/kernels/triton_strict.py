@@ -180,10 +180,10 @@ def attend_strictly(
     scale: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return the attention of each sequence's tokens to its committed tokens and to their ancestors.
+    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
 
     Args:
-        query: [1, g H, B, D]; the last dimension contiguous.
+        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
         num_heads: H.
         lowest: [B] int64, the lowest position that each token may see.
         positions: [B] int64, absolute; at most P - 1 after the sequence's committed tokens.
@@ -191,12 +191,7 @@ def attend_strictly(
             position L up to the token's own.
         owners: [B] int64, each token's row in the table.
         table: [rows, 4 + 2 layers] int64, see triton_attention.py; the tree's keys and values must have been written.
-        layer: index of the layer.
-        scale: factor of the scores.
         sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
-
-    Returns:
-        [1, B, g H, D], in the query's dtype; 0 for padding.
     """
     assert query.stride(3) == 1 and paths.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()

@@ -23,13 +23,7 @@ MAX_DEPTH_COUNTED = 16  # columns of Counts; deeper nodes are rare and are count
 
 
 class NoiseKey(NamedTuple):
-    """Seed, sample and temperature, which determine the noise that a request is sampled with.
-
-    Attributes:
-        seed: 0 to 2**64 - 1.
-        sample: index among several samples of a prompt.
-        temperature: divisor of the model's logits, more than 0.
-    """
+    """Seed, 0 to 2**64 - 1, sample index and temperature, more than 0, that determine the noise."""
 
     seed: int
     sample: int
@@ -75,8 +69,7 @@ class Counts:
 
     Attributes:
         sources: names of the rows: the origin of a node's token.
-        fed: [sources, MAX_DEPTH_COUNTED] int64 nodes below the root.
-        accepted: [sources, MAX_DEPTH_COUNTED] int64 nodes on the committed path.
+        fed, accepted: int64 nodes below the root, and on the committed path.
         latest: [a] int64 rows of the nodes on the latest step's committed path, from the root down.
     """
 
@@ -113,8 +106,6 @@ class Drafter(ABC):
         num_top_k: K, the number of top-k candidates that the drafter needs of every node; 0 for none.
         learns_prompt: whether `learn_prompt` uses the top-k candidates of prompt tokens.
         max_nodes: largest number of nodes of a tree, including the root; pending tokens before it may be added.
-        max_committed: largest number of tokens that one step commits.
-        counts: nodes fed and accepted so far, by source and depth.
     """
 
     num_top_k: int = 0
@@ -161,20 +152,12 @@ class Drafter(ABC):
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
         """Learn from top-k candidates of the prompt; called at most once, before the first step.
 
-        Args:
-            tokens: [P] the prompt.
-            entries: [n, ENTRY] int32 top-k candidates after its last n tokens, n <= P, in the layout of
-                best_first/tables.py.
+        `entries`, [n, ENTRY] int32, are those after the last n tokens, in the layout of best_first/tables.py.
         """
 
     @abstractmethod
     def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
-        """Learn from the prefill.
-
-        Args:
-            tokens: the prompt and the first committed token.
-            found: the verification result of the prompt's last token.
-        """
+        """Learn from the result of the prompt's last token; `tokens` end with the first committed one."""
 
     @abstractmethod
     def advance(
@@ -185,23 +168,14 @@ class Drafter(ABC):
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        """Learn from a step.
+        """Learn from a step, whose `committed` tokens are also the last ones of `tokens`.
 
-        Args:
-            tokens: prompt and committed tokens, including this step's.
-            tree: the step's tree.
-            found: the tree's verification result.
-            committed: the tokens that this step committed.
-            path: the nodes below the root that carry them: for all committed tokens, or all but the last one.
+        `path` has the nodes below the root that carry the committed tokens: of all of them, or of all but the last one.
         """
 
 
 class CountingDrafter(Drafter):
-    """Base of drafters that add nodes one by one and count them by source.
-
-    Args:
-        *sources: names of the sources of tokens; "forced", for the constraint's tokens, is added as the last one.
-    """
+    """Base of drafters that add nodes one by one; counts them by source, "forced" being the last."""
 
     def __init__(self, *sources: str):
         self.counts = Counts((*sources, "forced"))

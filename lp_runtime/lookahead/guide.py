@@ -28,11 +28,7 @@ class Examined(NamedTuple):
 
 
 class Guide(Protocol):
-    """A constraint's state after the committed tokens of a text.
-
-    Attributes:
-        ends: [e] int64 tokens that end the text.
-    """
+    """A constraint's state after the committed tokens; `ends` are [e] int64 tokens that end the text."""
 
     ends: np.ndarray
 
@@ -43,18 +39,13 @@ class Guide(Protocol):
         """
 
     def forced(self, max_tokens: int) -> list[int]:
-        """Return the likeliest tokens of the text that must come next; empty if none is certain.
-
-        At most `max_tokens` are returned.
-        """
+        """Return the at most `max_tokens` likeliest tokens that must come next; empty if none is certain."""
 
     def examine(self, tokens: np.ndarray, parents: np.ndarray, root: int, num_known: int, max_depth: int) -> Examined:
         """Return which nodes of a tree are allowed, and which text must follow them; far cheaper than masks.
 
         Args:
-            tokens: [T] int64 token ids.
-            parents: [T] int64 index of each node's parent.
-            root: index of the root.
+            tokens, parents: [T] int64 token ids, and indices of the nodes' parents.
             num_known: nodes before this index get no forced tokens: theirs are known already.
             max_depth: largest depth below the root of a forced token.
         """
@@ -62,24 +53,13 @@ class Guide(Protocol):
     def masks(
         self, tokens: np.ndarray, parents: np.ndarray, root: int, nodes: Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """Return masks of the tokens that may follow some nodes of a tree.
+        """Return bit masks, [m, ceil(V / 32)] int32, of the tokens that may follow m nodes from the root on.
 
-        Args:
-            tokens: [T] int64 token ids.
-            parents: [T] int64 index of each node's parent.
-            root: index of the root.
-            nodes: [m] indices of the nodes, from the root on.
-
-        Returns:
-            [m, ceil(V / 32)] int32, one bit per token; all zeros for a node that is not allowed or below such a node.
+        A mask is all zeros for a node that is not allowed or below such a node.
         """
 
     def advance(self, committed: Sequence[int]) -> None:
-        """Advance by committed tokens.
-
-        Raises:
-            ConstraintError: if a token is not allowed.
-        """
+        """Advance by committed tokens. Raises ConstraintError if one is not allowed."""
 
 
 @compiled

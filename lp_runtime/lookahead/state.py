@@ -79,8 +79,7 @@ class DecodingState:
 
     Args:
         prompt: token ids, at least one.
-        rules: everything besides the prompt that determines decoding.
-        drafter: a drafter that has not begun another request.
+        drafter: has not begun another request.
         stop: a further stop condition, called once per step with the tokens that the rules leave. Its results must be
             equal on all replicas.
         committed: new tokens committed by an earlier attempt. If there are any, the state starts after them, with all
@@ -89,7 +88,6 @@ class DecodingState:
         guide: constraint of the new text, in its state before the first of `committed`; None without one.
 
     Attributes:
-        prompt_length: tokens of the prompt.
         tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
         num_steps: steps so far, including the prefill.
@@ -168,10 +166,7 @@ class DecodingState:
         return self._proposal(TokenTree(self.pending, max_depth=0))
 
     def masks(self, tree: TokenTree, nodes: np.ndarray) -> np.ndarray | None:
-        """Return [m, words] masks of the tokens that may follow `nodes`, [m] from the root on; see Guide.
-
-        None without a constraint.
-        """
+        """Return [m, words] masks of the tokens that may follow `nodes`, see Guide; None without a constraint."""
         if self._guide is None:
             return None
         tokens, parents, _ = tree.arrays()
@@ -219,14 +214,8 @@ class DecodingState:
     ) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
-        Args:
-            proposal: what `propose` returned for this step.
-            found: the tree's verification result.
-            caches_pending: whether every replica has cached the step's pending tokens; if not, the caller uses
-                `count_cached`.
-
-        Returns:
-            (committed, nodes): the committed tokens, at least one, and the node that each of them follows.
+        Returns the committed tokens, at least one, and the node that each of them follows. If not every replica has
+        cached the step's pending tokens (`caches_pending`), the caller uses `count_cached`.
         """
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, found)

@@ -30,7 +30,6 @@ class TokenTree:
         digest: a number that identifies `arrays`; None to digest the arrays themselves.
 
     Attributes:
-        root: index of the root, P - 1.
         max_depth: no node is added below this depth.
         max_nodes: no node is added to a tree of this many nodes; None for no limit.
         guide: constraint of the text; tokens that it forbids are not added. None without one.
@@ -91,12 +90,9 @@ class TokenTree:
         """Return a complete tree that refers to the given arrays; no node can be added to it.
 
         Args:
-            tokens: [T] int64 token ids, contiguous; siblings must differ.
-            parents: [T] int64 index of each node's parent, -1 for the first pending token.
+            tokens, parents: [T] int64, contiguous; siblings must differ, and the first pending token's parent is -1.
             depths: [T] int64 depth below the root: 0 for the root, negative for the pending tokens before it.
             path_probabilities: [T] int64, see TokenTree.
-            root: index of the root.
-            max_depth: largest depth of a node.
             digest: a number that identifies tokens and parents; None to digest the arrays themselves.
         """
         return cls(tokens[: root + 1], max_depth, None, (tokens, parents, depths), path_probabilities, digest)
@@ -230,14 +226,8 @@ def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[lis
     """Follow the model's choices from the root down through the tree.
 
     Paper: algorithm 2 (greedy verification), here over a whole tree, and with the bonus token of a full match kept.
-
-    Args:
-        tree: the verified tree, T nodes.
-        successors: [T] the token that follows each node; only read from the root on.
-
-    Returns:
-        (accepted, path): the accepted tokens, and the nodes that carry all but the last of them. The last accepted
-        token is the bonus token, the successor of the last node reached.
+    `successors`, [T], are only read from the root on. Returns the accepted tokens, and the nodes that carry all but the
+    last of them, which is the bonus token, the successor of the last node reached.
     """
     accepted: list[int] = []
     path: list[int] = []

@@ -30,10 +30,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _idle_bytes_of_graphs(device: torch.device) -> int:
-    """Return the bytes in the memory pools of captured graphs that no tensor uses: only replays use them.
-
-    They include the workspaces that libraries keep for the capture stream.
-    """
+    """Return the bytes, in the memory pools of captured graphs, that only replays and libraries use."""
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()

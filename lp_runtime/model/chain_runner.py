@@ -29,12 +29,7 @@ from lp_runtime.model.support import check_chain_family
 
 
 class ChainPasses(Passes):
-    """Passes for a model that builds its own masks and may derive positions from its cache.
-
-    Args:
-        masks: not used.
-        lengths: text lengths at which the model's rotary factors change.
-    """
+    """Passes for a model that builds its own masks and may derive positions from its cache."""
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
         super().__init__(model, masks, None, lengths)
@@ -59,12 +54,7 @@ class ChainPasses(Passes):
 class ChainRunner(ModelRunner):
     """A Hugging Face causal LM that is fed one path of a tree per step, and its slots.
 
-    Args:
-        model: in eval mode, on one device.
-        prefill_chunk: prompt tokens fed at once.
-
-    Raises:
-        ModelError: if the model has no cache that it can continue from.
+    Refuses a model that has no cache that it can continue from.
     """
 
     feeds_chains = True
@@ -92,15 +82,6 @@ class ChainRunner(ModelRunner):
         """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
         A state cannot be truncated, so the slot's content is reused only if all of it is a prefix of the wanted text.
-
-        Args:
-            slot: reset, or extended if its content is reused.
-            prompt: token ids, at least one.
-            committed: token ids, at least one.
-            capacity: tokens that must fit.
-
-        Yields:
-            None between chunks. Tokens fed so far stay in the slot even if the caller stops here.
         """
         tokens = [*prompt, *committed[:-1]]
         num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)

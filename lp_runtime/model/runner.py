@@ -37,6 +37,8 @@ CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes, capacities are multi
 class ModelRunner:
     """A Hugging Face causal LM, its KV-cache slots and its forward passes.
 
+    Raises ModelError if the model cannot be fed a tree, or its attention does not accept a tree's mask.
+
     Args:
         model: in eval mode, on one device. Rotary embeddings whose factors change with the text length are replaced
             permanently (modules/rotary.py).
@@ -51,13 +53,9 @@ class ModelRunner:
     Attributes:
         num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
         fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
-        supports_batching: whether several sequences can be fed in one pass.
         feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
         why_not_captured: reason given to `disable_graphs`; None if it was not called.
         timer: times passes on a GPU, which runs asynchronously to the host; None on a CPU.
-
-    Raises:
-        ModelError: if the model cannot be fed a tree, or its attention does not accept a tree's mask.
     """
 
     feeds_chains = False
@@ -151,13 +149,7 @@ class ModelRunner:
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
     def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
-        """Switch to passes of fixed sizes for trees.
-
-        Args:
-            capture: whether to capture and replay a CUDA graph of each size.
-            compiled: whether to torch.compile the model, once per size.
-            refuses_waits: see GraphCapture.
-        """
+        """Switch to passes of fixed sizes for trees."""
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
         self.feed("begin_fixed", [], GraphOptions(capture, compiled, refuses_waits))
@@ -196,11 +188,7 @@ class ModelRunner:
     def prefill_in_chunks(self, slot: CacheSlot, prompt: Sequence[int]) -> Generator[None, None, torch.Tensor]:
         """Feed and commit a prompt after a slot's committed tokens, `prefill_chunk` tokens at a time.
 
-        Yields:
-            None between chunks; other slots may be fed meanwhile.
-
-        Returns:
-            [1, V] float32 logits of the last token.
+        Yields None between chunks, when other slots may be fed. Returns [1, V] float32 logits of the last token.
         """
         for start in range(0, len(prompt), self.prefill_chunk):
             if start:
@@ -225,16 +213,13 @@ class ModelRunner:
         """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
         The slot keeps the part that it holds already. The rest is prefilled in chunks; with exactness=strict, committed
-        tokens go through tree passes instead, as in the original run, so that the bits are the same.
+        tokens go through tree passes instead, as in the original run, so that the bits are the same. Tokens fed so far
+        stay in the slot even if the caller stops between chunks.
 
         Args:
             slot: truncated to what can be reused, then extended.
-            prompt: token ids, at least one.
-            committed: token ids, at least one.
+            prompt, committed: token ids, at least one each.
             capacity: tokens that must fit.
-
-        Yields:
-            None between chunks. Tokens fed so far stay in the slot even if the caller stops here.
         """
         tokens, lengths = [*prompt, *committed[:-1]], self.rotary_lengths
         prompt_length = lengths.prompt_length(len(prompt), len(prompt) + len(committed))
@@ -277,7 +262,6 @@ class ModelRunner:
         """Feed a share of a tree.
 
         Args:
-            inputs: the share.
             commit: whether to commit the tree's pending tokens; False if another share of the same tree follows.
             any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
@@ -292,8 +276,7 @@ class ModelRunner:
     def _refeed(self, batch: Sequence[StepInputs]) -> int:
         """Re-prefill slots whose text exceeds, with the tree's root, the length at which `generate` re-feeds.
 
-        Returns:
-            The text length whose rotary factors the pass must use; 0 if each token uses its own.
+        Returns the text length whose rotary factors the pass must use; 0 if each token uses its own.
         """
         lengths = self.rotary_lengths
         for slot, tree, *_ in batch:

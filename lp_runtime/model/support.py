@@ -49,11 +49,7 @@ MIN_THRESHOLD = 4  # tokens
 
 
 def check_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot be fed a token tree; its weights are not read.
-
-    Raises:
-        ModelError: naming the field or the layers that are the reason.
-    """
+    """Refuse a model that cannot be fed a token tree, and say why; its weights are not read."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     layer_kinds(config)  # raises for layers that cannot be fed a tree
@@ -64,8 +60,7 @@ def check_family(model: PreTrainedModel) -> None:
 def why_chains(model: PreTrainedModel) -> str | None:
     """Return why a model must be fed single paths instead of trees; None if it can be fed trees.
 
-    Raises:
-        ModelError: if its weights are split over ranks by other means than ours.
+    Raises ModelError if its weights are split over ranks by other means than ours.
     """
     tp_size_of(model)  # raises if another library has split the model
     try:
@@ -76,11 +71,7 @@ def why_chains(model: PreTrainedModel) -> str | None:
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot continue from a cache of transformers' own layers.
-
-    Raises:
-        ModelError: naming what is missing.
-    """
+    """Refuse a model that cannot continue from a cache of transformers' own layers."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     if cache_name(model) is None:
@@ -133,8 +124,7 @@ def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
     """Return, by field, the numbers of a text configuration above which the model may attend differently.
 
     These are sliding windows, chunks, and any field whose name is not known to mean something else: an unknown field
-    makes
-    the self-check longer, not shorter.
+    makes the self-check longer, not shorter.
     """
     found: dict[str, int] = {}
     _collect(config.to_dict(), "", found)

@@ -23,14 +23,11 @@ def encode(
 ) -> list[int]:
     """Return the token ids of a prompt.
 
+    Raises RequestError if the text is not encodable Unicode (lone surrogates).
+
     Args:
-        tokenizer: of the model.
-        text: the prompt.
         add_special_tokens: whether to add special tokens (such as BOS) as the tokenizer is configured to.
         split_special_tokens: whether special tokens spelled out in the text are encoded as plain text.
-
-    Raises:
-        RequestError: if the text is not encodable Unicode (lone surrogates).
     """
     try:
         text.encode()
@@ -48,15 +45,13 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
+    Raises RequestError if the model has no chat template, or the template rejects the messages.
+
     Args:
-        tokenizer: of the model.
         messages: each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
         split_special_tokens: whether special tokens spelled out in the messages are encoded as plain text; those of the
             template always stay special.
         tools: functions that the model may call, each in the OpenAI API's format.
-
-    Raises:
-        RequestError: if the model has no chat template, or the template rejects the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
@@ -190,11 +185,7 @@ class TextStream:
 
 
 class StopStrings:
-    """Finder of stop strings in a growing sequence of token ids, special tokens included.
-
-    Args:
-        strings: at least one, of at least one character each.
-    """
+    """Finder of stop strings, one or more and none empty, in growing token ids, special ones included."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]):
         self._stream = TextStream(tokenizer, skip_special_tokens=False)

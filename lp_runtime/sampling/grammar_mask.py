@@ -54,9 +54,7 @@ def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProce
 def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
     """Set the scores of forbidden tokens to -inf and return the scores.
 
-    Args:
-        scores: [n, V] float32, may be changed in place.
-        masks: [n, ceil(V / 32)] int32, one bit per token; 1 allows it.
+    `scores` are [n, V] float32, may be changed in place. `masks` are [n, ceil(V / 32)] int32 bits: 1 allows a token.
     """
     assert masks is not None, "a request with a constraint has masks"
     if scores.device.type == "cpu":

@@ -31,10 +31,7 @@ MAX_SAMPLE = WORD_MASK  # a sample's index is one 32-bit word of the counter
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits, as random words of equal shape.
-
-    `key` are two words of 32 bits.
-    """
+    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits; `key` are two such words."""
     shape = (2, *[1] * (counter.dim() - 1))
 
     def column(words: Sequence[int]) -> torch.Tensor:
@@ -56,11 +53,8 @@ def uniforms(
     """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
 
     Args:
-        seed: 0 to 2**64 - 1.
-        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
+        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
         positions: [m] absolute positions of the tokens to be sampled.
-        vocabulary_size: V.
-        device: where the numbers are computed.
         first: first of the V token ids to return numbers for.
     """
     # One counter yields the bits of two neighbouring token ids.
@@ -79,10 +73,7 @@ class GumbelNoise:
     """The noise of one sample by absolute position; recent rows are cached.
 
     Args:
-        seed: 0 to 2**64 - 1.
-        sample: index among several samples of a prompt, 0 to MAX_SAMPLE.
-        vocabulary_size: V.
-        device: where the noise is computed and cached.
+        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
         first: first of the V token ids; more than 0 for a slice of a vocabulary.
     """
 

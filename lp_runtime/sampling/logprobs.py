@@ -14,8 +14,7 @@ from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK
 def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
     """Pack the `num` likeliest tokens of each row of `logits`, [n, V] float32, with log-probabilities.
 
-    Returns:
-        [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
+    Returns [n, num] int64, token id << 32 | bits of the float32 log-probability, likeliest first.
     """
     values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
     return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)

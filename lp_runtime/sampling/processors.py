@@ -79,12 +79,8 @@ class TreeProcessors:
         reports: whether a processor's exceptions are the request's fault and are raised as RequestError.
 
     Attributes:
-        device: the logits' device.
         are_ordered: whether a processor must be called once per committed token, in order: use `process_next` only.
         truncation: the processors' effect, if it is limited to temperature, top_k and top_p; else None.
-
-    Raises:
-        ConfigError: if a processor cannot work on one prompt at a time.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
@@ -110,21 +106,13 @@ class TreeProcessors:
         tokens: Sequence[int],
         masks: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Process the logits of some nodes; no processor may be ordered.
+        """Process the logits of some nodes into [n, V] float32 scores; no processor may be ordered.
 
         Args:
             logits: [n, V] float32, not changed.
-            tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
             tokens: [L] prompt and committed tokens; the last of them is the root.
             masks: [n, words] int32 bits of the tokens that a constraint allows, for a GrammarMask among the processors.
-
-        Returns:
-            [n, V] float32 scores.
-
-        Raises:
-            ConfigError: if a processor returns scores of another shape.
-            RequestError: if a processor raises and `reports` was set.
         """
         if not len(nodes) or not self._processors:
             return logits
@@ -160,15 +148,9 @@ class TreeProcessors:
     def process_next(
         self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
     ) -> torch.Tensor:
-        """Process the logits after a prefix, as `generate` does for every new token.
+        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does.
 
-        Args:
-            logits: [1, V] float32, not changed.
-            prefix: [l] prompt and committed tokens.
-            masks: [1, words], see `__call__`.
-
-        Returns:
-            [1, V] float32 scores. Errors as of `__call__`.
+        `logits`, [1, V] float32, are not changed; `masks` are [1, words], see `__call__`.
         """
         return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
 
@@ -176,7 +158,7 @@ class TreeProcessors:
         """Repeat an earlier call of the processors, for a prefix whose next token is already known.
 
         The constraint's mask is left out, because it is no longer known. A request's own processors still see the same
-        scores as before, unless they come after warpers. Arguments and errors as of `process_next`.
+        scores as before, unless they come after warpers. Arguments as of `process_next`.
         """
         self._in_order(logits, prefix, lambda scores: scores)
 
@@ -239,16 +221,10 @@ COUNTS_FROM = {
 def of_row(
     processors: Iterable[LogitsProcessor], row: int, padding: int, pads_min_length: bool
 ) -> list[LogitsProcessor]:
-    """Return a batch's processors adapted to one of its rows alone, without padding.
+    """Return a batch's processors adapted to one of its rows alone, whose `padding` tokens are removed.
 
-    Args:
-        processors: the batch's processors.
-        row: index of the row.
-        padding: number of padding tokens of the row.
-        pads_min_length: whether a minimum length includes the padding.
-
-    Raises:
-        ConfigError: if a processor only works for a whole batch.
+    Raises ConfigError if a processor only works for a whole batch. `pads_min_length`: a minimum length includes the
+    padding.
     """
     alone = []
     for processor in processors:

@@ -38,12 +38,7 @@ GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 class Sampler:
     """Processes logits, adds noise, chooses the largest score, and packs the result.
 
-    Args:
-        processors: applied to every node's logits.
-        noise: None for greedy decoding.
-        with_logprobs: whether to return the sampled token's log-probability.
-        num_top_k: K, the number of top-k candidates to return; 0 for none.
-        num_top_logprobs: how many of the likeliest tokens to return with their log-probabilities; 0 for none.
+    `noise` is None for greedy decoding; `num_top_k`, which is K, and `num_top_logprobs` are 0 for none.
     """
 
     def __init__(
@@ -87,17 +82,15 @@ class Sampler:
     ) -> tuple[torch.Tensor, Scores]:
         """Sample the successors of some nodes.
 
+        Returns (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32
+        processed logits that were sampled from, to be called before the next pass.
+
         Args:
             found: logits of the n nodes, and possibly the captured pass's own greedy samples.
-            tree: the step's tree.
             nodes: [n] indices into the tree, from the root on.
             tokens: prompt and committed tokens; the last of them is the root.
             with_top_k: whether to return top-k candidates; False in a step in which they are not used.
             masks: [n, words] int32 bits of the tokens that a constraint allows; None without one.
-
-        Returns:
-            (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32 processed
-            logits that were sampled from, to be called before the next pass.
         """
         kernels, truncation = kernels_for(found.device), self._processors.truncation
         is_greedy = self.noise is None and self._processors.is_empty
@@ -243,11 +236,9 @@ class Sampler:
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
         """Unpack the results of n nodes from `packed`, [n, width] int64.
 
-        A log-probability is the model's own: of the token under softmax(logits), before processors and noise.
-
-        Returns:
-            (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
-            candidates in the layout of best_first/tables.py, or None if not requested.
+        A log-probability is the model's own: of the token under softmax(logits), before processors and noise. Returns
+        (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
+        candidates in the layout of best_first/tables.py, or None if not requested.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None

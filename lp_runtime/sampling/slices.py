@@ -31,7 +31,6 @@ class SampleRequest(NamedTuple):
     """Sampling parameters for the successors of n nodes; can be sent to another process.
 
     Attributes:
-        packing: how results are packed.
         truncation: its temperature scales the logits; it has no cutoffs.
         key: (seed, sample) of the noise; None for greedy decoding.
         positions: [n] absolute positions of the tokens to be sampled.
@@ -46,10 +45,7 @@ class SampleRequest(NamedTuple):
 class VocabularySlice:
     """Samples from one slice of a vocabulary, and merges the results of all slices.
 
-    Args:
-        index: index of this slice.
-        sizes: [P] tokens of each slice, the largest first, in the order of token ids.
-        device: device of the logits.
+    `sizes` are [P] tokens of each slice, the largest first, in the order of token ids.
     """
 
     def __init__(self, index: int, sizes: Sequence[int], device: torch.device):
@@ -139,7 +135,6 @@ class SlicedLogits(StepLogits):
         read: gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
         find: runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
         rows_of_pass: [start, stop) the rows of the n nodes.
-        presampled: see StepLogits.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ class StepLogits:
     """Logits of the wanted nodes, in the buffer that the forward pass has written.
 
     Args:
-        rows: [n, V] logits in the model's dtype.
         presampled: [n, width] int64 result of greedy sampling with K top-k candidates, in the layout of
             sampling/sampler.py, if a captured pass has computed it; valid until the next pass. None otherwise.
         is_reused: whether the next pass overwrites `rows`, so that `logits` must be a copy.

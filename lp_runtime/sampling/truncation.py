@@ -13,13 +13,7 @@ WARPERS = (library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.To
 
 
 class Truncation(NamedTuple):
-    """Temperature and cutoffs of one request.
-
-    Attributes:
-        temperature: divisor of the logits.
-        top_k: number of tokens to keep; None for all.
-        top_p: probability mass to keep; None for all.
-    """
+    """Temperature, the divisor of the logits, and cutoffs of one request; None for no cutoff."""
 
     temperature: float = 1.0
     top_k: int | None = None

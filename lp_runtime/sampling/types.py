@@ -11,9 +11,4 @@ class LogitsProcessor(Protocol):
     """A logits processor in the sense of transformers."""
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return processed scores.
-
-        Args:
-            input_ids: [B, L] int64, the tokens before each row's next token.
-            scores: [B, V] float32.
-        """
+        """Return `scores`, [B, V] float32, processed; `input_ids`, [B, L] int64, precede the next tokens."""

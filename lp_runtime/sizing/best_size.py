@@ -34,10 +34,7 @@ def rate_of(expected, nanoseconds):
 
 @inlined
 def _worth(expected, num_before):
-    """Return the worth of a node in tokens, fixed point of EXPECTED_BITS like `expected`.
-
-    `num_before` more likely nodes below the root are fed in the same step.
-    """
+    """Return a node's worth in tokens, fixed point of EXPECTED_BITS, after `num_before` likelier ones."""
     return max(expected, np.int64(TEACHING_WORTH if num_before < NUM_TEACHING else MIN_WORTH))
 
 
@@ -45,18 +42,15 @@ def _worth(expected, num_before):
 def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, drafting_ns, per_node_ns):
     """Return how many of the tree's first nodes a lone replica should feed; of equal sizes the smallest.
 
+    Returns the number of nodes, its rate, and the rate of a step that does not draft, rates as of `rate_of`.
+
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
         num_pending: pending tokens, >= 1.
         times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; at most m nodes are fed.
-        kept: [L] see AcceptanceCalibration.
-        drafted: [L] see AcceptanceCalibration.
+        kept, drafted: [L], see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
-        drafting_ns: host time of a step that drafts.
-        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
-
-    Returns:
-        (number of nodes, its rate, rate of a step that does not draft), rates as of `rate_of`.
+        drafting_ns, per_node_ns: see HostCost.
     """
     expected = np.int64(1) << EXPECTED_BITS
     plain_rate = rate_of(expected, plain_ns)
@@ -75,14 +69,8 @@ def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, d
 def _add_capacity(times, num_pending, max_tokens, capacity):
     """Raise one replica's capacity by about a quarter, and the others' to what they feed in that time.
 
-    Args:
-        times: [R, M + 1] nanoseconds of each replica's forward pass.
-        num_pending: pending tokens, >= 1.
-        max_tokens: largest number of tokens of a replica.
-        capacity: [R] nodes that each replica may feed in addition to the pending tokens; updated in place.
-
-    Returns:
-        The time in which all replicas finish, in nanoseconds; 0 if no capacity can be raised.
+    `times` is [R, M + 1], in nanoseconds; `capacity`, [R] nodes in addition to the pending tokens, is updated in place.
+    Returns the time in which all replicas finish, in nanoseconds; 0 if no capacity can be raised.
     """
     room, most = max_tokens - num_pending, np.int64(-1)
     for rank in range(len(times)):
@@ -115,22 +103,17 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted
     """Return how many nodes each of several replicas should feed in addition to the pending tokens.
 
     The replicas are filled for one capacity after another, because what fits depends on the tree's shape: one replica
-    must feed a whole chain, while siblings can be divided.
+    must feed a whole chain, while siblings can be divided. Returns the [R] capacity, its rate, and the rate of a step
+    that does not draft, rates as of `rate_of`.
 
     Args:
         parents: [T] index of each node's parent.
         path_probabilities: [T] see `StepBudget.fit`.
-        root: index of the root.
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
         limit: largest number of tokens that a replica feeds, at most M.
-        kept: [L] see AcceptanceCalibration.
-        drafted: [L] see AcceptanceCalibration.
+        kept, drafted: [L], see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
-        drafting_ns: host time of a step that drafts.
-        per_node_ns: host time of each node below the root, fixed point of FIXED_POINT_ONE.
-
-    Returns:
-        ([R] capacity, its rate, rate of a step that does not draft), rates as of `rate_of`.
+        drafting_ns, per_node_ns: see HostCost.
     """
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     expected = np.empty(num_nodes, np.int64)

@@ -35,7 +35,6 @@ class StepBudget:
         learned: costs learned from earlier requests, updated in place; None to start from defaults.
 
     Attributes:
-        limit: see `budget`.
         tree_size_hint: largest useful number of nodes of the next tree; None for any number.
     """
 
@@ -68,10 +67,8 @@ class StepBudget:
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
         """Return how many of a tree's first nodes a single replica feeds.
 
-        Args:
-            tree: the drafter's tree, nodes in the order of `path_probabilities`.
-            path_probabilities: [T] int64 estimated probability that a node is on the accepted path, fixed point of
-                PATH_PROBABILITY_BITS, descending.
+        The tree's nodes are in the order of `path_probabilities`, [T] int64: each node's estimated probability of being
+        on the accepted path, fixed point of PATH_PROBABILITY_BITS, descending.
         """
         times, num_pending, limit = self._costs.times[0], tree.root + 1, self._max_tokens
         if not self._is_auto:
@@ -162,8 +159,6 @@ class StepBudget:
         """Learn from a step.
 
         Args:
-            tree: the tree that was fed.
-            shares: [R] the step's shares.
             forward: [R] nanoseconds of each replica's forward pass; 0 if unknown.
             overhead: [R] nanoseconds that the previous step took outside its forward pass; 0 if unknown.
             accepted: nodes of the tree whose tokens were committed, without the root.

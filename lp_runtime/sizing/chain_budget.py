@@ -79,10 +79,8 @@ class ChainBudget(StepBudget):
     def _best_size(self, needed: np.ndarray, expected: np.ndarray, num_refed: Sequence[int]) -> tuple[int, bool]:
         """Return how many tokens a replica may feed, 0 for no chains, and whether the gain is small.
 
-        Args:
-            needed: [T] int64 tokens that the first replica to reach each node feeds; the largest int64 for none.
-            expected: [T] int64 expected tokens of each node, fixed point of EXPECTED_BITS.
-            num_refed: [R] pending tokens that each replica feeds.
+        `needed` is [T] tokens that the first replica to reach each node feeds, the largest int64 for none; `expected`
+        [T] expected tokens, fixed point of EXPECTED_BITS; `num_refed` [R] pending tokens that each replica feeds.
         """
         times = self._costs.times
         limit = times.shape[1] - 1 if self.limit is None else min(self.limit, times.shape[1] - 1)
@@ -153,10 +151,7 @@ class ChainBudget(StepBudget):
 
 
 def _rate(expected: int, nanoseconds: int) -> int:
-    """Return tokens per nanosecond, with EXPECTED_BITS + RATE_BITS fractional bits.
-
-    `expected` has EXPECTED_BITS of them.
-    """
+    """Return tokens per nanosecond, fixed point of EXPECTED_BITS + RATE_BITS, `expected` of EXPECTED_BITS."""
     return (expected << RATE_BITS) // max(1, nanoseconds)
 
 

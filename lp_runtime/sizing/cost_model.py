@@ -22,7 +22,6 @@ class CostModel:
 
     Args:
         times: [R, M + 1] int64 measured or assumed nanoseconds of a single request, for 0, 1, 2 ... tokens, M >= 1.
-        passes: corrections learned from steps.
 
     Attributes:
         measured: [R, M + 1] int64 measured nanoseconds, a request's part of its batch.
@@ -60,16 +59,13 @@ def interpolate(tokens: Sequence[int], nanoseconds: Sequence[int], num_tokens: i
 
     If passes are padded to fixed sizes, times form a staircase: a pass takes as long as the next measured size.
     Otherwise times follow straight lines between measured points; the last line is extended. A point above a later one
-    is lowered to it, so that times never fall: disturbances only make a measurement longer.
+    is lowered to it, so that times never fall: disturbances only make a measurement longer. Returns [num_tokens + 1]
+    int64 nanoseconds for 0, 1, 2 ... tokens.
 
     Args:
-        tokens: measured numbers of tokens, ascending.
-        nanoseconds: measured time of each.
+        tokens, nanoseconds: what was measured; tokens ascending.
         num_tokens: largest number of tokens to return a time for.
         num_padded: passes of up to this many tokens are padded to the next size in `tokens`; 0 for none.
-
-    Returns:
-        [num_tokens + 1] int64 nanoseconds for 0, 1, 2 ... tokens.
     """
     # Integers, so that all replicas compute identical times.
     known = np.minimum.accumulate(np.asarray(nanoseconds, dtype=np.int64)[::-1])[::-1]

@@ -33,11 +33,8 @@ class DraftingState(enum.Enum):
 class DraftingSchedule:
     """Decides from the worth of earlier trees whether the next step calls the drafter.
 
-    Args:
-        learned: learned costs; say whether enough steps of the root alone were timed.
-
-    Attributes:
-        drafted: whether the last finished step called the drafter; true before the first.
+    `learned` says whether enough steps of the root alone were timed. `drafted` tells whether the last finished step
+    called the drafter; true before the first.
     """
 
     def __init__(self, learned: LearnedCosts):

@@ -44,8 +44,6 @@ class LearnedCosts:
         plain_scales: [R] how much longer passes of steps that do not draft take than `passes` predicts, fixed point of
             FIXED_POINT_ONE. A machine that slows down as a whole changes `passes` alone.
         num_plain: number of steps that `plain_scales` was learned from.
-        host: host cost of a step.
-        acceptance: corrections of path probabilities by what was accepted.
     """
 
     passes: PassTimes

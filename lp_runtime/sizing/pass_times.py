@@ -48,10 +48,8 @@ class PassTimes:
     def observe(self, measured: np.ndarray, sizes: np.ndarray, nanoseconds: np.ndarray) -> None:
         """Learn from a step.
 
-        Args:
-            measured: [R, M + 1] int64 nanoseconds of 0, 1, 2 ... tokens as measured, M >= 1.
-            sizes: [R] number of tokens that each replica fed.
-            nanoseconds: [R] int64 time that each replica took.
+        `measured` are [R, M + 1] int64 nanoseconds of 0, 1, 2 ... tokens, M >= 1. `sizes`, [R], are the tokens that
+        each replica fed, and `nanoseconds`, [R] int64, the time that it took.
         """
         _observe(measured, sizes, nanoseconds, self._means, self.slopes, self.offsets)
 

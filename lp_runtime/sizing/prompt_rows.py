@@ -13,12 +13,8 @@ GAIN_PERMILLE = 10  # steps saved by the candidates of a whole prompt, about (do
 def num_paying(num_tokens: int, max_new_tokens: int, step_ns: int, harvest_ns: int, num_replicas: int) -> int:
     """Return how many trailing prompt tokens are worth collecting top-k candidates for.
 
-    Args:
-        num_tokens: prompt tokens whose candidates could be collected.
-        max_new_tokens: largest number of tokens that the request may generate.
-        step_ns: duration of a step of one token, in nanoseconds.
-        harvest_ns: nanoseconds that collecting one token's candidates adds to the prefill of its replica.
-        num_replicas: replicas that share the tokens, >= 1.
+    `step_ns` is the duration of a step of one token, and `harvest_ns` what collecting one token's candidates adds to
+    the prefill of its replica. `num_replicas`, at least 1, share the tokens.
     """
     num_steps = min(max_new_tokens, EXPECTED_NEW_TOKENS) // TOKENS_A_STEP
     saved_ns = num_steps * step_ns * GAIN_PERMILLE // 1000

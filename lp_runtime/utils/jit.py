@@ -55,11 +55,10 @@ def compiled(
     """Compile a function with Numba at its first call, and cache the machine code on disk if possible.
 
     Args:
-        function: the function; None to return a decorator.
+        function: None to return a decorator.
         makes_arrays: whether the function, or one that it calls, creates arrays or views. If not, reference counting is
             switched off, which took a third of the time of the functions called most; and the function is inlined into
             its compiled callers, where passing the arrays took another third.
-        fastmath: LLVM fast-math flags for floating-point operations.
     """
     if function is None:
         return functools.partial(compiled, makes_arrays=makes_arrays, fastmath=fastmath)

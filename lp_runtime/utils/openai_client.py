@@ -35,11 +35,7 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
-        """Return the endpoint that the settings describe.
-
-        Raises:
-            ConfigError: the URL is invalid, or the key file cannot be read.
-        """
+        """Return the endpoint that the settings describe; ConfigError for a bad URL or unreadable key file."""
         if not _can_be_asked(url):
             raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
         if api_key_file is not None:
@@ -51,9 +47,7 @@ class Endpoint:
     def model(self) -> str:
         """Return the name of the first model that the server lists.
 
-        Raises:
-            LaunchError: the server cannot be reached, or lists no model.
-            RequestError: the server refuses.
+        Raises LaunchError if the server cannot be reached, or lists no model, and RequestError if it refuses.
         """
         with self._asked("GET", "models", None) as response:
             try:

@@ -9,12 +9,7 @@ START_STAGES = 5  # stages of a replica's start: compiling, loading, optimizing,
 
 
 class Progress:
-    """Numbers the stages of a start and prints each with the seconds elapsed so far.
-
-    Args:
-        is_shown: whether anything is printed.
-        num_stages: total number of stages.
-    """
+    """Numbers the stages of a start and prints each with the seconds elapsed so far."""
 
     def __init__(self, is_shown: bool, num_stages: int = START_STAGES):
         self._is_shown, self._num_stages = is_shown, num_stages

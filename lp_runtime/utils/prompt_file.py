@@ -18,8 +18,7 @@ class Prompt:
     """One record of a prompts file.
 
     Attributes:
-        index: index among the records, from 0.
-        line: line in the file, from 1.
+        index, line: among the records, from 0, and in the file, from 1.
         value: the prompt's text or token ids; for a conversation, its first turn.
         turns: texts of the user's turns; just the text if the field holds a single text; empty with token ids.
         category: the record's field `category`; the file's name without its suffix if there is none.
@@ -41,15 +40,10 @@ def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool 
     """Read the prompts of a JSON-lines file, skipping blank lines.
 
     Args:
-        path: a JSON-lines file.
         field: name of the field that holds the prompt: text in all records, or in all records a list of texts, the
             turns of a conversation.
         limit: largest number of prompts to read; None for all.
         are_ids: whether the field holds token ids instead of text.
-
-    Raises:
-        ConfigError: the file is missing or empty, a line is not JSON or lacks the field, or its field has another type
-            than the first record's. The message names the line.
     """
     prompts: list[Prompt] = []
     shape = ""  # type of the first record's field, in words

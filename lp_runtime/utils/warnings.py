@@ -14,10 +14,8 @@ class SharedContext:
     """A process-wide context manager that several threads may be inside at once.
 
     The first thread that enters applies the change and the last one that leaves undoes it. If each thread saved and
-    restored the state, one of them could save the changed state and restore that at the end.
-
-    Args:
-        make: returns a new context manager that makes the change.
+    restored the state, one of them could save the changed state and restore that at the end. `make` returns a new
+    context manager that makes the change.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]):

@@ -16,12 +16,7 @@ MAX_NGRAM = 3  # tokens, as in the published code
 
 
 class PromptLookupDrafter(CountingDrafter):
-    """Proposes one chain of copied tokens.
-
-    Args:
-        num_copied: largest number of tokens to copy.
-        budget: largest number of nodes, including pending tokens; None for no other limit.
-    """
+    """Proposes one chain of copied tokens; `budget` limits the nodes, pending ones included, if given."""
 
     def __init__(self, num_copied: int, budget: int | None = None):
         super().__init__("text")

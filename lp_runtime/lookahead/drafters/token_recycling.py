@@ -33,11 +33,7 @@ TEMPLATE = [
 
 
 class TokenRecyclingDrafter(CountingDrafter):
-    """Proposes the template's tree, filled in from the table.
-
-    Args:
-        budget: largest number of nodes, including pending tokens; None for the whole template.
-    """
+    """Proposes the template's tree, filled in; `budget` limits nodes, pending ones included, if given."""
 
     num_top_k = K
 

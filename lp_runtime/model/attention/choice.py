@@ -23,13 +23,6 @@ def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
     sdpa is replaced. eager stays, since it may have been configured on purpose, except in models with attention sinks:
     transformers offers them no other attention. In models with sinks the replacement is undone unless both give the
     same logits up to rounding.
-
-    Args:
-        model: on its device; its attention is set in place.
-        own_attention: whether the attention may be replaced.
-
-    Raises:
-        ModelError: if the model's attention does not accept a tree's mask.
     """
     attention = attention_of(model.config.get_text_config())
     if attention not in (*ATTENTIONS, TREE):

@@ -95,22 +95,16 @@ class MaskBuilder:
     """Builder of 4-D masks in the form that a model's attention accepts.
 
     Args:
-        config: the model's (text) configuration.
         attention: name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones
             and silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other
             devices for the tree alone.
-        dtype: of the model.
         kinds: kinds of layers; None to read them from the configuration, and check them.
 
     Attributes:
-        form: form of the masks.
         by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         is_own: whether the attention is that of tree_attention.py.
         windows_by_kind: sliding window of each kind of layer, in tokens; 0 for none.
         limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
-
-    Raises:
-        ModelError: if the model has a kind of layer that cannot be fed a token tree.
     """
 
     def __init__(
@@ -162,14 +156,9 @@ class MaskBuilder:
     def build_chunk(self, positions: torch.Tensor, num_cached: int) -> LayerMasks | None:
         """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
 
-        Args:
-            positions: [T] consecutive absolute positions, on the device.
-            num_cached: L.
-
-        Returns:
-            `chunk_mask`, or a boolean mask, [1, 1, T, S], for layers that hide committed tokens. None if the model's
-            own causal mask serves as well: without cached tokens, for a single token, or with another attention than
-            tree_attention.py's.
+        `positions` are [T], absolute and consecutive, on the device. Returns `chunk_mask`, or a boolean mask,
+        [1, 1, T, S], for layers that hide committed tokens. None if the model's own causal mask serves as well: without
+        cached tokens, for a single token, or with another attention than tree_attention.py's.
         """
         num_tokens = len(positions)
         if not self.is_own or num_cached == 0 or num_tokens == 1:
@@ -194,10 +183,7 @@ class MaskBuilder:
         return mask.to(self._dtype)[None, None]
 
     def _windowed(self, kind: str, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int) -> torch.Tensor:
-        """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens.
-
-        `ancestors` is [T, T] bool, and `positions` [T].
-        """
+        """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens."""
         mask = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
         if kind != FULL:
             keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
@@ -227,11 +213,7 @@ def carries_state(kind: str) -> bool:
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a (text) configuration names; empty if it names none.
-
-    Raises:
-        ModelError: if a kind of layer cannot be fed a token tree.
-    """
+    """Return the kinds of layers that a (text) configuration names; empty if it names none."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
         kind = min(unknown)

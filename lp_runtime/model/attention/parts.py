@@ -35,10 +35,7 @@ def attend(
     """Attend to all keys, or causally, without a mask, by the fastest torch kernel for device and dtype.
 
     `query` is [1, g H, n, D], `key` and `value` [1, H, L, D]; `scale` multiplies the scores. With `is_causal`, query i
-    sees only the keys up to i, and n = L.
-
-    Returns:
-        (output, log-sum-exp): [1, g H, n, D], and [1, g H, n] float32.
+    sees only the keys up to i, and n = L. Returns output, [1, g H, n, D], and log-sum-exp, [1, g H, n] float32.
     """
     num_heads, num_rows, size = query.shape[1:]
     groups = num_heads // key.shape[1]
@@ -86,9 +83,7 @@ def attend_masked(
     """Attend to a few keys by two matrix products in float32.
 
     `query` is [1, H, g n, D], `key` and `value` [1, H, S, D], `mask` [n, S] additive; `scale` multiplies the scores.
-
-    Returns:
-        (output, log-sum-exp): [1, H, g n, D] and [1, H, g n], float32.
+    Returns output, [1, H, g n, D], and log-sum-exp, [1, H, g n], float32.
     """
     scores = torch.matmul(query.float(), key.transpose(2, 3).float()) * scale
     if mask is not None:

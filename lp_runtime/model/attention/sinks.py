@@ -21,20 +21,15 @@ def attend_with_sinks(
     sinks: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Attend to committed tokens and ancestors with attention sinks, in a pass of any size.
+    """Return attention with sinks in a pass of any size, [1, T, g H, D] and contiguous.
 
     Args:
         query: [1, g H, T, D].
-        key: [1, H, S, D].
-        value: [1, H, S, D].
+        key, value: [1, H, S, D].
         mask: [1, 1, T, S] boolean or additive; [1, 1, T, T] additive, of the tree alone; [1, 1, T, 0] for a chunk of a
             prompt after committed tokens; None for causal attention.
-        scale: factor of the scores.
         sinks: [g H].
         window: sliding window of an [1, 1, T, S] mask, in tokens; None for none.
-
-    Returns:
-        [1, T, g H, D], contiguous.
     """
     num_tokens, num_keys = query.shape[2], key.shape[2]
     if mask is not None and mask.shape[-1] == num_keys:

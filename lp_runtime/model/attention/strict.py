@@ -142,13 +142,11 @@ def strict_attention(
     device_cache: DeviceAttention | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Attend by blocks of absolute positions, with the signature of transformers' attention functions.
+    """Return ([1, B, g H, D], None), like transformers: attention by blocks of absolute positions.
 
     Args:
-        module: the model's attention block.
         query: [1, g H, B, D].
-        key: [1, H, S, D].
-        value: [1, H, S, D].
+        key, value: [1, H, S, D].
         attention_mask: [1, 1, B, KEYS + TAIL] int64, from `tail_table`.
         scaling: of the scores; default 1 / sqrt(D).
         softcap: scores are squashed to +-softcap, if given.
@@ -156,12 +154,6 @@ def strict_attention(
         device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
             then that of the pass, and only the shape of `key` is read.
         **kwargs: of other attention functions, ignored: the mask contains what they would say.
-
-    Returns:
-        ([1, B, g H, D], None)
-
-    Raises:
-        ModelError: in a pass of a fixed size, if the model has a softcap.
     """
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads
@@ -202,10 +194,8 @@ def _tail(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gather and score each token's last two blocks.
 
-    `keys` and `values` are [H, S, D]; `key_indices`, [B, TAIL], has the cache index of the key at each position, or -1.
-
-    Returns:
-        (scores, values): [H, g, B, TAIL], and [H, B, TAIL, D], float32.
+    Takes keys and values, [H, S, D], and the cache index of the key at each position, [B, TAIL], -1 for none. Returns
+    scores, [H, g, B, TAIL], and values, [H, B, TAIL, D], float32.
     """
     positions = queries.tail_start[:, None] + torch.arange(TAIL, device=key_indices.device)
     allowed = (key_indices >= 0) & queries.in_window(positions)
@@ -221,10 +211,8 @@ def _head(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Score the blocks before each token's tail; they are committed for every token that may see them.
 
-    `keys` and `values` are [H, S, D]; `num_blocks` is n, the whole blocks among the keys, at least one.
-
-    Returns:
-        (scores, values): [H, n, g, B, BLOCK], and [H, n, BLOCK, D], float32.
+    Takes keys and values, [H, S, D], and n, the whole blocks among them, at least one. Returns scores,
+    [H, n, g, B, BLOCK], and values, [H, n, BLOCK, D], float32.
     """
     groups, num_tokens = queries.states.shape[1:3]
     head_keys = keys[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))  # [H, n, BLOCK, D]

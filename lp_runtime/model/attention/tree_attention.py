@@ -67,13 +67,11 @@ def tree_attention(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend to committed tokens and ancestors, with the signature of transformers' attention functions.
+    """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
 
     Args:
-        module: the model's attention block.
         query: [1, g H, T, D].
-        key: [1, H, L + T, D].
-        value: [1, H, L + T, D].
+        key, value: [1, H, L + T, D].
         attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
             `chunk_mask`, [1, 1, T, 0], the tokens are a chunk of a prompt: each sees the L tokens and those before
             itself. With any other mask, or none, this is transformers' sdpa.
@@ -84,9 +82,6 @@ def tree_attention(
             shape of `value` is.
         s_aux: [g H] attention sinks (sinks.py); None for none.
         **kwargs: passed to transformers' sdpa.
-
-    Returns:
-        ([1, T, g H, D], None)
     """
     if batch is not None:
         return _attend_batch(module, query, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None
@@ -177,11 +172,7 @@ def _attend_batch(
     batch: AttentionBatch,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return `tree_attention` of each sequence of a batch in turn, then zeros for the padding.
-
-    Arguments are those of `tree_attention`. The result is [1, T, g H, D], with T tokens of all sequences and the
-    padding.
-    """
+    """Return [1, T, g H, D]: `tree_attention` of each sequence in turn, then zeros for the padding."""
     assert attention_mask is not None
     *queries, padding = query.split(batch.sizes, 2)
     parts = zip(queries, batch.states, batch.masks_of(attention_mask), strict=True)

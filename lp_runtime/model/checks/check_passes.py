@@ -25,10 +25,8 @@ MAX_TRIES = 20  # random insertions for each token of a tree
 def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
     """Make every pass of a fixed size, and compare its logits with those of a pass of any size.
 
-    The model must have passed the self-check before. Returns the largest relative difference.
-
-    Raises:
-        ModelError: if a pass differs by more than `tolerance`, cannot be captured, or runs out of memory.
+    The model must have passed the self-check before. Returns the largest relative difference. Raises ModelError if a
+    pass differs by more than `tolerance`, cannot be captured, or runs out of memory.
     """
     try:
         return _worst_of_passes(model, tolerance)

@@ -24,10 +24,8 @@ def make_runner(
 ) -> ModelRunner:
     """Make the runner that feeds a model token trees, or chains if it cannot be fed trees.
 
-    The arguments are those of ModelRunner.
-
-    Raises:
-        ModelError: if the model can be fed neither, or only chains with exactness=strict or several shards.
+    The arguments are those of ModelRunner. Raises ModelError if the model can be fed neither, or only chains with
+    exactness=strict or several shards.
     """
     if model.device.type == "cuda" and model.dtype == torch.float32:
         warn_of_tf32()

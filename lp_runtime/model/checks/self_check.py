@@ -41,13 +41,8 @@ def check_model(model: ModelRunner) -> float:
 
     Two tree steps with a commit between them come first. Then the check decodes across every length within the model's
     context beyond which, by its configuration, the model may attend differently. If several sequences in one pass
-    differ from plain text, it sets `model.supports_batching` to False.
-
-    Returns:
-        The largest relative difference of a node's logits.
-
-    Raises:
-        ModelError: if the difference is above the dtype's tolerance, or the model cannot be fed a tree at all.
+    differ from plain text, it sets `model.supports_batching` to False. Returns the largest relative difference of a
+    node's logits.
     """
     name = type(model.model).__name__
     worst, where = 0.0, ""
@@ -98,10 +93,7 @@ def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
 
 
 def check_model_or_disable_graphs(model: ModelRunner) -> float:
-    """Run `check_model`; if it fails with fixed-size passes, disable these and check again.
-
-    Returns the largest relative difference of a node's logits.
-    """
+    """Return `check_model`'s result; if it fails with fixed-size passes, disable these and check again."""
     if model.graphs is not None:
         try:
             return check_model(model)

@@ -19,13 +19,10 @@ from lp_runtime.utils.tensors import tensor_on
 def batch_inputs(
     caches: Sequence[TreeCache], layouts: Sequence[InputLayout], masks: MaskBuilder, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, BatchedCache]:
-    """Return the inputs that feed one share of each sequence, and a cache that stands in for their caches.
+    """Return the inputs that feed a share of each sequence, (ids [T], positions [T], rows [n], cache).
 
-    On a CPU the tokens are padded (inputs.rounding_of).
-
-    Returns:
-        (ids, positions, rows, cache): [T], [T] and [n] int64 on the device, and the cache; its `mask` is the model's
-        mask.
+    Inputs are int64, on the device; on a CPU the tokens are padded (inputs.rounding_of). The cache stands in for those
+    of the sequences, and its `mask` is the model's mask.
     """
     sizes = [len(layout.tokens) for layout in layouts]
     num_tokens = sum(sizes)

@@ -33,13 +33,7 @@ MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of the passes of fixed sizes.
-
-    Attributes:
-        capture: whether a CUDA graph of each size is captured and replayed.
-        compiled: whether torch.compile compiles the model, once per size.
-        refuses_waits: see GraphCapture.
-    """
+    """Options of fixed-size passes: CUDA graphs, torch.compile, and GraphCapture's `refuses_waits`."""
 
     capture: bool
     compiled: bool = False
@@ -47,12 +41,7 @@ class GraphOptions(NamedTuple):
 
 
 class PassSize(NamedTuple):
-    """Size of a pass.
-
-    Attributes:
-        num_tokens: B.
-        num_sequences: largest number of sequences.
-    """
+    """Size of a pass: B tokens, of at most `num_sequences` sequences."""
 
     num_tokens: int
     num_sequences: int
@@ -78,8 +67,6 @@ class FixedPass:
     """A pass of one size, for one sequence or several.
 
     Attributes:
-        inputs: read by the pass.
-        cache: stands in for the sequences' caches.
         replay: launches the captured graph; None before the capture.
         logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
         presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
@@ -98,12 +85,8 @@ class PassSet:
     Args:
         model: a Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
             `is_strict`.
-        masks: builder of the model's masks.
-        keeps_logits: whether the model accepts `logits_to_keep`.
-        cache_name: keyword by which the model accepts a cache.
         sample: returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait
             for the device.
-        is_strict: whether passes are those of exactness=strict.
 
     Attributes:
         presampled: [n, width] greedy samples of the last run's logits, valid until the next run.
@@ -150,9 +133,7 @@ class PassSet:
     def make(self, size: PassSize) -> None:
         """Make the pass of a size, and capture it if the options ask for that.
 
-        Raises:
-            ModelError: if the model's passes cannot be captured.
-            torch.OutOfMemoryError: if there is not enough memory.
+        Raises torch.OutOfMemoryError if there is not enough memory.
         """
         masks = self._masks
         columns = 1 + BLOCK if self._is_strict else 0
@@ -168,10 +149,9 @@ class PassSet:
         self._passes[size] = one
 
     def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
-        """Feed parts in the pass of a size that has been made; sets `presampled`.
+        """Feed parts in the pass of a size that has been made; return [n, V] logits of the wanted rows.
 
-        Returns:
-            [n, V] logits of the wanted rows, part by part, valid until the next run.
+        Sets `presampled`, too. Both hold one part after another, and are valid until the next run.
         """
         one = self._passes[size]
         with on(self._device):

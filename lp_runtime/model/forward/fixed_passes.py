@@ -36,7 +36,6 @@ class FixedPasses:
 
     Args:
         passes: runs them; `begin_fixed` has been called.
-        feed: ModelRunner.feed.
         leading: makes every pass on the replica's other shards, too; None if there are none.
 
     Attributes:
@@ -76,13 +75,8 @@ class FixedPasses:
     def make(self, num_tokens: int, num_sequences: int) -> bool:
         """Make the pass for this many tokens and sequences; return whether it was missing.
 
-        Args:
-            num_tokens: 1 to `max_tokens`.
-            num_sequences: 1 to MAX_SEQUENCES.
-
-        Raises:
-            ModelError: if the model's passes cannot be captured, on any of the replica's GPUs.
-            torch.OutOfMemoryError: if there is not enough memory.
+        `num_tokens` is 1 to `max_tokens`, and `num_sequences` 1 to MAX_SEQUENCES. Raises torch.OutOfMemoryError if
+        there is not enough memory.
         """
         size = self._size(num_tokens, num_sequences)
         if size in self._made:
@@ -97,10 +91,7 @@ class FixedPasses:
         """Make all passes, the largest first, so that the others reuse its memory.
 
         Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
-        several sequences are made if `with_batches`.
-
-        Yields:
-            (tokens, sequences), the capacity of each pass once it is made.
+        several sequences are made if `with_batches`. Yields the capacity of each pass, (tokens, sequences), once made.
         """
         for size in reversed(self.sizes):
             for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
@@ -126,13 +117,9 @@ class FixedPasses:
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, after its committed tokens.
+        """Feed one share of each sequence, after its committed tokens; return one StepLogits per share.
 
-        Args:
-            parts: at least one; `takes` is True for them.
-
-        Returns:
-            logits and their greedy samples, one StepLogits per part; valid until the next pass.
+        There is at least one share, and `takes` is True for them. Results are valid until the next pass.
         """
         chunks = self._chunks(parts)
         if len(chunks) == 1:

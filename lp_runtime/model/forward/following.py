@@ -28,7 +28,6 @@ class CacheState(NamedTuple):
 
     Attributes:
         key: identifies the cache; never reused.
-        capacity: tokens that fit.
         length: committed tokens.
         written: tokens that earlier passes of the step have written after the committed ones.
     """
@@ -43,9 +42,7 @@ class Pass(NamedTuple):
     """An announcement of a forward pass.
 
     Attributes:
-        kind: name of a method of Passes.
-        caches: one per sequence.
-        what: the method's other arguments.
+        kind, what: name of a method of Passes, and its arguments after `caches`, of which there is one per sequence.
         gone: keys of caches that shard 0 has freed.
         may_fail: whether the shards exchange whether the pass worked. A failure of any other pass loses the replica.
     """
@@ -60,8 +57,7 @@ class Pass(NamedTuple):
 class LeadingShard:
     """Shard 0's side of the link: runs each pass on all shards.
 
-    Attributes:
-        can_capture: whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
+    `can_capture` tells whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
     """
 
     def __init__(self, link: ShardLink):
@@ -75,8 +71,7 @@ class LeadingShard:
     def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run a pass on all shards; arguments and result are those of Passes.run.
 
-        Raises:
-            ShardError: if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
+        Raises ShardError if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what))
@@ -91,17 +86,9 @@ class LeadingShard:
     def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
         """Run a method of Passes on all shards; if it fails on some, report that but keep the replica.
 
-        A failure does not undo the work of the shards on which it succeeded.
-
-        Args:
-            passes: of this shard.
-            kind: name of the method. It must fail after its all-reduces, or before them on all shards.
-            caches: the method's first argument.
-            what: its other arguments.
-
-        Raises:
-            ShardError: if a shard is gone.
-            ModelError: if it failed on other shards only. An error on shard 0 is raised unchanged.
+        `kind` names the method, called with `caches` and `what`; it must fail after its all-reduces, or before them on
+        all shards. A failure does not undo the work of the shards on which it succeeded. It is a ModelError if it was
+        on other shards only; an error on shard 0 is raised unchanged.
         """
         with self._lock:
             self._link.announce(self._order(kind, caches, what, may_fail=True))
@@ -140,12 +127,7 @@ class LeadingShard:
 
 
 class Follower:
-    """Another shard's side of the link: runs the passes that shard 0 announces.
-
-    Args:
-        passes: of this shard's slice.
-        num_layers: decoder layers of the model.
-    """
+    """Another shard's side of the link: runs the passes that shard 0 announces."""
 
     def __init__(self, passes: Passes, num_layers: int, link: ShardLink):
         self._passes = passes
@@ -154,11 +136,7 @@ class Follower:
         self._caches: dict[int, TreeCache] = {}
 
     def messages(self) -> Iterator[object]:
-        """Run announced passes; yield all other messages.
-
-        Raises:
-            ShardError: when shard 0, or another follower, is gone.
-        """
+        """Run announced passes; yield other messages. ShardError when shard 0, or a follower, is gone."""
         while True:
             message = self._link.listen()
             if isinstance(message, Pass):

@@ -17,15 +17,9 @@ _one_capture = threading.Lock()  # torch captures one graph at a time in a proce
 class GraphCapture:
     """Captures passes of one device. They share a memory pool and a stream, so only one may run at a time.
 
-    All captures use the same stream because cuBLAS keeps a workspace for each stream.
-
-    Args:
-        refuses_waits: whether to detect, before the capture, passes that wait for the device. During that check no
-            other thread of the process may wait for a GPU. Without it, such a pass fails during its capture, which is
-            then undone.
-
-    Attributes:
-        count: graphs captured so far.
+    All captures use the same stream because cuBLAS keeps a workspace for each stream. With `refuses_waits`, passes that
+    wait for the device are detected before the capture; during that check no other thread of the process may wait for a
+    GPU. Without it, such a pass fails during its capture, which is then undone.
     """
 
     def __init__(self, device: torch.device, refuses_waits: bool = True):
@@ -37,15 +31,9 @@ class GraphCapture:
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         """Capture what a function launches; return a function that replays it.
 
-        The function runs twice before the capture: libraries initialize themselves in the first run, and the second one
-        must not wait for the device.
-
-        Args:
-            run: launches a pass, with the same tensors in every call.
-
-        Raises:
-            ModelError: if a pass waits for the device, or cannot be captured for another reason.
-            torch.OutOfMemoryError: if there is not enough memory.
+        `run` launches a pass, with the same tensors in every call. It runs twice before the capture: libraries
+        initialize themselves in the first run, and the second one must not wait for the device. Raises
+        torch.OutOfMemoryError if there is not enough memory.
         """
         device, stream = self._device, self._stream
         graph = torch.cuda.CUDAGraph()
@@ -66,11 +54,7 @@ class GraphCapture:
 
     @contextmanager
     def _closing_pool(self) -> Iterator[None]:
-        """Close the memory pool if a capture fails: torch would leave it open for later allocations.
-
-        Raises:
-            ModelError: if the capture fails.
-        """
+        """Close the memory pool if a capture fails: torch would leave it open for later allocations."""
         try:
             yield
         except Exception as error:
@@ -83,11 +67,7 @@ class GraphCapture:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Raise if the body of a `with` block waits for the device.
-
-    Raises:
-        ModelError: if something has waited, or failed.
-    """
+    """Raise if the body of a `with` block waits for the device."""
     torch.cuda.current_stream(device).synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")

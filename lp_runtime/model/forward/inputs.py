@@ -37,7 +37,6 @@ def lay_out(
     """Return a share of a tree as flat arrays.
 
     Args:
-        tree: of the step.
         nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
         wanted: [n] ascending indices into the tree, a subset of `nodes`.
         num_cached: committed tokens of the slot; the tree's first pending token follows them.

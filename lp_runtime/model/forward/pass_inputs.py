@@ -89,18 +89,13 @@ class PassInputs:
     Args:
         size: B.
         num_sequences: P - 1, the largest number of sequences.
-        num_layers: decoder layers of the model.
         limits: (sliding window, chunk) in tokens for each kind of layer; 0 for none.
-        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
 
     Attributes:
-        block: the block on the device.
-        ids: [B] view of the block.
-        positions: [B] view.
+        ids, positions: [B] views of the block.
         wanted: [B] view: rows whose logits are wanted, sequence by sequence, then zeros.
         masks: passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
-        device_inputs: further views.
     """
 
     def __init__(
@@ -187,24 +182,10 @@ def _fill(
     tokens, positions, parents, wanted, paths, addresses, limits, row, first, first_row, place, capacity,
     columns, table, words,
 ):  # fmt: skip
-    """Write the tokens of one sequence.
+    """Write one sequence's tokens to `columns`, [4 + kinds, B], a row of `table`, and `words`, [B, words].
 
-    Args:
-        tokens: [T] int64.
-        positions: [T] int64.
-        parents: [T] int64; parents come before children, -1 for none.
-        wanted: [n] int64 rows.
-        paths: [T, words] contents of the words; without rows, the words are set to masks of ancestors.
-        addresses: [layers, 2] of the sequence's cache.
-        limits: [kinds, 2] sliding window and chunk; 0 for none.
-        row: the sequence's row of the table.
-        first: index in the pass of the sequence's first token.
-        first_row: index of its first wanted row among those of all sequences.
-        place: index in the cache of its first token: L.
-        capacity: of the cache.
-        columns: [4 + kinds, B], written to.
-        table: [P, 4 + 2 layers], written to.
-        words: [B, words], written to.
+    They begin at index `first` of the pass, `first_row` of its wanted rows, and `place` of the cache. If `paths`,
+    [T, words], has no rows, `words` become masks of ancestors. `limits`: [kinds, 2] window and chunk; 0 for none.
     """
     for i in range(len(tokens)):
         token, position, parent = first + i, positions[i], parents[i]

@@ -42,11 +42,6 @@ class Passes:
     Every pass writes keys and values after the tokens in its caches, and commits nothing. Public methods that have
     `caches` as first argument can be run by name on all shards of a replica (following.py).
 
-    Args:
-        model: in eval mode.
-        strict_tokens: see ModelRunner.
-        lengths: text lengths at which the model's rotary factors change.
-
     Attributes:
         made: passes of fixed sizes; None before `begin_fixed`.
         tree_model: the model that trees are fed to; with `strict_tokens` a view of `model`.
@@ -238,11 +233,7 @@ class Passes:
         rows: torch.Tensor | int,
         view: PreTrainedModel | None = None,
     ) -> torch.Tensor:
-        """Run the model, or a view of it, on [T] tokens at [T] positions.
-
-        Returns:
-            [n, V] logits of rows [n], or of the last n, in the model's dtype.
-        """
+        """Run the model, or a view of it, on [T] tokens; return [n, V] logits of rows [n], or the last n."""
         arguments = self._keeping(rows) | self._inputs(positions, mask, cache)
         with on(self._device):
             run = view or self._model_for(len(ids))

@@ -19,11 +19,9 @@ from lp_runtime.utils.tensors import tensor_on
 def strict_passes(
     layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
-    """Yield the inputs of passes of `size` tokens, B, each; the last one is padded.
+    """Yield (ids [B], positions [B], masks) of passes of `size` tokens, B, each; the last one is padded.
 
-    Yields:
-        (ids, positions, masks): [B], [B], and tables from `tail_table` for strict_attention, by kind of layer if the
-        model has several.
+    Masks are tables from `tail_table` for strict_attention, by kind of layer if the model has several.
     """
     # Padding is at position 0 and sees the first committed token, so that its results are finite.
     num_padding = -len(layout.tokens) % size

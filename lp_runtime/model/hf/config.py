@@ -16,12 +16,8 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
 
     transformers' own rotary modules choose the factors of all tokens of a pass by its longest position, so a token's
     logits would depend on what else is fed. If these modules could not be replaced, the context ends at the length
-    where factors change. The same holds for model types whose cache `generate` drops at that length.
-
-    Args:
-        config: the model's (text) configuration.
-        lengths: where the factors change, if our modules choose factors token by token; UNCHANGING if transformers'
-            modules stay.
+    where factors change. The same holds for model types whose cache `generate` drops at that length. `lengths` says
+    where factors change if our modules choose them token by token; it is UNCHANGING if transformers' modules stay.
     """
     length = max_positions(config)
     if lengths.change:  # "dynamic" factors extend the context beyond max_position_embeddings

@@ -11,10 +11,7 @@ from lp_runtime.errors import ModelError
 def check_location(config: ModelConfig) -> None:
     """Refuse a model directory that does not exist, before any process is started.
 
-    A hub id is not looked up.
-
-    Raises:
-        ModelError: if the location is written as a path but is not a directory with a config.json.
+    A location that is written as a path must be a directory with a config.json. A hub id is not looked up.
     """
     path = Path(config.location)
     try:

@@ -23,7 +23,6 @@ class RotaryLengths(NamedTuple):
     more; the last row is also for longer texts.
 
     Attributes:
-        threshold: tokens of the longest text with the factors of row 0.
         num_rows: rows of the table; 1 if factors never change.
         refeeds: whether `generate` re-feeds the whole text once it is longer than the threshold. `num_rows` is then 2.
     """

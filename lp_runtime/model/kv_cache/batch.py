@@ -23,7 +23,6 @@ class BatchedCache(StandInCache):
     """Cache passed to the model that writes to the caches of P sequences in one forward pass.
 
     Args:
-        caches: [P], one per sequence.
         sizes: [P] tokens fed of each sequence, T_p; the input holds the sequences one after another.
         masks: [P], made by MaskBuilder.
         num_padding: padding tokens after all sequences, whose logits are not used.

@@ -20,8 +20,7 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 class SavedStates:
     """Immutable snapshot of the states that recurrent layers carry at one point of a sequence.
 
-    Attributes:
-        layers: the attributes of each such layer by name; tensors in dictionaries are copies.
+    `layers` has the attributes of each such layer by name; tensors in dictionaries are copies.
     """
 
     layers: tuple[Mapping[str, object], ...]
@@ -59,13 +58,8 @@ class _Length:
 class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
 
-    Args:
-        capacity: in tokens.
-        length: shared by all layers of the cache.
-        index: of the layer.
-
-    Attributes:
-        arrays: numpy views of keys and values, on a CPU in float32; else None.
+    `length` is shared by all layers of the cache. `arrays` are numpy views of keys and values, on a CPU in float32;
+    else None.
     """
 
     is_sliding = False  # sliding windows are applied by the step's mask
@@ -128,12 +122,7 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """Keys and values of one sequence in all layers.
-
-    Args:
-        num_layers: decoder layers of the model.
-        capacity: in tokens: the committed ones and those of one step must fit.
-    """
+    """Keys and values of one sequence in all layers; `capacity`, in tokens, includes those of one step."""
 
     def __init__(self, num_layers: int, capacity: int):
         self._length = _Length(num_layers)
@@ -199,10 +188,7 @@ class TreeCache(Cache):
         raise NotImplementedError("this cache holds only keys and values")
 
     def keep_writing(self, num_tokens: int) -> None:
-        """Protect the next `num_tokens` uncommitted tokens: the next forward pass writes after them.
-
-        The next `commit` or `truncate` ends the protection.
-        """
+        """Protect the next `num_tokens` uncommitted tokens until the next `commit` or `truncate`."""
         self._length.written += num_tokens
 
     def commit(self, num_tokens: int) -> None:
@@ -245,10 +231,8 @@ class CacheCopy:
     """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them.
 
     Attributes:
-        num_tokens: committed tokens.
         attention: (index, keys, values) of each layer that has keys.
-        conv: (index of the layer, index of the state in the layer, convolution state [1, ...]).
-        recurrent: (index of the layer, index of the state in the layer, recurrent state [1, ...]).
+        conv, recurrent: (index of the layer, index of the state in the layer, state [1, ...]).
     """
 
     num_tokens: int

@@ -70,10 +70,7 @@ def why_not_filled(config: PreTrainedConfig, cache: Cache) -> str | None:
 def cache_to_fill(config: PreTrainedConfig, arguments: Mapping[str, Any], is_own: bool) -> Cache | None:
     """Return the empty cache to fill among the forward's keyword arguments; None if there is none.
 
-    A cache that we cannot fill is ignored if `generate` made it.
-
-    Raises:
-        ConfigError: if we cannot fill the cache, and the caller passed it (`is_own`).
+    A cache that we cannot fill is refused if the caller passed it (`is_own`), and ignored if `generate` made it.
     """
     name, cache = given_cache(arguments)
     reason = None if cache is None else why_not_filled(config, cache)

@@ -33,15 +33,7 @@ class DeviceInputs(NamedTuple):
 
 
 class DeviceCache(StandInCache):
-    """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass.
-
-    Args:
-        num_layers: decoder layers of the model.
-        inputs: device tensors that hold each pass's inputs.
-        kernels: the module kernels/triton_gpu.py.
-        num_processors: multiprocessors of the device.
-        is_strict: whether to attend with exactness=strict.
-    """
+    """Cache passed to the model that writes to the caches of all sequences of a fixed-size pass."""
 
     def __init__(
         self, num_layers: int, inputs: DeviceInputs, kernels: Any, num_processors: int, is_strict: bool = False
@@ -83,12 +75,8 @@ class DeviceCache(StandInCache):
     ) -> torch.Tensor:
         """Attend to committed tokens and ancestors in the layer that wrote last; return [1, B, g H, D].
 
-        Args:
-            query: [1, g H, B, D].
-            num_heads: H.
-            mask: [1, 1, 1, B] int64, the lowest position that each token may see.
-            scale: factor of the scores.
-            sinks: [g H] attention sinks; None for none.
+        `query` is [1, g H, B, D], `num_heads` H, and `sinks` [g H], or None for none. `mask`, [1, 1, 1, B] int64, has
+        the lowest position that each token may see.
         """
         positions, owners, table, words = self._inputs
         query = query if query.stride(3) == 1 else query.contiguous()

@@ -29,11 +29,7 @@ MIN_TOKENS = 16  # of a prefix that is read, or of a segment: feeding fewer toke
 
 @dataclass
 class _Point:
-    """States of recurrent layers after a token.
-
-    Attributes:
-        last_used: time at which the point was last read or stored, on the PrefixCache's clock.
-    """
+    """States of recurrent layers after a token; `last_used` is a time on the PrefixCache's clock."""
 
     states: SavedStates
     last_used: int
@@ -69,7 +65,6 @@ class Prefix:
     """Cached prefix of a prompt; its keys and values stay readable even if the cache evicts them.
 
     Attributes:
-        num_tokens: length of the prefix.
         tag: identifies the draft tables of a sequence that began with it; 0 for none.
         num_shared: tokens that the prompt shares with the stored ones, including those that cannot be read.
     """
@@ -113,16 +108,12 @@ class PrefixCache:
     """Keys and values of finished sequences, shared by prefix and evicted least recently used first.
 
     Args:
-        max_bytes: limit of the stored bytes.
         memory_bytes: limit of the stored bytes and the slots' memory together.
         token_bytes: bytes of one token in all layers.
         prompt_chunk: tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only
             whole chunks of prompts are stored and read. None to store and read any number of tokens.
         keeps_states: whether layers carry states; a prefix can then be read only up to a point with stored states.
         lengths: at which the model's rotary factors change; keys with other factors than a prompt's are not read.
-
-    Attributes:
-        num_bytes: bytes stored now.
     """
 
     def __init__(
@@ -153,10 +144,7 @@ class PrefixCache:
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
         """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
 
-        Args:
-            tokens: token ids of the prompt.
-            salt: only tokens stored with the same salt are found.
-            prompt_length: P of the sequence (hf/rotary_lengths.py).
+        Only tokens stored with the same `salt` are found. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
         """
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
@@ -194,7 +182,6 @@ class PrefixCache:
             cache: of a sequence whose prompt has been fed, or that has ended.
             tokens: ids of all tokens committed in `cache`.
             num_prefilled: how many of them were fed as a prompt, not as a tree.
-            salt: of the sequence.
             tag: identifies the sequence's draft tables; 0 for none.
             prompt_length: P of the sequence; tokens with other rotary factors than its prompt's are not stored.
         """

@@ -90,11 +90,8 @@ class CacheSlot:
 class SlotPool:
     """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
-    Args:
-        padded: maps the number of tokens that must fit to the capacity to allocate.
-
-    Attributes:
-        prefixes: keys and values of finished sequences, evicted when slots need the memory. None for no prefix cache.
+    `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
+    finished sequences, evicted when slots need the memory; None for no prefix cache.
     """
 
     def __init__(self, padded: Callable[[int], int]):
@@ -119,11 +116,8 @@ class SlotPool:
 
         Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
         smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
-        are dropped, so that their memory can be allocated again.
-
-        Args:
-            capacity: tokens that the sequence will need.
-            tokens: token ids of a sequence that is resumed; empty for a new one.
+        are dropped, so that their memory can be allocated again. `capacity` is in tokens. `tokens` are those of a
+        sequence that is resumed; empty for a new one.
         """
         wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 

@@ -92,12 +92,7 @@ def _write(live: dict[object, object], key: object, saved: object) -> None:
 
 
 class StateCache(TreeCache):
-    """Keys, values and states of one sequence in all layers.
-
-    Args:
-        config: the model's (text) configuration, which determines the kind of each layer.
-        capacity: in tokens: the committed ones and those of one step must fit.
-    """
+    """Keys, values and states of one sequence in all layers; `config` determines each layer's kind."""
 
     def __init__(self, config: PreTrainedConfig, capacity: int):
         kinds = DynamicCache(config=config).layers

@@ -51,16 +51,13 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM in eval mode, or this shard's slices of it in the form transformers leaves them.
 
+    Raises LaunchError if the shards of the replica do not all connect.
+
     Args:
-        config: the model's location and loading options.
         device: receives the model, unless `config.device_map` says otherwise.
         dtype: a name in DTYPES; "auto" is the checkpoint's dtype on CUDA and float32 on a CPU.
         place: which shard of its replica this process is; pass a shard's result on to `slice_model`.
         timeout: seconds within which all shards of the replica must have loaded.
-
-    Raises:
-        ModelError: if anything is missing, broken or does not match the architecture.
-        LaunchError: if the shards of the replica do not all connect.
     """
     check_location(config)
     options = _load_options(config, device, dtype)

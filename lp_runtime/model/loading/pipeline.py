@@ -24,7 +24,6 @@ class Part(NamedTuple):
     Attributes:
         names: of modules, and of parameters and buffers outside of these modules.
         num_bytes: size of their parameters and buffers; a tensor shared between parts counts in the first only.
-        num_layers: decoder layers among the modules.
     """
 
     names: tuple[str, ...]
@@ -36,9 +35,7 @@ def parts_of(model: PreTrainedModel) -> list[Part]:
     """Split a model into parts in execution order: all before the decoder layers, each layer, the rest.
 
     A head that shares the embedding's weights stays with the embedding. The model may be on torch's meta device.
-
-    Raises:
-        ModelError: if the decoder layers are not in one list.
+    Raises ModelError if the decoder layers are not in one list.
     """
     num_layers = model.config.get_text_config().num_hidden_layers
     lists = (
@@ -129,10 +126,6 @@ def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dty
 
     The layers start on `device` and continue on the GPUs with the next indices; accelerate's hooks move activations
     between them. On a CPU all layers are on the CPU.
-
-    Raises:
-        ConfigError: if this process sees too few GPUs.
-        ModelError: if the model cannot be loaded or divided into parts.
     """
     devices = [device] * num_gpus
     if device.type == "cuda":

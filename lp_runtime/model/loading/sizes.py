@@ -34,7 +34,6 @@ class ModelSize(NamedTuple):
     """Memory needs of a model, in bytes, from which those of each GPU are computed.
 
     Attributes:
-        config: the model's Hugging Face configuration.
         parts: for pipeline parallelism; empty if the layers are not in one list.
         split: (bytes of a row or column, number of them) of each parameter that shards divide.
         whole: bytes of all tensors that every shard holds in full.
@@ -87,14 +86,12 @@ class ModelSize(NamedTuple):
 def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
     """Compute a model's memory needs from its configuration and, if quantized, the headers of its files.
 
+    Returns None if the configuration is broken, for example; loading the model then reports the reason.
+
     Args:
-        config: the model's location.
         dtype: a name in loader.DTYPES; "auto" is the checkpoint's dtype.
         context_tokens: prompt and output tokens, together, that a replica must be able to hold; None for the model's
             context length, at most DEFAULT_CONTEXT_TOKENS.
-
-    Returns:
-        None if the configuration is broken, for example; loading the model then reports the reason.
     """
     try:
         check_location(config)

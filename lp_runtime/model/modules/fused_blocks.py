@@ -128,18 +128,13 @@ class FusedAttention(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend like the block that this one replaces.
+        """Return (output [1, T, E], the attention function's weights), like the block that this one replaces.
 
         Args:
             hidden_states: [1, T, E].
             position_embeddings: cosines and sines, [1, T, D] each.
-            attention_mask: passed to the model's attention function unchanged.
             cache: receives keys and values; None: attend without a cache.
             past_key_values: name of `cache` before transformers 5.24.
-            **kwargs: passed to the attention function.
-
-        Returns:
-            (output, attention weights): [1, T, E], and whatever weights the attention function returns.
         """
         cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]

@@ -46,7 +46,8 @@ class WeightInfo:
 class PackedLinear(nn.Module):
     """Linear layer, [..., in_features] to [..., out_features], whose weights are packed for oneDNN.
 
-    The unpacked weights are not kept.
+    The unpacked weights are not kept. Raises RuntimeError if the library cannot pack weights of the layer's dtype on
+    this CPU.
 
     Args:
         linear: a layer on a CPU, in one of `dtypes`; not changed.
@@ -55,9 +56,6 @@ class PackedLinear(nn.Module):
         dtypes: dtypes of weights that can be packed.
         weight: describes the weights; it is not a tensor.
         sample: a few of the weights, unpacked; the model's fingerprint (calibration.py) reads them.
-
-    Raises:
-        RuntimeError: if the library cannot pack weights of the layer's dtype on this CPU.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -86,14 +84,7 @@ class PackedLinear(nn.Module):
 
 
 class MKLPackedLinear(PackedLinear):
-    """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout.
-
-    Args:
-        linear: a layer on a CPU, in one of `dtypes`; not changed.
-
-    Raises:
-        RuntimeError: if MKL cannot pack the layer's weights on this CPU.
-    """
+    """Linear layer, [..., in_features] to [..., out_features], with weights only in MKL's packed layout."""
 
     dtypes = (torch.float32,)
 

@@ -45,7 +45,6 @@ class RotaryByLength(nn.Module):
 
     Attributes:
         library: a copy of the module; `forward` sets its `inv_freq` before running it.
-        threshold: longest text, in tokens, that has the factors of row 0.
         factors: [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
         prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
     """
@@ -113,13 +112,12 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
     """Replace each rotary embedding of a model whose factors change with the length by a RotaryByLength.
 
+    Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
+    lengths at which its factors do not change.
+
     Args:
         model: changed in place; either all of these rotary embeddings are replaced or none.
         may_refeed: whether the caller can re-feed a whole text at the length at which `generate` does.
-
-    Returns:
-        The lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
-        lengths at which its factors do not change.
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)

@@ -32,8 +32,6 @@ class RowwiseLinear(SliceModule):
     Every shard has the bias; it is added once, to the sum.
 
     Args:
-        linear: this shard's slice.
-        reducer: sums the shards' outputs.
         splits_input: whether `forward` receives the whole input, and selects this shard's part itself.
         first: index of the first input feature of this shard.
     """
@@ -63,14 +61,7 @@ class OutputMode:
 class GatheredLinear(SliceModule):
     """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
 
-    Args:
-        linear: this shard's slice.
-        reducer: gathers the shards' outputs.
-        sizes: [P] output features of each shard, the largest first.
-        shard: index of this shard.
-
-    Attributes:
-        out_features: size of the whole output.
+    `sizes` are [P] output features of each shard, the largest first; `out_features` is the size of the whole output.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
@@ -96,10 +87,7 @@ class GatheredLinear(SliceModule):
 
 
 class VocabularyEmbedding(SliceModule):
-    """Embedding split by vocabulary: the shard that holds a token looks it up, the others add zeros.
-
-    This shard's slice begins at token id `first`.
-    """
+    """Embedding split by vocabulary, here from id `first`; shards without a token add zeros for it."""
 
     def __init__(self, embedding: nn.Embedding, reducer: Reducer, first: int):
         super().__init__(embedding, reducer)

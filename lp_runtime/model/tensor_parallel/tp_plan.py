@@ -21,10 +21,7 @@ FIXED_WINDOW = LookaheadConfig(W=8, N=3, G=8)  # 32 nodes per step; replaces a w
 def tp_size_of(model: PreTrainedModel) -> int:
     """Return how many ranks transformers' `tp_plan` splits a model over; 1 for a whole model or our shard.
 
-    Calls no collective.
-
-    Raises:
-        ModelError: if the weights are split in another way, for example by FSDP or over only some of the ranks.
+    Calls no collective. Refuses weights that are split in another way, for example by FSDP or over some of the ranks.
     """
     if is_sliced(model):
         return 1
@@ -44,12 +41,7 @@ def tp_size_of(model: PreTrainedModel) -> int:
 def lockstep_settings(lookahead: LookaheadConfig, max_time: float | None) -> LookaheadConfig:
     """Adapt settings so that all ranks decide the same without communicating: fixed-size steps, no prior.
 
-    Args:
-        lookahead: the caller's settings.
-        max_time: seconds that the call may take; None for no limit.
-
-    Raises:
-        ConfigError: if there is a time limit, which would expire at a different step on each rank.
+    Refuses a time limit (`max_time`, in seconds), which would expire at a different step on each rank.
     """
     if max_time is not None:
         raise ConfigError("max_time: cannot be kept by a model that is split over ranks: their clocks differ")

@@ -153,10 +153,7 @@ def collect_top_k(
 
 @inlined
 def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates: Candidates, num_rows: Int) -> Int:
-    """Append the earlier predictions for this position, after any token and after `token`.
-
-    Writes rows from `num_rows` on and returns the new number of rows.
-    """
+    """Append earlier predictions for this position, after any token and `token`; return the row count."""
     table = drafts.top_k
     for with_token in range(2):
         slot = find_slot(table.keys, position_key(drafts.text, position, token if with_token else -1))

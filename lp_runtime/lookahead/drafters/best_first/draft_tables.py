@@ -38,10 +38,7 @@ def _power_of_two(limit: int) -> int:
 
 
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
-    """Return zero arrays of the given (shape, dtype), aligned to cache lines in one block.
-
-    A single block can be backed by large pages.
-    """
+    """Return zero arrays of the (shape, dtype), aligned to cache lines in one block, for large pages."""
     sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE_BYTES) * LINE_BYTES for shape, dtype in kinds]
     block = np.zeros(sum(sizes) + LINE_BYTES, np.uint8)
     start = -block.ctypes.data % LINE_BYTES
@@ -53,17 +50,7 @@ def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
 
 
 class DraftTables:
-    """The best-first drafter's memory, bounded in bytes.
-
-    Args:
-        num_bytes: approximate size of all tables.
-
-    Attributes:
-        num_bytes: approximate size of all tables.
-        top_k: top-k candidates by context.
-        text: the committed tokens and an index of their n-grams.
-        rates: acceptance counts and estimates by feature.
-    """
+    """The best-first drafter's memory, of approximately `num_bytes`."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
@@ -108,9 +95,7 @@ class DraftTables:
     def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
         """Begin a request with these starting rates; earlier counts still apply.
 
-        Args:
-            starting: acceptance rates by feature to assume as long as little has been counted.
-            temperature: divisor of the request's logits, more than 0; stored margins are rescaled to it.
+        Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0.
         """
         if self._stamp and temperature != self._temperature[0]:
             margins = self.top_k.entries[:, tables.MARGINS : tables.STAMP]

@@ -42,7 +42,6 @@ class BestFirstDrafter(Drafter):
         draft_tables: the drafter's memory; the owner decides whether to clear it.
         vocabulary: [V, ENTRY] int32 vocabulary prior; None if not available.
         noise: the sampling noise; None for greedy decoding.
-        max_depth: largest depth of a node below the root.
     """
 
     num_top_k = tables.K

@@ -260,10 +260,7 @@ def learn(
 
     Args:
         drafts: the draft tables, as they were when the tree was proposed.
-        noise: the sampling noise.
         position: absolute position of the first committed token.
-        nodes: the tree.
-        root: index of the root.
         path: [m] int64 the node before each committed token, the root first.
         committed: [m] int64 committed tokens.
         rates: written to.

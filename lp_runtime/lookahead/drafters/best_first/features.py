@@ -49,8 +49,7 @@ class Nodes(NamedTuple):
     """The nodes of a growing tree.
 
     Attributes:
-        rows: [4, T] int64; the next four arrays are views of it.
-        tokens: [T] int64 token ids.
+        rows: [4, T] int64; tokens, parents, depths and path_probabilities are views of it.
         parents: [T] int64 index of each node's parent, -1 for the first pending token.
         depths: [T] int64 depth below the root.
         path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point.

@@ -100,22 +100,16 @@ def grow(
 ) -> tuple[Int, Int]:
     """Grow a tree best first: repeatedly add the candidate with the highest path probability.
 
+    Returns (T, digest): the number of nodes, and a 64-bit digest of tokens and parents.
+
     Args:
-        drafts: the draft tables.
-        noise: the sampling noise.
         rates: the estimates; they are recalibrated.
         nodes: the tree. The tokens up to the root are the pending ones; everything else is written.
-        frontier: scratch.
-        candidates: scratch.
+        frontier, candidates: scratch.
         position: absolute position of the token after the root.
-        root: index of the root.
         num_seeds: existing nodes, at least root + 1; the tree grows below all of them from the root on.
-        limits: tokens that may not follow these nodes.
         max_nodes: largest number of nodes, including the pending tokens.
         max_depth: largest depth of a node below the root.
-
-    Returns:
-        (T, digest): the number of nodes, and a 64-bit digest of tokens and parents.
     """
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root

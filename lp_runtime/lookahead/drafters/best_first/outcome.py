@@ -131,18 +131,12 @@ def advance(
     """Count a step's nodes, learn from its committed tokens, store its results and extend the text.
 
     Args:
-        drafts: the draft tables.
-        noise: the sampling noise.
-        rates: the estimates.
-        nodes: the tree.
-        counts: (fed, accepted), see `count`.
         candidates: scratch.
+        counts: (fed, accepted), see `count`.
         position: absolute position of the token after the root.
         path: [m] int64 the root, and the nodes that carry the committed tokens.
-        committed: [m] int64 committed tokens.
         successors: [T] int64 successor of each node; only read from the root on.
         entries: [n, ENTRY] int32 top-k candidates of the nodes from the root on.
-        stamp: the step's stamp.
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])

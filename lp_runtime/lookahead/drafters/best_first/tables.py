@@ -81,13 +81,7 @@ class TextIndex(NamedTuple):
 
 
 class DraftArrays(NamedTuple):
-    """All arrays in which candidates are looked up.
-
-    Attributes:
-        top_k: top-k candidates by context.
-        text: the committed tokens.
-        vocabulary: [V, ENTRY] int32 candidates after each token alone; V is 0 if they are not known.
-    """
+    """All arrays in which candidates are looked up; `vocabulary` is [V, ENTRY] int32, V 0 if unknown."""
 
     top_k: TopKTable
     text: TextIndex
@@ -99,9 +93,7 @@ class Noise(NamedTuple):
 
     Attributes:
         is_on: whether successors are sampled.
-        key0: lower word of the seed.
-        key1: upper word of the seed.
-        sample: index of the sample.
+        key0, key1: lower and upper word of the seed.
         inverse_temperature: factor of the model's log-probabilities, fixed point of TEMPERATURE_BITS.
         cache: [NOISE_CACHE_SIZE] int64 recently computed values, each packed with its position and token id.
     """

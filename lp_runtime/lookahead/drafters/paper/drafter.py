@@ -18,14 +18,10 @@ class PaperDrafter(CountingDrafter):
     Args:
         sizes: (W, N, G): window size in columns, >= 0, 0 for no window; n-gram size, >= 2; largest number of guesses
             verified in a step, >= 0.
-        pool_from_prompt: whether the prompt's n-grams are inserted into the pool.
         window_seed: seed for the choice of prompt tokens that window slots start from.
         only_guesses: whether to accept along guesses only, as the paper does, instead of along any node of the tree.
         samples: whether successors are sampled. The window itself always uses the likeliest tokens.
         budget: largest number of nodes, including pending tokens; None for no limit besides W, N and G.
-
-    Attributes:
-        window: None if W is 0.
     """
 
     def __init__(

@@ -12,7 +12,6 @@ class PoolStatistics:
 
     Attributes:
         num_keys: first tokens that have at least one n-gram.
-        num_ngrams: n-grams in the pool.
         fan_out: mean number of n-grams per key.
         hit_rate: fraction of steps that had a guess to verify.
         accepted_length: mean number of accepted guessed tokens, over the steps that had guesses.
@@ -26,12 +25,7 @@ class PoolStatistics:
 
 
 class NGramPool:
-    """N-grams by their first token, most recent first, at most G per first token.
-
-    Args:
-        ngram_size: N, >= 2.
-        max_guesses: G, >= 0; with 0 the pool stays empty.
-    """
+    """N-grams, N >= 2, by their first token, most recent first, at most G >= 0 per first token."""
 
     def __init__(self, ngram_size: int, max_guesses: int):
         self.ngram_size = ngram_size
