@@ -97,12 +97,12 @@ class ChainRunner(ModelRunner):
             yield from self.prefill_in_chunks(slot, rest)
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each appended separately to the text `behind`.
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], text: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each appended separately to a text.
 
         The slot is not used: the n texts have the same length and are fed as a batch.
         """
-        return StepLogits(self.passes.logits_of_texts([[*behind, token] for token in tokens]))
+        return StepLogits(self.passes.logits_of_texts([[*text, token] for token in tokens]))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:

@@ -247,12 +247,12 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], behind: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each appended separately to the text `behind`. Overwrites the slot."""
+    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], text: Sequence[int] = ()) -> StepLogits:
+        """Return the logits of n tokens, each appended separately to a text. Overwrites the slot."""
         slot.cache.clear()
         slot.tokens, slot.prompt_length = [], 0
-        if behind:
-            self.feed_prompt(slot, behind)
+        if text:
+            self.feed_prompt(slot, text)
         return StepLogits(self.feed("each_alone", [slot.cache], tokens))
 
     # Trees.
