@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 from support import small_models
@@ -26,6 +27,8 @@ LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.p
 
 torch.set_num_threads(1)
 gc.disable()
+hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine breaks any deadline
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_collection_finish() -> None:
