@@ -219,9 +219,7 @@ def test_drafts_may_come_to_a_dead_end():
     end, dead = guide.masks(tokens, parents, 0, [0, 1])
     assert end.any() and not dead.any()
     guide.advance([0, EOS])
-    with pytest.raises(
-        ConstraintError, match="token 1 was chosen, which the constraint forbids: do the logits"
-    ):
+    with pytest.raises(ConstraintError, match="token 1 was chosen, which the constraint forbids: do the logits"):
         guide.advance([1])
 
 
