@@ -2,7 +2,7 @@
 # Set up what is missing, then run the tests.
 #
 #   scripts/test.sh                          all of them, one process a core and one more
-#   scripts/test.sh -n 0 --pdb tests/test_api.py    in this process
+#   scripts/test.sh -n 0 --pdb tests/test_runtime.py    in this process
 #   scripts/test.sh tests/lookahead -x -k accept    pytest's arguments; paths are relative to the repository's root
 set -euo pipefail
 

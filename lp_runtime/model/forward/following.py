@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     """An announcement of a forward pass.
 
     Attributes:
-        kind, what: name of a method of Passes, and its arguments after `caches`, of which there is one per sequence.
+        kind, what: name of a method of Passes, and its arguments after `caches`.
         gone: keys of caches that shard 0 has freed.
         may_fail: whether the shards exchange whether the pass worked. A failure of any other pass loses the replica.
     """
