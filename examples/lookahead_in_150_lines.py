@@ -1,7 +1,5 @@
 """Lookahead decoding (arXiv 2402.02057) for one request on one device, in numpy.
 
-    python examples/lookahead_in_150_lines.py
-
 Each step runs one forward pass over the text and two branches below its last token, under one mask:
 
     lookahead branch       W x (N-1) Jacobi guesses; each column yields an n-gram
@@ -15,12 +13,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
 # (token ids [T], positions [T], mask [T, T]: row i sees column j) -> the model's next token after each token, [T]
 Forward = Callable[[np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-Ngram = tuple[int, ...]
 
 
 class NGramPool:
@@ -28,22 +26,20 @@ class NGramPool:
 
     def __init__(self, N: int, G: int):
         self.N, self.G = N, G
-        self.by_first: dict[int, dict[Ngram, None]] = {}
+        self.by_first: dict[int, list[tuple[int, ...]]] = {}
 
     def insert(self, ngram: Sequence[int]) -> None:
-        bucket = self.by_first.setdefault(ngram[0], {})
-        bucket.pop(tuple(ngram[1:]), None)
-        bucket[tuple(ngram[1:])] = None
-        if len(bucket) > self.G:
-            del bucket[next(iter(bucket))]
+        rest = tuple(ngram[1:])
+        others = [each for each in self.by_first.get(ngram[0], []) if each != rest]
+        self.by_first[ngram[0]] = [*others, rest][-self.G :]
 
     def insert_text(self, tokens: Sequence[int], num_new: int) -> None:
         """Insert the n-grams of a text that end within its last `num_new` tokens."""
         for end in range(max(self.N, len(tokens) - num_new + 1), len(tokens) + 1):
             self.insert(tokens[end - self.N : end])
 
-    def guesses(self, token: int) -> list[Ngram]:  # the most recent first
-        return list(reversed(self.by_first.get(token, {})))
+    def guesses(self, token: int) -> list[tuple[int, ...]]:  # the most recent first
+        return self.by_first.get(token, [])[::-1]
 
 
 class Lookahead:
@@ -53,13 +49,11 @@ class Lookahead:
         self.forward, self.prompt, self.W, self.N = forward, list(prompt), W, N
         self.random = random.Random(seed)
         self.pool = NGramPool(N, G)
-        self.pool.insert_text(prompt, len(prompt))
+        self.pool.insert_text(prompt, num_new=len(prompt))
         self.window: list[list[int]] = [self.refill([])]  # levels, the oldest first; N - 1 once it is full
-        self.tokens = list(prompt)
-        self.num_steps = 0
+        self.tokens, self.num_steps = list(prompt), 0
 
     def generate(self, max_new_tokens: int) -> list[int]:
-        """Decode; return the new tokens."""
         self.commit(self.next_tokens(self.prompt, range(-1, len(self.prompt) - 1))[-1:])  # the prefill
         while (num_left := max_new_tokens - len(self.tokens) + len(self.prompt)) > 0:
             self.step(num_left)
@@ -71,11 +65,10 @@ class Lookahead:
         tokens, parents = list(self.tokens), list(range(-1, root))
 
         def add(parent: int | None, token: int, depth: int) -> int | None:
-            if parent is None or depth > max_depth:
-                return None
-            tokens.append(token)
-            parents.append(parent)
-            return len(tokens) - 1
+            if parent is not None and depth <= max_depth:
+                tokens.append(token)
+                parents.append(parent)
+                return len(tokens) - 1
 
         # Lookahead branch. Level 0 is a chain from the last token; level r of a column follows its level r - 1.
         levels: list[list[int | None]] = [[root]]
@@ -84,31 +77,27 @@ class Lookahead:
         for r, level in enumerate(self.window[1:], start=1):
             levels.append([add(levels[-1][column], level[column], column + r) for column in range(self.W)])
         # Verification branch: each guess is a chain of its own from the last token.
-        guesses: list[list[int]] = []
-        for guess in self.pool.guesses(tokens[root]):
-            guesses.append([root])
+        guesses = [[root] for _ in self.pool.guesses(tokens[root])]
+        for nodes, guess in zip(guesses, self.pool.guesses(tokens[root]), strict=True):
             for depth, token in enumerate(guess[:max_depth], start=1):
-                guesses[-1].append(add(guesses[-1][-1], token, depth))
+                nodes.append(add(nodes[-1], token, depth))
 
         successors = self.next_tokens(tokens, parents)
         # Greedy verification (algorithm 2): the longest guess whose tokens are the model's own choices.
         confirmed = [root]
         for nodes in guesses:
-            num = 1
-            while num < len(nodes) and tokens[nodes[num]] == successors[nodes[num - 1]]:
-                num += 1
-            confirmed = max(confirmed, nodes[:num], key=len)
+            right = [tokens[node] == successors[parent] for parent, node in pairwise(nodes)] + [False]
+            confirmed = max(confirmed, nodes[: 1 + right.index(False)], key=len)
         if len(self.window) == self.N - 1:
             for column, last in enumerate(levels[-1]):
                 if last is not None:
                     self.pool.insert([*(tokens[level[column]] for level in levels), int(successors[last])])
         self.commit(successors[confirmed])
-        new_level = [None if node is None else int(successors[node]) for node in levels[-1]]
-        self.slide(new_level, len(confirmed))
+        self.slide([None if node is None else int(successors[node]) for node in levels[-1]], len(confirmed))
 
     def slide(self, new_level: list[int | None], num_committed: int) -> None:
         """Append a level to the window, drop the oldest of a full one, and move on by the committed tokens."""
-        levels: list[Sequence[int | None]] = [*self.window, new_level]
+        levels = [*self.window, new_level]
         if len(levels) == self.N:
             levels, num_committed = levels[1:], num_committed - 1  # the next level is one position later already
         self.window = [self.refill(level[num_committed:]) for level in levels]
@@ -158,5 +147,4 @@ if __name__ == "__main__":
 
     tokenizer, model = AutoTokenizer.from_pretrained(DEMO_MODEL), AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     lookahead = Lookahead(make_forward(model.float()), tokenizer.encode("def fibonacci(n):\n"), W=7, N=5, G=7)
-    tokens = lookahead.generate(64)
-    print(tokenizer.decode(tokens), f"\n{len(tokens)} tokens in {lookahead.num_steps} steps")
+    print(tokenizer.decode(lookahead.generate(64)), f"\n64 tokens in {lookahead.num_steps} steps")
