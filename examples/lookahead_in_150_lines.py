@@ -76,7 +76,7 @@ class Lookahead:
             levels[0].append(add(levels[0][-1], self.window[0][column], column))
         for r, level in enumerate(self.window[1:], start=1):
             levels.append([add(levels[-1][column], level[column], column + r) for column in range(self.W)])
-        # Verification branch: each guess is a chain of its own from the last token.
+        # Verification branch: each guess is a separate chain below the last token.
         guesses = [[root] for _ in self.pool.guesses(tokens[root])]
         for nodes, guess in zip(guesses, self.pool.guesses(tokens[root]), strict=True):
             for depth, token in enumerate(guess[:max_depth], start=1):

@@ -180,7 +180,7 @@ def _made_here(tree: ast.AST, node: ast.Attribute) -> bool:
 
 
 def assigned_attributes(node: ast.AST) -> int:
-    """How many attributes a statement assigns at once."""
+    """Return the number of attributes that a statement assigns at once."""
     targets = node.targets if isinstance(node, ast.Assign) else []
     return max(
         (sum(isinstance(each, ast.Attribute) for each in getattr(target, "elts", ())) for target in targets), default=0
@@ -198,7 +198,7 @@ def test_a_statement_assigns_two_attributes_at_most():
 
 
 def parameters_of(function: ast.FunctionDef) -> int:
-    """How many parameters a function has, self and cls not counted."""
+    """Return the number of parameters of a function, without self and cls."""
     arguments = function.args
     names = [each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
     return len([name for name in names if name not in ("self", "cls")])
