@@ -28,7 +28,10 @@ from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("lp_runtime", "tests", "scripts", "benchmarks", "conf", "launch", "docs", ".ci")
+FOLDERS = (
+    *("lp_runtime", "tests", "scripts", "benchmarks", "examples", "experiments"),
+    *("conf", "launch", "docs", ".ci"),
+)
 MAX_ROWS = 10  # of a table in docs/results/
 MAX_README_LINES = 120
 
