@@ -24,6 +24,7 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
 from lp_runtime.sampling.processors import check_processors
 from lp_runtime.sampling.types import LogitsProcessor
+from lp_runtime.text.stop_strings import Reasoning, check_stop_strings
 
 Config = TypeVar("Config")
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
@@ -49,6 +50,11 @@ class RequestOptions(TypedDict, total=False):
     request_id: name of the request in logs. Default "".
     cache_salt: the prefix cache shares prefixes only between requests of equal salts. Default "".
     constraint: what the new text must match. Default: any text.
+    is_answer: whether the new text is a separate text, as a chat's answer is, and does not continue the prompt's. Some
+        tokenizers strip the first space of a text. Default: whether `messages` is given.
+    skip_special_tokens: whether special tokens show no text. If false, all of them do but the end-of-sequence token
+        that ended the text. Default True.
+    reasoning: marks of the answer's reasoning part, in which stop strings have no effect. Default: none.
     processors: transformers LogitsProcessors. They must pickle, and replicas must be able to import their classes. Each
         request has a copy. A processor that does not set prefix_only = True is called once per new token, in order, on
         one replica. Default: none.
@@ -69,6 +75,9 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     processors: Sequence[LogitsProcessor]
     constraint: ConstraintConfig | None
+    is_answer: bool
+    skip_special_tokens: bool
+    reasoning: Reasoning | None
 
 
 class RequestBuilder:
@@ -114,6 +123,8 @@ class RequestBuilder:
         max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
+        if stop:
+            check_stop_strings(self._tokenizer(), stop)
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)
@@ -147,6 +158,9 @@ class RequestBuilder:
             cache_salt=cache_salt,
             processors=tuple(processors),
             constraint=self._compiled(options.get("constraint"), eos),
+            is_answer=options.get("is_answer", options.get("messages") is not None),
+            skip_special_tokens=options.get("skip_special_tokens", True),
+            reasoning=options.get("reasoning"),
         )
 
     def _stop_strings(self, given: Sequence[str] | None) -> Sequence[str]:

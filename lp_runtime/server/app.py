@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import TextStream, chat_template, token_bytes
+from lp_runtime.model.tokenizer import chat_template
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
@@ -34,6 +34,7 @@ from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.text.token_text import TokenTexts, prompt_texts
 
 log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Server:
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
         self._chat_format = ChatFormat(chat_template(tokenizer), settings.tool_format, settings.reasoning)
+        self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
@@ -107,10 +109,8 @@ class Server:
         ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
         choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
-            for choice in choices:
-                prompt = prompts[choice.index // body.n]
-                choice.prefix = prompt if isinstance(prompt, str) else self._text(prompt)
-        form = CompletionForm(self._settings.name, self._token_text, body.logprobs, body.shows_new)
+            self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
+        form = CompletionForm(self._settings.name, self._token_texts, body.logprobs, body.shows_new)
         return await self._answer(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
@@ -121,7 +121,7 @@ class Server:
             body,
             request,
             choices,
-            ChatForm(self._settings.name, self._token_text, self._token_bytes, num_top, use.max_calls),
+            ChatForm(self._settings.name, self._token_texts, num_top, use.max_calls),
         )
 
     async def respond(self, body: Responses, request: Request) -> Response:
@@ -129,7 +129,7 @@ class Server:
         use = body.tool_use()
         choices = await self._converse(body, request, use, None)
         return await self._answer(
-            body, request, choices, ResponsesForm(self._settings.name, self._token_text, body, use.max_calls)
+            body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
         )
 
     async def _converse(
@@ -144,10 +144,12 @@ class Server:
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
+        options["is_answer"] = True
+        options["skip_special_tokens"] = not chat_format.shows_special_tokens(has_tools)
+        options["reasoning"] = chat_format.reasoning_marks(prompt_end)
         choices = await self._submit(body, [ids], body.length(), options)
         for choice in choices:
-            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(has_tools) else None
-            choice.read_by(chat_format.parser(has_tools, prompt_end, text_constraint is not None), raw)
+            choice.parser = chat_format.parser(has_tools, prompt_end, text_constraint is not None)
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
@@ -178,11 +180,15 @@ class Server:
     def _text(self, tokens: list[int]) -> str:
         return cast(str, self._tokenizer.decode(tokens))  # decode returns a list only for a batch of sequences
 
-    def _token_text(self, token: int) -> str:
-        return self._text([token])
-
-    def _token_bytes(self, token: int) -> bytes:
-        return token_bytes(self._tokenizer, token)
+    def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
+        """Show each choice's prompt before its text; `with_texts`: also the texts of its tokens."""
+        for choice, prompt in zip(choices, prompts, strict=True):
+            if isinstance(prompt, str) and not with_texts:
+                choice.prefix = prompt
+                continue
+            ids = choice.job.request.prompt_ids
+            choice.prefix_texts = prompt_texts(self._tokenizer, ids, prompt if isinstance(prompt, str) else None)
+            choice.prefix = "".join(choice.prefix_texts)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
@@ -248,8 +254,8 @@ class Server:
                 yield each
             num_sent = dict.fromkeys(range(len(choices)), 0)
             async for choice, text in texts:
-                new = slice(num_sent[choice.index], len(choice.tokens))
-                num_sent[choice.index] = len(choice.tokens)
+                new = slice(num_sent[choice.index], choice.num_final)
+                num_sent[choice.index] = choice.num_final
                 shows_tokens = form.shows_tokens or choice.job.request.trace
                 if text or choice.reason or (shows_tokens and new.start < new.stop):
                     for each in form.grown(choice, text, new):

@@ -114,9 +114,8 @@ class Submitter:
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
-        return [
-            Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
-        ]
+        hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
+        return [Choice(index, job, StopTrimmer(job.request.stop, hidden)) for index, job in enumerate(jobs)]
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""

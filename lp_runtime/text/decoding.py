@@ -6,9 +6,11 @@ import os
 import re
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from lp_runtime.errors import LookaheadError, ModelError, first_line
+from transformers import PreTrainedTokenizerBase
+
+from lp_runtime.errors import ModelError, first_line
 
 REPLACEMENT = "\ufffd"  # what decoders emit for an incomplete character
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # spelling of single-byte tokens in vocabularies of text pieces
@@ -19,12 +21,6 @@ CLEANED_TEXTS = (".", "' a", "'t", "n't", "'s", "'m", "'ve", "'re", "t", "m", "s
 _PROBES: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()  # by tokenizer: see `_probes`
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that decoding needs."""
-
-    def decode(self, token_ids: Any, /, skip_special_tokens: bool = ..., **options: Any) -> Any: ...
-
-
 class Decoding:
     """Decodes token ids as `tokenizer.decode` does, and finds the part of a text that is final.
 
@@ -32,7 +28,7 @@ class Decoding:
         only_appends: whether another token never changes text before it, except incomplete characters at the end.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
@@ -54,11 +50,9 @@ class Decoding:
         if not token_ids:
             return ""
         try:
-            text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens, **self._options)
+            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **self._options)
             if not isinstance(text, str):
-                raise TypeError(f"decode returns {type(text).__name__}")
-        except LookaheadError:
-            raise
+                raise TypeError(f"it returns a {type(text).__name__}")
         except Exception as error:  # tokenizers may be foreign code
             raise ModelError(f"the tokenizer cannot decode token ids: {first_line(error)}") from error
         return text
@@ -75,7 +69,7 @@ class Decoding:
         return num
 
 
-def _probes(tokenizer: Any, cleans_up: bool) -> list[list[int]]:
+def _probes(tokenizer: PreTrainedTokenizerBase, cleans_up: bool) -> list[list[int]]:
     """Return sequences of token ids that change the end of the text before them, if any token does."""
     if not hasattr(tokenizer, "get_vocab"):
         return []

@@ -1,7 +1,7 @@
 """Incremental detokenization: the text of a growing sequence of token ids, in deltas that later tokens never change.
 
-The text of new tokens N after a context P is `decode(P + N)` after its longest common prefix with `decode(P)`. For nearly
-all tokenizers and prompts this is `decode(P + N)[len(decode(P)):]`. They differ if N completes a character that P began.
+The text of new tokens N after a context P is `decode(P + N)` after its longest common prefix with `decode(P)`. This is
+`decode(P + N)[len(decode(P)):]`, except if N completes a character that P began.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from transformers import PreTrainedTokenizerBase
+
 from lp_runtime.errors import ModelError
-from lp_runtime.text.decoding import REPLACEMENT, Decoding, Tokenizer
+from lp_runtime.text.decoding import REPLACEMENT, Decoding
 
 CONTEXT_TOKENS = 8  # tokens before new ones that are decoded again; ordinary text has a visible character in them
 MAX_WINDOW_TOKENS = 4 * CONTEXT_TOKENS  # length at which a shorter window is looked for
@@ -35,7 +37,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
         splits_tokens: bool = False,
@@ -59,15 +61,9 @@ class Detokenizer:
         Raises:
             ModelError: the tokenizer's text of the same tokens has changed.
         """
-        for each in [[token] for token in token_ids] if self._splits_tokens else [token_ids]:
-            self._ids += each
-            self._text = self._decode(self._ids)
-            if self._splits_tokens:
-                self._unsplit.append(self._text)
-        delta = self._return(self._final_length(self._text, self._ids))
-        if len(self._ids) > self._max_window:
-            self._shorten()
-        return delta
+        if self._splits_tokens:
+            return "".join([self._add([token]) for token in token_ids])
+        return self._add(token_ids)
 
     def finish(self) -> str:
         """Return the rest of the text; incomplete characters at its end are U+FFFD, as in `decode`."""
@@ -83,6 +79,16 @@ class Detokenizer:
         """Whether another token never changes text before it, except incomplete characters at the end."""
         return self._decoding.only_appends
 
+    def _add(self, token_ids: Sequence[int]) -> str:
+        self._ids += token_ids
+        self._text = self._decode(self._ids)
+        if self._splits_tokens:
+            self._unsplit.append(self._text)
+        delta = self._return(self._final_length(self._text, self._ids))
+        if len(self._ids) > self._max_window:
+            self._shorten()
+        return delta
+
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._decoding(token_ids, self._skips_special)
 
@@ -94,7 +100,9 @@ class Detokenizer:
         if self._num_returned is None:
             return common_length(text, self._context)
         if not text.startswith(self._returned):
-            raise ModelError("the tokenizer's decode is not a function of the token ids: text that was final has changed")
+            raise ModelError(
+                "the tokenizer's decode is not a function of the token ids: text that was final has changed"
+            )
         return self._num_returned
 
     def _return(self, num_final: int, is_end: bool = False) -> str:
@@ -128,13 +136,14 @@ class Detokenizer:
 
     def _shorten(self) -> None:
         """Let the window begin later, if it can, so that the cost of a step does not grow with the text."""
-        rest = None if self._num_returned is None else self._text[self._num_returned :]
-        start = 0 if rest is None or self._unsplit else self._window_start()
-        text = self._decode(self._ids[start:])
-        if start and text.endswith(rest) and is_visible(text[: len(text) - len(rest)]):
-            self._ids, self._text = self._ids[start:], text
-            self._num_returned = self._num_split = len(text) - len(rest)
-            self._returned = text[: self._num_returned]
+        can_shorten = self._num_returned is not None and not self._unsplit
+        start = self._window_start() if can_shorten else 0
+        if start:
+            text, rest = self._decode(self._ids[start:]), self._text[self._num_returned :]
+            returned = text.removesuffix(rest)
+            if len(returned) + len(rest) == len(text) and is_visible(returned):
+                self._ids, self._text, self._returned = self._ids[start:], text, returned
+                self._num_returned = self._num_split = len(returned)
         self._max_window = max(MAX_WINDOW_TOKENS, 2 * len(self._ids))
 
     def _window_start(self) -> int:
@@ -146,8 +155,8 @@ class Detokenizer:
     def _can_begin_at(self, place: int) -> bool:
         """Whether decoding from a place gives the end of the whole text, whatever tokens follow.
 
-        The text before the place must be final, and end with the last token's. A visible character must follow the place:
-        decoders that strip the beginning of a text then strip nothing of what follows it.
+        The text before the place must be final, and end with the last token's. A visible character follows: decoders
+        that strip the beginning of a text then strip nothing after it.
         """
         before = self._ids[max(0, place - CONTEXT_TOKENS) : place]
         text, after = self._decode(before), self._decode(self._ids[place:])

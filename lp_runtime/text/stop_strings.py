@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from lp_runtime.text.decoding import REPLACEMENT, Tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from lp_runtime.errors import RequestError
+from lp_runtime.text.decoding import REPLACEMENT, Decoding
 from lp_runtime.text.detokenizer import Detokenizer
+from lp_runtime.text.token_text import TokenTexts
 
 
 class Reasoning(NamedTuple):
@@ -48,7 +52,7 @@ class StopMatch(NamedTuple):
 class StopStrings:
     """Search for stop strings, one or more and none empty, in the text of growing token ids.
 
-    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a stop string.
+    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string.
 
     Args:
         context: see Detokenizer. No stop string is found in its text, or across its end.
@@ -57,7 +61,7 @@ class StopStrings:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         strings: Sequence[str],
         context: Sequence[int] = (),
         reasoning: Reasoning | None = None,
@@ -102,3 +106,34 @@ class StopStrings:
             return None
         end, _, string = min(ends)
         return StopMatch(len(tokens), len(text) - end, string)
+
+
+def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
+    """Check that each string occurs in some text of a tokenizer.
+
+    Raises:
+        RequestError: a string does not, for example capital letters if all tokens are of small ones.
+    """
+    decoding = Decoding(tokenizer)
+    for string in strings:
+        if string in decoding(tokenizer(string, add_special_tokens=False).input_ids, False):
+            continue
+        texts = frozenset(TokenTexts(tokenizer).all_bytes(len(tokenizer)))
+        if not _can_be_spelled(string.encode(), texts - {b""}):
+            raise RequestError(f"stop={string!r}: can never match: no text of the model's tokenizer contains it")
+
+
+def _can_be_spelled(wanted: bytes, texts: Collection[bytes]) -> bool:
+    """Whether some sequence of token texts contains the wanted bytes."""
+    if any(wanted in text for text in texts):
+        return True
+    lengths = range(1, len(wanted))
+    reached = {num for text in texts for num in lengths if text.endswith(wanted[:num])}  # bytes that are spelled
+    for num in lengths:
+        if num not in reached:
+            continue
+        rest = wanted[num:]
+        if any(text.startswith(rest) for text in texts):
+            return True
+        reached |= {num + len(text) for text in texts if rest.startswith(text)}
+    return False

@@ -11,6 +11,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.chat_parser import END_OF_THINK, THINK, ChatParser, HarmonyParser, TextParser
 from lp_runtime.server.chat.tools import Function, ToolUse
+from lp_runtime.text.stop_strings import Reasoning
 
 
 class CallFormat(NamedTuple):
@@ -38,6 +39,9 @@ FORMATS = {
     "mistral_args": CallFormat("", "[TOOL_CALLS]NAME[ARGS]", "", "", ""),
     "harmony": CallFormat("", "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", "", ""),
 }
+
+
+FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
 
 
 class ChatFormat:
@@ -86,6 +90,14 @@ class ChatFormat:
     def is_thinking(self, prompt_end: str) -> bool:
         """Whether the prompt has already opened the answer's reasoning part."""
         return self.has_reasoning and prompt_end.rstrip().endswith(THINK)
+
+    def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
+        """Return the marks of an answer's reasoning part; None without one."""
+        if self.is_harmony:
+            return Reasoning("", FINAL)
+        if not self.has_reasoning:
+            return None
+        return Reasoning(None if self.is_thinking(prompt_end) else THINK, END_OF_THINK)
 
     def shows_special_tokens(self, has_tools: bool) -> bool:
         """Whether the parser must see special tokens."""
@@ -192,7 +204,7 @@ ANALYSIS: dict[str, object] = {
 
 def _final(content: dict[str, object]) -> dict[str, object]:
     """Return the format of a message on harmony's final channel."""
-    return {"type": "tag", "begin": "<|channel|>final<|message|>", "content": content, "end": ""}
+    return {"type": "tag", "begin": FINAL, "content": content, "end": ""}
 
 
 def _content(constraint: ConstraintConfig) -> dict[str, object]:
