@@ -32,7 +32,7 @@ class Choice:
         offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
         text: text so far; only in answers that are not streamed.
         logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
-        token_texts: texts of the new tokens, as far as they are final; only with log-probabilities.
+        token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
         reason: OpenAI's finish_reason; None before the end.
         parser: splits the text into reasoning, content and tool calls; None for plain text.
     """
@@ -259,8 +259,8 @@ class CompletionForm(ChoicesForm):
         """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
 
         Args:
-            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, of which the first
-                has none.
+            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, the
+                first without a log-probability.
         """
         ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
         if tokens:
