@@ -28,12 +28,13 @@ from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
 from lp_runtime.server.openai.protocol import Chat, Common, Completion
-from lp_runtime.server.openai.responses import Choice, CompletionForm, Form, to_json
+from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -15,6 +14,7 @@ from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.chat.chat_parser import ChatParser, Piece
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.utils.json_line import to_json
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
 LAST_EVENT = "data: [DONE]\n\n"
@@ -81,11 +81,6 @@ class Choice:
         if self.parser is None:
             return [Piece("content", text)] if text else []
         return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
-
-
-def to_json(body: Mapping[str, object]) -> str:
-    """Serialize a body; lone surrogates sent by a client stay escaped, because UTF-8 cannot encode them."""
-    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
