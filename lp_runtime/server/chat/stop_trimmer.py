@@ -11,10 +11,15 @@ class StopTrimmer:
     Args:
         special_tokens: texts of special tokens; stop strings may contain them although the text does not show them.
         is_cut: whether a stopped text ends exactly with its stop string; if not, its last token may continue past it.
+
+    Attributes:
+        found: the stop string that ended the text, the longest if several end there; None if none has.
     """
 
     def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = (), is_cut: bool = True):
+        self.found: str | None = None
         self._is_cut = is_cut
+        self._stops = stops
         self._ends = [_without(stop, special_tokens) for stop in stops]  # what the text shows of each stop string
         # Stop strings that show in full. What is left of the others may occur in a text that they have not ended.
         self._whole = [end for end, stop in zip(self._ends, stops, strict=True) if end == stop]
@@ -38,10 +43,14 @@ class StopTrimmer:
         if is_stopped and not self._is_cut:
             # Decoding stopped at the stop string that is complete first; of those in the text up to there, cut at the
             # one that begins first.
-            text = text[: min((at + len(stop) for stop, at in self._find_stops(text)), default=len(text))]
-            text = text[: min((at for _, at in self._find_stops(text)), default=len(text))]
+            found = self._find_stops(text)
+            if found:
+                end, _, self.found = min((at + len(stop), -len(stop), stop) for stop, at in found)
+                text = text[: min(at for _, at in self._find_stops(text[:end]))]
         elif is_stopped:
-            text = text[: len(text) - max((len(end) for end in self._ends if text.endswith(end)), default=0)]
+            ends = [(len(end), stop) for end, stop in zip(self._ends, self._stops, strict=True) if text.endswith(end)]
+            num, self.found = max(ends, default=(0, None))
+            text = text[: len(text) - num]
         return text
 
     def _find_stops(self, text: str) -> list[tuple[str, int]]:

@@ -33,6 +33,7 @@ def test_nothing_behind_a_stop_is_shown_and_nothing_before_it_is_lost(text, stop
         assert text.startswith(shown) and (first is None or len(shown) <= first)
     shown += trimmer.finish(is_stopped=first is not None)
     assert shown == text[:first]
+    assert trimmer.found == max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
 
 
 @given(text=texts, stops=stops, cuts=cuts)
@@ -47,6 +48,7 @@ def test_a_last_token_may_spell_more_than_the_stop(text, stops, cuts):
     shown = "".join(map(trimmer.add, pieces)) + trimmer.finish(has_stopped)
     first = min((place for stop in stops if (place := until.find(stop)) >= 0), default=None)
     assert shown == (until[:first] if has_stopped else "".join(pieces))
+    assert trimmer.found == max((stop for stop in stops if until.endswith(stop)), key=len, default=None)
 
 
 @given(text=st.text("ab#", max_size=12), stop=st.text("ab#", min_size=1, max_size=4), cuts=cuts)

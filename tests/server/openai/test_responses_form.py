@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import openai
 import pytest
+from support.serving import answering
 
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.chat_parser import TextParser
@@ -30,29 +28,6 @@ def answered(max_calls=None, reason="stop"):
     choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
     choice.read_by(TextParser(True, False, ("<tool_call>",), "</tool_call>"), None)
     return form, choice
-
-
-@contextmanager
-def answering(text):
-    """Answer every request with a text of events; yield the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def test_whole():
