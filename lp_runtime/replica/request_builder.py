@@ -163,6 +163,11 @@ class RequestBuilder:
             reasoning=options.get("reasoning"),
         )
 
+    def max_new_tokens_after(self, prompt_length: int) -> int:
+        """Return how many new tokens fit after a prompt into context and memory; 1 if not even one does."""
+        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
+        return max(1, min(limits, default=sys.maxsize) - prompt_length)
+
     def _stop_strings(self, given: Sequence[str] | None) -> Sequence[str]:
         """Return a request's stop strings; the model's if none are given."""
         stop = self._info.defaults.get("stop_strings", ()) if given is None else given
@@ -221,10 +226,8 @@ class RequestBuilder:
             )
 
     def _default_max_new_tokens(self, prompt_length: int) -> int:
-        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than there is room for."""
-        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
-        room = max(1, min(limits, default=sys.maxsize) - prompt_length)
-        return min(self._wanted_max_new_tokens(prompt_length), room)
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than fit."""
+        return min(self._wanted_max_new_tokens(prompt_length), self.max_new_tokens_after(prompt_length))
 
     def _wanted_max_new_tokens(self, prompt_length: int) -> int:
         """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""

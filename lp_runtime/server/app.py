@@ -21,6 +21,8 @@ from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.anthropic.messages_api import Messages
+from lp_runtime.server.anthropic.messages_form import MessagesForm
 from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
@@ -28,13 +30,14 @@ from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
 from lp_runtime.server.openai.protocol import Chat, Common, Completion
-from lp_runtime.server.openai.responses import Choice, CompletionForm, Form, to_json
+from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
 from lp_runtime.text.token_text import TokenTexts, prompt_texts
+from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
@@ -64,11 +67,13 @@ class Server:
     def app(self) -> FastAPI:
         """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_exception_handler(ApiError, lambda _, error: error.response())
-        app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
+        app.add_exception_handler(ApiError, lambda request, error: error.response(request.url.path))
+        app.add_exception_handler(LookaheadError, lambda request, error: ApiError.of(error).response(request.url.path))
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, _of_http)
-        app.add_exception_handler(Exception, lambda _, error: ApiError.unforeseen(error).response())
+        app.add_exception_handler(
+            Exception, lambda request, error: ApiError.unforeseen(error).response(request.url.path)
+        )
         gate = self._settings.gate
         app.add_middleware(Gate, rules=gate)
         if gate.cors_origins:
@@ -84,6 +89,7 @@ class Server:
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/responses")(self.respond)
+        app.post("/v1/messages")(self.message)
         return app
 
     def drain(self) -> None:
@@ -132,8 +138,15 @@ class Server:
             body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
         )
 
+    async def message(self, body: Messages, request: Request) -> Response:
+        """Answer POST /v1/messages."""
+        use = body.tool_use()
+        choices = await self._converse(body, request, use, None)
+        form = MessagesForm(self._settings.name, self._token_texts, body.length(), use.max_calls)
+        return await self._answer(body, request, choices, form)
+
     async def _converse(
-        self, body: Chat | Responses, request: Request, use: ToolUse, num_top: int | None
+        self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         options = self._options(body, request, num_top)
@@ -275,9 +288,9 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError.unforeseen(error)
 
 
-def _of_http(_: Request, error: Exception) -> Response:
-    """Answer an HTTPException raised by FastAPI or the gate in OpenAI's error format."""
+def _of_http(request: Request, error: Exception) -> Response:
+    """Answer an HTTPException raised by FastAPI or the gate in the error format of the path's API."""
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
     answer.headers.update(error.headers or {})
-    return answer.response()
+    return answer.response(request.url.path)

@@ -109,7 +109,10 @@ class Submitter:
             raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
         requests: list[DecodingRequest] = []
         for prompt in prompts:
-            first = self._request(prompt, max_new_tokens, options)
+            length = max_new_tokens
+            if length is not None and body.caps_length:
+                length = min(length, self._builder.max_new_tokens_after(len(prompt)))
+            first = self._request(prompt, length, options)
             # Greedy samples are identical: give them one sample number.
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]

@@ -15,10 +15,12 @@ LIMITS = {
     "strict_fields": True,
 }  # the server's settings
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 GOOD = {
     COMPLETIONS: {"prompt": "def f(", "max_tokens": 2, "temperature": 1, "seed": 7},
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
     RESPONSES: {"input": "x", "max_output_tokens": 2, "temperature": 1, "seed": 7},
+    MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
 }
 HUGE, NAN, INFINITY = 2**70, float("nan"), float("inf")
 SURROGATE = "\ud800"
@@ -93,6 +95,7 @@ COMMON = {
     ),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+BLOCKS = ("text", "image", "document", "thinking", "tool_use", "tool_result", "search_result")
 FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
 OWN = {
     COMPLETIONS: {
@@ -144,11 +147,37 @@ OWN = {
         "include": (1, {}, ["x"], [1]),
         "truncation": (*NO_STRING, "auto"),
     },
+    MESSAGES: {
+        "messages": (
+            *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}], [{"role": "user"}]),
+            *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", "assistant", SURROGATE)),
+            *([{"role": "user", "content": each}] for each in (1, True, {}, [], [1], ["x"], [{}], SURROGATE)),
+            *([{"role": "user", "content": [{"type": each}]}] for each in (1, None, [], SURROGATE, *BLOCKS)),
+            *([{"role": "assistant", "content": [{"type": each}]}] for each in ("tool_use", "tool_result", "image")),
+            [{"role": "user", "content": [{"type": "text", "text": SURROGATE}]}],
+            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]}],
+            [{"role": "user", "content": "x " * 20_000}],
+        ),
+        "system": (1, True, {}, [1], [{}], [{"type": "text"}], [{"type": "image"}], SURROGATE),
+        "stop_sequences": (1, "x", {}, [1], [""], [None], ["x"] * 17, [SURROGATE]),
+        "tools": (1, {}, [1], [{}], [{"name": "a b"}], [{"name": "a"}], [{"type": "bash_20250124", "name": "bash"}]),
+        "tool_choice": (1, "auto", {}, [], {"type": "x"}, {"type": "any"}, {"type": "tool"}),
+        "thinking": (1, "x", True, []),
+        "output_config": (1, "x", [], {"format": 1}, {"format": {"type": "json_schema"}}, {"effort": 1}),
+        "mcp_servers": ([{"type": "url", "url": "http://127.0.0.1/"}], "x"),
+        "speed": NO_STRING,
+    },
 }
-OTHERS = {COMPLETIONS: CHAT, CHAT: COMPLETIONS, RESPONSES: COMPLETIONS}  # whose own fields are not known to a route
+OTHERS = {
+    COMPLETIONS: CHAT,
+    CHAT: COMPLETIONS,
+    RESPONSES: COMPLETIONS,
+    MESSAGES: COMPLETIONS,
+}  # whose own fields are not known to a route
 # Of the routes that decode nothing, values that are wrong.
 TOKENS = {
     "/tokenize": [{}, {"prompt": 1}, {"prompt": []}, {"messages": []}, {"messages": "x"}, {"prompt": SURROGATE}, []],
+    f"{MESSAGES}/count_tokens": [{}, {"messages": []}, {"messages": "x"}, {"messages": [{}], "system": 1}, []],
     "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.

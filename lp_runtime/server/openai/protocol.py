@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -114,6 +114,7 @@ class Common(_Body):
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
+    caps_length: ClassVar[bool] = False  # whether a length that does not fit into the context is shortened, not refused
 
     model: str | None = None
     max_tokens: int | None = None
@@ -169,13 +170,7 @@ class Common(_Body):
         """Return the stop strings, at most MAX_STOPS; None if none are given."""
         if self.stop is None:
             return None
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"stop: {len(stops)} strings are given; must be at most {MAX_STOPS}")
-        for stop in stops:
-            if any("\ud800" <= character <= "\udfff" for character in stop):
-                raise RequestError(f"stop={stop!r}: is not valid Unicode")
-        return stops
+        return check_stops("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
 
     def options(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> RequestOptions:
         """Return the options of the decoding request.
@@ -226,6 +221,18 @@ class Common(_Body):
         if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
             given["temperature"] = 0.0
         return given
+
+
+def check_stops(name: str, stops: list[str]) -> list[str]:
+    """Return the stop strings of the field `name` if they are valid."""
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"{name}: {len(stops)} strings are given; must be at most {MAX_STOPS}")
+    for stop in stops:
+        if not stop:
+            raise RequestError(f"{name}={stop!r}: must be strings of at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise RequestError(f"{name}={stop!r}: is not valid Unicode")
+    return stops
 
 
 def _same(value: object, other: object) -> bool:

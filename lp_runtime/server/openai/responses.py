@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,6 +15,7 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.server.chat.chat_parser import ChatParser, Piece
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.text.token_text import TokenTexts
+from lp_runtime.utils.json_line import to_json
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
 LAST_EVENT = "data: [DONE]\n\n"
@@ -34,6 +34,7 @@ class Choice:
         logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
         token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
         reason: OpenAI's finish_reason; None before the end.
+        stop: the stop string that ended the text; None before the end, and without one.
         parser: splits the text into reasoning, content and tool calls; None for plain text.
     """
 
@@ -51,6 +52,7 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     reason: str | None = None
+    stop: str | None = None
     parser: ChatParser | None = None
 
     @property
@@ -68,9 +70,9 @@ class Choice:
         return self.trimmer.add(delta.text)
 
     def finish(self) -> str:
-        """Set `reason` after the job has ended; return the remaining text to show."""
+        """Set `reason` and `stop` after the job has ended; return the remaining text to show."""
         generation = self.job.final_generation
-        self.reason = REASONS.get(generation.finish_reason, "length")
+        self.reason, self.stop = REASONS.get(generation.finish_reason, "length"), generation.stop
         return self.trimmer.finish(generation.stop)
 
     def pieces(self, text: str) -> list[Piece]:
@@ -78,11 +80,6 @@ class Choice:
         if self.parser is None:
             return [Piece("content", text)] if text else []
         return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
-
-
-def to_json(body: Mapping[str, object]) -> str:
-    """Serialize a body; lone surrogates sent by a client stay escaped, because UTF-8 cannot encode them."""
-    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
