@@ -29,7 +29,7 @@ from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion
+from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
 from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
@@ -56,6 +56,7 @@ class Server:
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._settings, self._tokenizer = settings, tokenizer
         self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
+        self._context_length = runtime.info.context_length
         self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
@@ -112,7 +113,8 @@ class Server:
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
-        ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
+        ids = [self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each for each in prompts]
+        ids = [body.truncated(each, self._context_length) for each in ids]
         choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
             self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
@@ -153,13 +155,18 @@ class Server:
         chat_format, has_tools = self._chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
-        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown())
+        kwargs = {**body.template_kwargs(), **body.rendering()}
+        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
+        ids = body.truncated(ids, self._context_length)
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
-        options["is_answer"] = True
-        options["skip_special_tokens"] = not chat_format.shows_special_tokens(has_tools)
-        options["reasoning"] = chat_format.reasoning_marks(prompt_end)
+        options["is_answer"] = not body.continues_message
+        options["skip_special_tokens"] &= not chat_format.shows_special_tokens(has_tools)
+        options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end)
+        if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
+            budget = self._submitter.reasoning_budget(marks, len(ids), num_tokens)
+            options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], body.length(), options)
         for choice in choices:
             choice.parser = chat_format.parser(has_tools, prompt_end, text_constraint is not None)
@@ -172,7 +179,7 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._sampling, self._defaults)
+        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         options["cache_salt"] = f"{request.state.client} {body.cache_salt}"
@@ -210,7 +217,9 @@ class Server:
             request_id = request.state.request_id
             texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            stream_options = body.stream_options or StreamOptions()
+            with_usage = stream_options.include_usage
+            form.counts_each = with_usage and stream_options.continuous_usage_stats
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
 
         async def collect() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.blocks import Block, Part, Turn, conversation_of
 from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, ToolUse, choose_tools
-from lp_runtime.server.openai.protocol import Common, check_stops
+from lp_runtime.server.openai.protocol import Conversation, check_stops
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
@@ -50,11 +50,21 @@ class OutputConfig(Part):
     format: ResponseFormat | None = None
 
 
-class Messages(Common):
+class Thinking(BaseModel):
+    """Whether and how long the model reasons."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=0)
+
+
+class Messages(Conversation):
     """The body of POST /v1/messages.
 
-    `thinking` has no effect: a model that reasons does so with or without it. The fields after it concern Anthropic's
-    own machines. Extensions of the API are those of Common.
+    `thinking` turns the template's thinking on or off, if the template can, and `budget_tokens` bounds it. The fields
+    after it concern Anthropic's own machines. A last message of the assistant is continued. Extensions of the API are
+    those of Conversation.
     """
 
     caps_length: ClassVar[bool] = True
@@ -65,7 +75,7 @@ class Messages(Common):
     tools: list[AnthropicTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     output_config: OutputConfig | None = None
-    thinking: dict[str, object] | None = None
+    thinking: Thinking | None = None
     cache_control: dict[str, object] | None = None
     inference_geo: str | None = None
     speed: str | None = None
@@ -77,13 +87,25 @@ class Messages(Common):
             "stop: is not a field of messages; give stop_sequences": self.stop is not None,
             "trace: is not supported in messages": self.trace,
             "mcp_servers: is not supported; leave it out or give []": bool((self.model_extra or {}).get("mcp_servers")),
-            "messages: the last one is the assistant's: continuing an answer is not supported": (
-                self.messages[-1].role == "assistant"
-            ),
         }
         for message, is_refused in refused.items():
             if is_refused:
                 raise RequestError(message)
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the chat template that the body gives."""
+        given = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return {**given, **super().template_kwargs()}
+
+    def reasoning_budget(self) -> int | None:
+        """Return how many tokens the reasoning part may have; None for no limit."""
+        own = super().reasoning_budget()
+        return self.thinking.budget_tokens if own is None and self.thinking is not None else own
+
+    @property
+    def continues_message(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.messages[-1].role == "assistant"
 
     def stops(self) -> list[str] | None:
         """Return the stop strings; None if none are given."""

@@ -18,6 +18,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.sampling.request_processors import AllowedTokens
 from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
 from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
@@ -25,6 +26,7 @@ from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_TOKEN_LIST = 1024  # entries of stop_token_ids and of bad_words
 MAX_COLUMNS = 256
 MAX_NGRAM_SIZE = 32
 MAX_BUDGET_TOKENS = 4096
@@ -51,21 +53,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "typical_p": (1.0,),
 }
@@ -88,7 +81,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class Lookahead(_Body):
@@ -108,7 +101,8 @@ class Lookahead(_Body):
 class Common(_Body):
     """Fields that completions, chats and responses share.
 
-    Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
+    Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+    include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens, max_time,
     split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
     model's generation_config.json. `user`, `metadata` and `store` to `prediction` do not affect decoding.
     """
@@ -143,6 +137,12 @@ class Common(_Body):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default=[], max_length=MAX_TOKEN_LIST)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
+    bad_words: list[str] = Field(default=[], max_length=MAX_TOKEN_LIST)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     split_special_tokens: bool = False
     max_time: float | None = None
     cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
@@ -166,6 +166,16 @@ class Common(_Body):
         """Return the constraint of the answer's text; None for any text."""
         return constraint_of(self.response_format, self.structured_outputs)
 
+    def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
+        """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, as many as leave room for one new token."""
+        num = self.truncate_prompt_tokens
+        if num is None or (num == -1 and context_length is None):
+            return ids
+        num = context_length - 1 if num == -1 and context_length is not None else num
+        if num == 0:
+            raise RequestError("truncate_prompt_tokens=0: must be -1, or at least 1")
+        return ids[-num:]
+
     def stops(self) -> list[str] | None:
         """Return the stop strings, at most MAX_STOPS; None if none are given."""
         if self.stop is None:
@@ -185,7 +195,11 @@ class Common(_Body):
             stop=self.stops(),
             max_time=self.max_time,
             constraint=self.constraint(),
+            stop_token_ids=self.stop_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
         )
+        if self.allowed_token_ids is not None:
+            options["processors"] = [AllowedTokens(self.allowed_token_ids)]
         if self.trace:
             if not self.stream:
                 raise RequestError("trace: only with stream=true")
@@ -258,8 +272,8 @@ class Completion(Common):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts, as texts or token ids."""
-        if self.suffix:
-            raise RequestError("suffix: is not supported; leave it out or give an empty one")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise RequestError("suffix: only with one prompt, as text")
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of={self.best_of}: is not supported; leave it out or give n={self.n}")
         if isinstance(self.prompt, str):
@@ -285,7 +299,51 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
-class Chat(Common):
+class Conversation(Common):
+    """Fields that chats and responses share: how the chat template is rendered, and how long the model reasons.
+
+    `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
+    """
+
+    chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def effort(self) -> str | None:
+        """Return how much the model is to reason; None if not given."""
+        return None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the chat template that the body gives."""
+        effort = self.effort()
+        given: dict[str, Any] = {}
+        if effort is not None:
+            given["reasoning_effort"] = effort
+        if effort == "none" or self.enable_thinking is not None:
+            given["enable_thinking"] = bool(self.enable_thinking)
+        return {**given, **self.chat_template_kwargs}
+
+    def reasoning_budget(self) -> int | None:
+        """Return how many tokens the reasoning part may have; None for no limit."""
+        return self.thinking_token_budget
+
+    @property
+    def continues_message(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.continue_final_message
+
+    def rendering(self) -> dict[str, bool]:
+        """Return which parts around the last message are rendered, as arguments of `apply_chat_template`."""
+        if not self.continues_message:
+            return {"add_generation_prompt": self.add_generation_prompt is not False}
+        if self.add_generation_prompt:
+            raise RequestError("continue_final_message: not with add_generation_prompt=true")
+        return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+class Chat(Conversation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -295,6 +353,10 @@ class Chat(Common):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
+    reasoning_effort: str | None = None
+
+    def effort(self) -> str | None:
+        return self.reasoning_effort
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""

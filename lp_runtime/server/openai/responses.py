@@ -135,12 +135,15 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer: of a completion, a chat or a response.
 
-    `shows_tokens`: whether new tokens make an event even if they add no text, as with log-probabilities.
+    Attributes:
+        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
+        counts_each: whether every chunk of a stream has the usage so far, in forms that have chunks.
     """
 
     def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
         self.model = model
         self.texts = texts
+        self.counts_each = False
         self.shows_tokens = shows_tokens
 
     @abstractmethod
@@ -200,7 +203,7 @@ class ChoicesForm(Form):
         if choice.job.request.trace:  # our extension of the OpenAI API: where this step's tokens came from
             traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
-        yield self.chunk(delta)
+        yield self.chunk(delta, **({"usage": usage_of([choice])} if self.counts_each else {}))
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         if with_usage:
