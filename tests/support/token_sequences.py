@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from support.tokenizer_kinds import BYTE_PIECES, BYTES, CORPUS
 from transformers import PreTrainedTokenizerBase
+
+from support.tokenizer_kinds import BYTE_PIECES, BYTES, CORPUS
 
 CHARACTERS = [*" aé北🙂ß\n.,'’▁\ufffd\u0301\u200d😀", "👩‍👩‍👧"]  # of texts in tokens of single bytes
 LENGTHS = (1, 2, 4, 8, 16)  # of the parts of a sequence
@@ -53,7 +54,9 @@ class RandomTokens:
 
     def tokens(self) -> list[int]:
         """Return parts of different styles: some fifty tokens at most, rarely some hundred."""
-        lengths = [LONG if self._rng.random() < 0.02 else self._rng.choice(LENGTHS) for _ in range(self._rng.randint(1, 4))]
+        lengths = [
+            LONG if self._rng.random() < 0.02 else self._rng.choice(LENGTHS) for _ in range(self._rng.randint(1, 4))
+        ]
         return [token for length in lengths for token in self._rng.choice(self._styles)(length)]
 
     def prompt(self) -> list[int]:
