@@ -112,6 +112,7 @@ def criteria_fault(
     byte tokens for characters even if their run has an invalid byte, for which decode shows U+FFFD throughout. It takes
     the space that decode strips at the beginning of a text for a part of it.
     """
+    new = [token for token in new if token < len(tokenizer)]  # StopStringCriteria has no row for other ids
     text, vocabulary = text_of(tokenizer, (), new, False), tokenizer.get_vocab()
     strings = random_strings(text, random.Random(seed))
     strings = [each for each in strings if REPLACEMENT not in each and not each.startswith(" ")]

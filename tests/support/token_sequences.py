@@ -48,6 +48,8 @@ class RandomTokens:
         self._short = [i for i in self._all if len(pieces[i].strip("▁Ġ#@")) < 2 and not pieces[i].isalnum()]
         self._special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         self._bytes = ids_of_bytes(tokenizer)
+        # Models may have more token ids than their tokenizers; transformers decodes such ids to nothing.
+        self._any = [*self._all, *range(len(tokenizer), len(tokenizer) + 4)] if tokenizer.is_fast else self._all
         self._styles = [self._uniform, self._text, self._text, self._few, self._punctuation]
         self._styles += [self._with_special] if self._special else []
         self._styles += [self._byte_text, self._byte_text, self._any_bytes] if self._bytes else []
@@ -83,7 +85,7 @@ class RandomTokens:
         return self.text()[:length]
 
     def _uniform(self, length: int) -> list[int]:
-        return self._rng.choices(self._all, k=length)
+        return self._rng.choices(self._any, k=length)
 
     def _few(self, length: int) -> list[int]:
         """Return few different tokens, over and over."""
