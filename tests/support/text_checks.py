@@ -1,7 +1,7 @@
 """Checks of lp_runtime/text against transformers' decode, for tests and for benchmarks/correctness.py.
 
-A check takes a tokenizer, a prompt, new tokens and a seed, and returns a fault in one line, or None. The seed decides on
-whatever else varies: steps, stop strings, whether special tokens show.
+A check takes a tokenizer, a prompt, new tokens and a seed. It returns a fault in one line, or None. The seed determines
+everything else: steps, stop strings, whether special tokens show.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 
 import torch
-from support.token_sequences import cut
 from transformers import PreTrainedTokenizerBase, StopStringCriteria
 
 from lp_runtime.errors import LookaheadError
@@ -19,18 +18,20 @@ from lp_runtime.text.decoding import REPLACEMENT
 from lp_runtime.text.detokenizer import Detokenizer
 from lp_runtime.text.stop_strings import StopStrings
 from lp_runtime.text.token_text import TokenTexts
+from support.token_sequences import cut
 
 Check = Callable[[PreTrainedTokenizerBase, Sequence[int], Sequence[int], int], str | None]
 
-# Kinds in which a token's text depends on its neighbours: suffixes of words, repetitions, spaces before punctuation, and
-# what the decoder does with characters that byte tokens have spelled.
+# Kinds in which a token's text depends on its neighbours: by suffixes of words, repetitions, spaces before punctuation,
+# or by what the decoder does with characters that byte tokens spell.
 NOT_TOKEN_BY_TOKEN = {"clip", "fused_replace", "unigram_cleaned", "wordpiece_cleaned", "openai_gpt", "ctc", "ctrl"}
-NOT_TOKEN_BY_TOKEN |= {"bytes_unfused", "strip_right"}
+NOT_TOKEN_BY_TOKEN |= {"bpe_cleaned", "bytes_unfused", "strip_right"}
 # Kinds whose StopStringCriteria is right. In the others it takes each piece by itself, as it is after "abcdef", and
 # misses what neighbours change (NOT_TOKEN_BY_TOKEN), the first piece's ## (wordpiece), or bytes (bytes_unfused, byt5).
 # It cannot be made at all without a decoder: "substring not found".
-CRITERIA_KINDS = {"byte_level", "byte_level_added", "llama3", "tiktoken", "llama2", "llama2_added", "llama_class", "gemma"}
-CRITERIA_KINDS |= {"strip_right", "metaspace_always", "metaspace_first", "metaspace_never", "t5", "demo_model"}
+CRITERIA_KINDS = {"byte_level", "byte_level_added", "llama3", "tiktoken", "demo_model"}
+CRITERIA_KINDS |= {"llama2", "llama2_added", "llama_class", "gemma", "strip_right"}
+CRITERIA_KINDS |= {"metaspace_always", "metaspace_first", "metaspace_never", "t5"}
 
 
 def text_of(
@@ -72,7 +73,9 @@ def token_texts_fault(
     shown += detokenizer.finish()
     texts, expected = detokenizer.token_texts, text_of(tokenizer, prompt, new, skips)
     if shown != expected:
-        return f"deltas join to {shown!r} with splits_tokens=True, skip_special_tokens={skips}; the text is {expected!r}"
+        return (
+            f"deltas join to {shown!r} with splits_tokens=True, skip_special_tokens={skips}; the text is {expected!r}"
+        )
     if "".join(texts) != expected or len(texts) != len(new):
         return f"token_texts {texts} of {len(new)} tokens, skip_special_tokens={skips}; the text is {expected!r}"
     if any(texts[: len(earlier)] != earlier for earlier in history):
@@ -105,10 +108,11 @@ def criteria_fault(
 ) -> str | None:
     """Check new tokens without a prompt against transformers' StopStringCriteria, where both mean the same text.
 
-    It sees U+FFFD only where it is written out, not for incomplete characters. It sees a run of byte tokens as characters
-    even if the run has an invalid byte, for which decode shows U+FFFD throughout. It sees the space that decode strips at
-    the beginning of a text.
+    StopStringCriteria errs in three ways. It does not know that decode shows incomplete characters as U+FFFD. It takes
+    byte tokens for characters even if their run has an invalid byte, for which decode shows U+FFFD throughout. It takes
+    the space that decode strips at the beginning of a text for a part of it.
     """
+    new = [token for token in new if token < len(tokenizer)]  # StopStringCriteria has no row for other ids
     text, vocabulary = text_of(tokenizer, (), new, False), tokenizer.get_vocab()
     strings = random_strings(text, random.Random(seed))
     strings = [each for each in strings if REPLACEMENT not in each and not each.startswith(" ")]
@@ -181,3 +185,12 @@ def kinds_of(check: Check, kinds: Sequence[str]) -> list[str]:
     if check is criteria_fault:
         return [kind for kind in kinds if kind in CRITERIA_KINDS]
     return [kind for kind in kinds if check is not bytes_fault or kind not in NOT_TOKEN_BY_TOKEN]
+
+
+CHECKS: dict[str, Check] = {
+    "deltas": deltas_fault,
+    "token_texts": token_texts_fault,
+    "bytes": bytes_fault,
+    "stop_strings": stop_strings_fault,
+    "criteria": criteria_fault,
+}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from support.tokenizer_kinds import BYTE_PIECES, BYTES, CORPUS
 from transformers import PreTrainedTokenizerBase
+
+from support.tokenizer_kinds import BYTE_PIECES, BYTES, CORPUS
 
 CHARACTERS = [*" aé北🙂ß\n.,'’▁\ufffd\u0301\u200d😀", "👩‍👩‍👧"]  # of texts in tokens of single bytes
 LENGTHS = (1, 2, 4, 8, 16)  # of the parts of a sequence
@@ -47,13 +48,17 @@ class RandomTokens:
         self._short = [i for i in self._all if len(pieces[i].strip("▁Ġ#@")) < 2 and not pieces[i].isalnum()]
         self._special = [i for i, token in tokenizer.added_tokens_decoder.items() if token.special]
         self._bytes = ids_of_bytes(tokenizer)
+        # Models may have more token ids than their tokenizers; transformers decodes such ids to nothing.
+        self._any = [*self._all, *range(len(tokenizer), len(tokenizer) + 4)] if tokenizer.is_fast else self._all
         self._styles = [self._uniform, self._text, self._text, self._few, self._punctuation]
         self._styles += [self._with_special] if self._special else []
         self._styles += [self._byte_text, self._byte_text, self._any_bytes] if self._bytes else []
 
     def tokens(self) -> list[int]:
         """Return parts of different styles: some fifty tokens at most, rarely some hundred."""
-        lengths = [LONG if self._rng.random() < 0.02 else self._rng.choice(LENGTHS) for _ in range(self._rng.randint(1, 4))]
+        lengths = [
+            LONG if self._rng.random() < 0.02 else self._rng.choice(LENGTHS) for _ in range(self._rng.randint(1, 4))
+        ]
         return [token for length in lengths for token in self._rng.choice(self._styles)(length)]
 
     def prompt(self) -> list[int]:
@@ -80,7 +85,7 @@ class RandomTokens:
         return self.text()[:length]
 
     def _uniform(self, length: int) -> list[int]:
-        return self._rng.choices(self._all, k=length)
+        return self._rng.choices(self._any, k=length)
 
     def _few(self, length: int) -> list[int]:
         """Return few different tokens, over and over."""

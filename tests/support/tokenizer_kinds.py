@@ -23,18 +23,23 @@ from lp_runtime.config.settings import DEMO_MODEL
 
 CORPUS = """\
 def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n\tclass Stop(Exception):\n        pass\n
-The answer is yes, isn't it? I do not think so! They've said: "we're done", and that's all 's well. x = ' a ' ;  two  spaces
-Grüße aus Köln, naïve café, Ærø, ﬁn; здравствуй мир, γειά σου Κόσμε; 北京是中国的首都，东京是日本的首都。日本語の文章です。
+The answer is yes, isn't it? I do not think so! They've said: "we're done", and that's all 's well.
+x = ' a ' ;  two  spaces
+Grüße aus Köln, naïve café, Ærø, ﬁn; здравствуй мир, γειά σου Κόσμε;
+北京是中国的首都，东京是日本的首都。日本語の文章です。
 한국어 문장입니다 مرحبا بالعالم שלום עולם नमस्ते दुनिया ภาษาไทย ∑∫√ ½ © ® ™ “quotes” ‘single’ – — … ½
-🙂🙃😀 👩‍👩‍👧 🏳️‍🌈 🇩🇪🇫🇷 é ñ \u00a0nbsp\u2028ls\ufffd \ufeffbom 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀𒀁 0123456789 3.14 1,000 {"ße": "ä", 'k': [1, 2]} <a href='b'>
+🙂🙃😀 👩‍👩‍👧 🏳️‍🌈 🇩🇪🇫🇷 é ñ \u00a0nbsp\u2028ls\ufffd \ufeffbom 𝔘𝔫𝔦𝔠𝔬𝔡𝔢 𒀀𒀁
+0123456789 3.14 1,000 {"ße": "ä", 'k': [1, 2]} <a href='b'>
 the cat sat on the mat. the dog, the house; the man said hello world and stop stop STOP stopped nonstop
 """
 BYTES = bytes_to_unicode()
 BYTE_PIECES = [f"<0x{byte:02X}>" for byte in range(256)]
 # Pieces of byte-level vocabularies that begin or end within characters; each becomes a merge of two known pieces.
-CROSSING = ["\xa9|\xc3", "a|\xe2", "\x80|\x99", "\xf0|\x9f", "\x99|\x82", "\x82|\xf0", "\xef|\xbf", "\xbd|\xef", " |\xe5", "\xad|a"]
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+CROSSING = ["\xa9|\xc3", "a|\xe2", "\x80|\x99", "\xf0|\x9f", "\x99|\x82"]
+CROSSING += ["\x82|\xf0", "\xef|\xbf", "\xbd|\xef", " |\xe5", "\xad|a"]
+SPLIT = (  # the pieces of Llama 3's texts
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ADDED = [  # with unusual contents, and with flags that change how text is encoded
     AddedToken("<left>", lstrip=True, normalized=False),
@@ -86,8 +91,8 @@ def _byte_level_pieces() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
     """Return (pieces, merges) of a byte-level vocabulary, as printable characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = sorted(BYTES.values())
-    tokenizer.train_from_iterator([CORPUS] * 2, trainers.BpeTrainer(vocab_size=500, initial_alphabet=alphabet, show_progress=False))
+    trainer = trainers.BpeTrainer(vocab_size=500, initial_alphabet=sorted(BYTES.values()), show_progress=False)
+    tokenizer.train_from_iterator([CORPUS] * 2, trainer)
     model = _model_of(tokenizer)
     pieces, merges = list(model["vocab"]), [tuple(merge) for merge in model["merges"]]
     for crossing in CROSSING:
@@ -158,16 +163,18 @@ def clip() -> PreTrainedTokenizerBase:
 
 @cache
 def _text_pieces() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Return (pieces, merges) of a vocabulary that lacks most characters outside of Latin scripts."""
+    """Return (pieces, merges) of a vocabulary of Latin, Greek and Cyrillic; most other characters are missing."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", behavior="merged_with_next")
-    tokenizer.train_from_iterator([CORPUS] * 2, trainers.BpeTrainer(vocab_size=320, limit_alphabet=110, show_progress=False))
+    corpus = "".join(character for character in CORPUS if character < "\u0500")
+    tokenizer.train_from_iterator([corpus] * 2, trainers.BpeTrainer(vocab_size=340, show_progress=False))
     model = _model_of(tokenizer)
     merges = [tuple(merge) for merge in model["merges"]]
     pairs = [("▁", "▁"), ("▁▁", "▁▁"), ("\n", "\n"), ("e", "▁"), ("s▁", "t")]
     merges += [pair for pair in pairs if pair not in merges]
-    extra = ["▁▁", "▁▁▁▁", "\n", "\n\n", "\t", "e▁", "s▁", "s▁t", "é", "北", "🙂", "\ufffd", " ", " x", "x ", "▁.", "'", "@@"]
+    extra = ["▁▁", "▁▁▁▁", "\n", "\n\n", "\t", "e▁", "s▁", "s▁t", "é", "北", "🙂", "\ufffd"]
+    extra += [" ", " x", "x ", "▁.", "'", "@@"]
     return tuple(dict.fromkeys([*model["vocab"], *extra])), tuple(merges)
 
 
@@ -228,13 +235,22 @@ def fused_replace() -> PreTrainedTokenizerBase:
     return _byte_fallback(decoder, [normalizers.Replace(" ", "▁")])
 
 
-def _metaspace(scheme: str) -> PreTrainedTokenizerBase:
+def _metaspace(scheme: str, **options) -> PreTrainedTokenizerBase:
     """Return a BPE tokenizer with Metaspace as pre-tokenizer and decoder."""
     vocabulary = _vocabulary("<unk>", "<s>", "</s>", byte_pieces=False)
     tokenizer = Tokenizer(models.BPE(vocabulary, list(_text_pieces()[1]), unk_token="<unk>", fuse_unk=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    return _wrapped(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+    return _wrapped(tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>", **options)
+
+
+def bpe_cleaned() -> PreTrainedTokenizerBase:
+    """Metaspace with the setting by which transformers removes spaces before punctuation even for BPE."""
+    return _metaspace(
+        "first",
+        clean_up_tokenization_spaces=True,
+        clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output=True,
+    )
 
 
 def metaspace_always() -> PreTrainedTokenizerBase:
@@ -299,7 +315,7 @@ def _suffixed_pieces() -> list[str]:
     """Return words that end in </w>, and parts of words."""
     words = _words()
     parts = [word[:length] for word in words for length in (1, 2, 3) if length <= len(word)]
-    return [*parts, *(f"{word}</w>" for word in words), *(f"{part}</w>" for part in parts), "</w>", "a</w>b", "x</w></w>"]
+    return [*parts, *(f"{piece}</w>" for piece in (*words, *parts, "")), "a</w>b", "x</w></w>"]
 
 
 def openai_gpt() -> PreTrainedTokenizerBase:
@@ -352,7 +368,7 @@ TRAINED = {"demo_model": DEMO_MODEL} | {
 BUILDERS = [
     *(byte_level, byte_level_added, llama3, tiktoken, clip),
     *(llama2, llama2_added, llama_class, gemma, bytes_unfused, strip_right, fused_replace),
-    *(metaspace_always, metaspace_first, metaspace_never, t5, unigram_cleaned),
+    *(metaspace_always, metaspace_first, metaspace_never, bpe_cleaned, t5, unigram_cleaned),
     *(wordpiece, wordpiece_cleaned, openai_gpt, no_decoder, ctc, byt5, ctrl),
 ]
 KINDS: dict[str, Callable[[], PreTrainedTokenizerBase]] = {builder.__name__: builder for builder in BUILDERS}

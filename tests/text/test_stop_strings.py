@@ -7,7 +7,7 @@ import random
 import pytest
 from support.text_checks import criteria_fault, kinds_of, smallest_fault, stop_strings_fault
 from support.token_sequences import RandomTokens, ids_of_bytes
-from support.tokenizer_kinds import BUILDERS, KINDS, tokenizer_of
+from support.tokenizer_kinds import KINDS, tokenizer_of
 
 from lp_runtime.errors import ModelError
 from lp_runtime.text.stop_strings import StopStrings
