@@ -58,6 +58,8 @@ class RequestOptions(TypedDict, total=False):
     stop_token_ids: further tokens to stop after, also with eos=False. Default: none.
     tools: functions that the model may call, in the OpenAI API's format, for the chat template; with `messages`.
     chat_template_kwargs: variables of the chat template, such as enable_thinking; with `messages`.
+    prediction: text or token ids that the new text probably contains much of, such as a file that is to be edited. The
+        drafter "full" copies from it; the output does not depend on it. Default: none.
     processors: transformers LogitsProcessors. They must pickle, and replicas must be able to import their classes. Each
         request has a copy. A processor that does not set prefix_only = True is called once per new token, in order, on
         one replica. Default: none.
@@ -84,6 +86,7 @@ class RequestOptions(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any]
+    prediction: str | Sequence[int]
 
 
 class RequestBuilder:
@@ -146,7 +149,12 @@ class RequestBuilder:
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
         stop_tokens = options.get("stop_token_ids", ())
-        self._check_vocabulary(ids, sampling, stop_tokens)
+        prediction = options.get("prediction", ())
+        if isinstance(prediction, str):
+            prediction = encode(self._tokenizer(), prediction, add_special_tokens=False) if prediction else ()
+        self._check_vocabulary(
+            {"of the prompt": ids, "in stop_token_ids": stop_tokens, "in prediction": prediction}, sampling
+        )
         self._check_lengths(len(ids), max_new_tokens, sampling)
         return Request(
             prompt_ids=ids,
@@ -168,6 +176,7 @@ class RequestBuilder:
             is_answer=options.get("is_answer", options.get("messages") is not None),
             skip_special_tokens=options.get("skip_special_tokens", True),
             reasoning=options.get("reasoning"),
+            prediction=tuple(prediction),
         )
 
     def max_new_tokens_after(self, prompt_length: int) -> int:
@@ -265,11 +274,10 @@ class RequestBuilder:
             return replace(sampling, seed=None)
         return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
 
-    def _check_vocabulary(self, ids: Sequence[int], sampling: SamplingConfig, stop_tokens: Sequence[int]) -> None:
+    def _check_vocabulary(self, tokens_by_place: Mapping[str, Sequence[int]], sampling: SamplingConfig) -> None:
         size = self._info.vocabulary_size
         for where, tokens in (
-            ("of the prompt", ids),
-            ("in stop_token_ids", stop_tokens),
+            *tokens_by_place.items(),
             *(("in sampling.bad_words_ids", words) for words in sampling.bad_words_ids or ()),
             ("in sampling.logit_bias", sampling.logit_bias or ()),
         ):

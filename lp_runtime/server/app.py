@@ -113,7 +113,10 @@ class Server:
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
-        ids = [self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each for each in prompts]
+        ids = [
+            await self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each
+            for each in prompts
+        ]
         ids = [body.truncated(each, self._context_length) for each in ids]
         choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
@@ -156,7 +159,7 @@ class Server:
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
         kwargs = {**body.template_kwargs(), **body.rendering()}
-        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
         ids = body.truncated(ids, self._context_length)
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,6 +69,8 @@ class Submitter:
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
+        self._encoder = copy.deepcopy(tokenizer)  # two threads must not share a tokenizer
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     def check_fields(self, body: Common, request_id: str) -> None:
         """Check the tokens of `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
@@ -87,14 +91,20 @@ class Submitter:
             self._named_fields.add(shown)
             log.warning(message, shown)
 
-    def encode(self, prompt: str, split_special_tokens: bool, suffix: str | None = None) -> list[int]:
+    async def encode(
+        self, prompt: str, split_special_tokens: bool, suffix: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
         """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text.
 
         With a suffix the prompt asks for the text between both.
         """
         if suffix:
-            return encode_infilling(self._tokenizer, prompt, suffix, split_special_tokens)
-        return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
+            return await self._in_thread(encode_infilling, self._encoder, prompt, suffix, split_special_tokens)
+        return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
+
+    async def _in_thread(self, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """Call a function with `_encoder`, which only this thread uses: a text of 1 MiB takes a second."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def compile(self, options: RequestOptions) -> None:
         """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests."""
@@ -104,7 +114,7 @@ class Submitter:
         # Shielded: other requests may wait for the same compilation after this request's client has disconnected.
         await asyncio.shield(asyncio.wrap_future(self._compiler.submit(constraint)))
 
-    def encode_chat(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         split_special_tokens: bool,
@@ -118,7 +128,7 @@ class Submitter:
         variables = {**self._settings.chat_template_kwargs, **(template_kwargs or {})}
         for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
             self._log_once(name, "the chat template has no variable %s: it has no effect")
-        return encode_chat(self._tokenizer, messages, split_special_tokens, tools, variables)
+        return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 
     def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> ReasoningBudget:
         """Return the processor that ends the reasoning part of an answer after some tokens."""

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict
 
 from lp_runtime.errors import RequestError
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import encode
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.chat.messages import Message
@@ -61,10 +60,12 @@ class TokenRoutes:
         """Answer POST /tokenize: the token ids of a prompt or a conversation."""
         self._status.check_model(body.model)
         if body.prompt is not None and body.messages is None:
-            ids = encode(self._tokenizer, body.prompt, body.add_special_tokens, body.split_special_tokens)
+            ids = await self._submitter.encode(
+                body.prompt, body.split_special_tokens, add_special_tokens=body.add_special_tokens
+            )
         elif body.messages is not None and body.prompt is None:
             messages = [message.plain() for message in body.messages]
-            ids = self._submitter.encode_chat(messages, body.split_special_tokens)
+            ids = await self._submitter.encode_chat(messages, body.split_special_tokens)
         else:
             raise RequestError("prompt and messages: give one of them")
         strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -85,4 +86,5 @@ class TokenRoutes:
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
         tools = body.tool_use().shown()
-        return {"input_tokens": len(self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools))}
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools)
+        return {"input_tokens": len(ids)}

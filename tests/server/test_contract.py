@@ -210,9 +210,9 @@ def test_fields_without_effect(client, url, runtime, caplog):
 def test_acceptance_is_reported(client, url):
     answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, ignore_eos=True)
     figures, details = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
-    assert figures["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0, "nothing was predicted"
     fed = figures["num_draft_tokens"]
-    assert details["rejected_prediction_tokens"] == fed - figures["num_accepted_draft_tokens"] > 0
+    assert fed > figures["num_accepted_draft_tokens"] > 0
     assert figures["mean_acceptance_length"] == pytest.approx(48 / figures["num_spec_steps"])
     assert figures["draft_acceptance_rate"] == pytest.approx(figures["num_accepted_draft_tokens"] / fed)
     options = {"include_usage": True}

@@ -141,3 +141,14 @@ def test_an_answer_continues_the_last_message(client, tokenizer):
     assert answer.message.content == complete(client, prompt=text).choices[0].text
     with pytest.raises(openai.BadRequestError, match="continue_final_message: not with add_generation_prompt=true"):
         chat(client, messages, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_prediction_is_copied(client, plain):
+    """The text is the same, in fewer steps."""
+    guessed = complete(client, prediction={"type": "content", "content": plain.text})
+    assert guessed.choices[0].text == plain.text
+    alone = complete(client)
+    steps = [each.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] for each in (guessed, alone)]
+    assert steps[0] < steps[1]
+    details = guessed.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 0

@@ -19,7 +19,7 @@ from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, Sampl
 from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
-from lp_runtime.server.chat.messages import Message
+from lp_runtime.server.chat.messages import ContentPart, Message, joined
 from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
 from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
 
@@ -98,13 +98,20 @@ class Lookahead(_Body):
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
+class Prediction(_Body):
+    """OpenAI's predicted output: text that the answer probably contains much of."""
+
+    type: Literal["content"] = "content"
+    content: str | list[ContentPart]
+
+
 class Common(_Body):
     """Fields that completions, chats and responses share.
 
     Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
     include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens, max_time,
     split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
-    model's generation_config.json. `user`, `metadata` and `store` to `prediction` do not affect decoding.
+    model's generation_config.json. `user`, `metadata` and `store` to `prompt_cache_retention` do not affect decoding.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -131,7 +138,7 @@ class Common(_Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prediction: dict[str, object] | None = None
+    prediction: Prediction | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
@@ -198,6 +205,8 @@ class Common(_Body):
             stop_token_ids=self.stop_token_ids,
             skip_special_tokens=self.skip_special_tokens,
         )
+        if self.prediction is not None:
+            options["prediction"] = joined(self.prediction.content)
         if self.allowed_token_ids is not None:
             options["processors"] = [AllowedTokens(self.allowed_token_ids)]
         if self.trace:

@@ -18,6 +18,7 @@ from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
+COPIED = "text"  # source of drafts that are copied from the prompt, the text so far, or a prediction
 LAST_EVENT = "data: [DONE]\n\n"
 
 
@@ -92,7 +93,7 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
-    num_fed, num_accepted = _num_drafted(choices)
+    num_fed, num_accepted = _num_drafted([choice for choice in choices if choice.job.request.prediction], COPIED)
     # Cached tokens of each prompt: those of its first sample only, because later samples may hit what it cached.
     cached: dict[int, int] = {}
     for choice in choices:
@@ -110,10 +111,16 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     }
 
 
-def _num_drafted(choices: list[Choice]) -> tuple[int, int]:
-    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended."""
-    counts = [choice.job.generation.counts for choice in choices if choice.job.generation is not None]
-    return sum(int(each.fed.sum()) for each in counts), sum(int(each.accepted.sum()) for each in counts)
+def _num_drafted(choices: list[Choice], source: str | None = None) -> tuple[int, int]:
+    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended, of one source or of all."""
+    num_fed = num_accepted = 0
+    for choice in choices:
+        if choice.job.generation is not None:
+            counts = choice.job.generation.counts
+            rows = [row for row, name in enumerate(counts.sources) if source in (None, name)]
+            num_fed += int(counts.fed[rows].sum())
+            num_accepted += int(counts.accepted[rows].sum())
+    return num_fed, num_accepted
 
 
 def acceptance_of(choices: list[Choice]) -> dict[str, object]:
