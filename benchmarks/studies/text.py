@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
     results, num_bad = Results("text", args.output), 0
     for kind in args.kinds:
         row: dict[str, str | int | None] = {"kind": kind}
-        started, smallest = time.perf_counter(), []
+        started = time.perf_counter()
+        smallest: list[str] = []
         for name in args.checks:
             if kind not in kinds_of(CHECKS[name], [kind]):
                 row[name] = None
@@ -55,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def faults_of(kind: str, name: str, args: argparse.Namespace) -> list[str]:
     """Return a check's faults with a kind; the first ones with their smallest inputs."""
     tokenizer, check = tokenizer_of(kind), CHECKS[name]
-    source, faults = RandomTokens(tokenizer, random.Random(f"{kind} {name} {args.seed}")), []
+    source = RandomTokens(tokenizer, random.Random(f"{kind} {name} {args.seed}"))
+    faults: list[str] = []
     num = max(1, args.sequences // 10) if check is criteria_fault else args.sequences
     for seed in range(num):
         prompt, new = source.prompt(), source.tokens()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_port, require_seconds
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -55,6 +55,8 @@ class ServeConfig(RuntimeConfig):
     reasoning: str = "auto"
     """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto: chosen by
     the chat template."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all chats, such as {enable_thinking: false}; those of a request come first."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
     """Accepted Host headers, without port; *.NAME allows subdomains. If not given: the names of the loopback interface
     if `host` is one of its addresses, else any."""

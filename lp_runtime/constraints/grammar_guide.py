@@ -53,7 +53,7 @@ class Vocabulary:
 
     @cached_property
     def _start_tokens(self) -> tuple[np.ndarray, int | None]:
-        """What `at_start` returns for an empty context, and a token that adds something else elsewhere."""
+        """Return the tokens of `at_start` for an empty context, and a token that adds something else elsewhere."""
         tokens, differing = np.arange(self.size), None
         for token, text in enumerate(self._token_texts.all_bytes_at_start(self.size)):
             if self._texts[token] not in (b"", text):

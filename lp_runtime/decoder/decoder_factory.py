@@ -61,6 +61,8 @@ class DecoderFactory:
         try:
             max_nodes = num_replicas * limit + MAX_REFED * chains
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
+            if request.prediction:
+                drafter.begin(request.prediction)  # an earlier text of the drafter's: it copies from those, too
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = assumed_times(num_replicas, num_nodes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from transformers import PreTrainedTokenizerBase
@@ -37,6 +37,7 @@ def encode_chat(
     messages: Sequence[Mapping[str, Any]],
     split_special_tokens: bool = False,
     tools: Sequence[Mapping[str, Any]] = (),
+    template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
@@ -47,6 +48,8 @@ def encode_chat(
         split_special_tokens: whether special tokens spelled out in the messages are encoded as plain text; those of the
             template always stay special.
         tools: functions that the model may call, each in the OpenAI API's format.
+        template_kwargs: variables of the chat template, such as `enable_thinking`, and transformers'
+            `add_generation_prompt` (default true) and `continue_final_message`.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
@@ -55,7 +58,8 @@ def encode_chat(
         known = _with_known_roles(messages, chat_template(tokenizer))
         conversation = cast(list[dict[str, str]], [_with_breaks(message, specials) for message in known])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
-        text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, add_generation_prompt=True)
+        options = {"add_generation_prompt": True, **(template_kwargs or {})}
+        text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, **options)
     except Exception as error:  # templates are programs and may raise anything
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
     if BREAK not in text:
@@ -81,6 +85,12 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the text of a model's chat templates; empty without any."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))
+
+
+def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
+    """Return those names that do not occur in a model's chat template."""
+    template = chat_template(tokenizer)
+    return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
 def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:

@@ -47,6 +47,7 @@ class Request:
     is_answer: bool = False
     skip_special_tokens: bool = True
     reasoning: Reasoning | None = None
+    prediction: tuple[int, ...] = ()
 
     @property
     def text_context(self) -> tuple[int, ...]:

@@ -21,20 +21,23 @@ from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.anthropic.messages_api import Messages
+from lp_runtime.server.anthropic.messages_form import MessagesForm
 from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion
-from lp_runtime.server.openai.responses import Choice, CompletionForm, Form, to_json
+from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
+from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
 from lp_runtime.text.token_text import TokenTexts, prompt_texts
+from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Server:
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._settings, self._tokenizer = settings, tokenizer
         self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
+        self._context_length = runtime.info.context_length
         self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
@@ -64,11 +68,13 @@ class Server:
     def app(self) -> FastAPI:
         """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_exception_handler(ApiError, lambda _, error: error.response())
-        app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
+        app.add_exception_handler(ApiError, lambda request, error: error.response(request.url.path))
+        app.add_exception_handler(LookaheadError, lambda request, error: ApiError.of(error).response(request.url.path))
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, _of_http)
-        app.add_exception_handler(Exception, lambda _, error: ApiError.unforeseen(error).response())
+        app.add_exception_handler(
+            Exception, lambda request, error: ApiError.unforeseen(error).response(request.url.path)
+        )
         gate = self._settings.gate
         app.add_middleware(Gate, rules=gate)
         if gate.cors_origins:
@@ -84,6 +90,7 @@ class Server:
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/responses")(self.respond)
+        app.post("/v1/messages")(self.message)
         return app
 
     def drain(self) -> None:
@@ -106,7 +113,11 @@ class Server:
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
-        ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
+        ids = [
+            await self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each
+            for each in prompts
+        ]
+        ids = [body.truncated(each, self._context_length) for each in ids]
         choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
             self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
@@ -132,21 +143,33 @@ class Server:
             body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
         )
 
+    async def message(self, body: Messages, request: Request) -> Response:
+        """Answer POST /v1/messages."""
+        use = body.tool_use()
+        choices = await self._converse(body, request, use, None)
+        form = MessagesForm(self._settings.name, self._token_texts, body.length(), use.max_calls)
+        return await self._answer(body, request, choices, form)
+
     async def _converse(
-        self, body: Chat | Responses, request: Request, use: ToolUse, num_top: int | None
+        self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         options = self._options(body, request, num_top)
         chat_format, has_tools = self._chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
-        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown())
+        kwargs = {**body.template_kwargs(), **body.rendering()}
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
+        ids = body.truncated(ids, self._context_length)
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
-        options["is_answer"] = True
-        options["skip_special_tokens"] = not chat_format.shows_special_tokens(has_tools)
-        options["reasoning"] = chat_format.reasoning_marks(prompt_end)
+        options["is_answer"] = not body.continues_message
+        options["skip_special_tokens"] &= not chat_format.shows_special_tokens(has_tools)
+        options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end)
+        if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
+            budget = self._submitter.reasoning_budget(marks, len(ids), num_tokens)
+            options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], body.length(), options)
         for choice in choices:
             choice.parser = chat_format.parser(has_tools, prompt_end, text_constraint is not None)
@@ -159,7 +182,7 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._sampling, self._defaults)
+        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         options["cache_salt"] = f"{request.state.client} {body.cache_salt}"
@@ -197,7 +220,9 @@ class Server:
             request_id = request.state.request_id
             texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            stream_options = body.stream_options or StreamOptions()
+            with_usage = stream_options.include_usage
+            form.counts_each = with_usage and stream_options.continuous_usage_stats
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
 
         async def collect() -> None:
@@ -275,9 +300,9 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError.unforeseen(error)
 
 
-def _of_http(_: Request, error: Exception) -> Response:
-    """Answer an HTTPException raised by FastAPI or the gate in OpenAI's error format."""
+def _of_http(request: Request, error: Exception) -> Response:
+    """Answer an HTTPException raised by FastAPI or the gate in the error format of the path's API."""
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
     answer.headers.update(error.headers or {})
-    return answer.response()
+    return answer.response(request.url.path)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-import weakref
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -18,7 +17,6 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # spelling of single-byte tokens i
 # those that clean up spaces, as transformers' `clean_up_tokenization` does.
 JOINING_TEXT = "a"
 CLEANED_TEXTS = (".", "' a", "'t", "n't", "'s", "'m", "'ve", "'re", "t", "m", "s", "ve", "re")
-_PROBES: weakref.WeakKeyDictionary[Any, list[list[int]]] = weakref.WeakKeyDictionary()  # by tokenizer: see `_probes`
 
 
 class Decoding:
@@ -36,9 +34,7 @@ class Decoding:
         self._options = {"clean_up_tokenization_spaces": False} if is_bpe else {}
         cleans_up = not is_bpe and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
-        if tokenizer not in _PROBES:
-            _PROBES[tokenizer] = [] if is_byte_level and not cleans_up else _probes(tokenizer, cleans_up)
-        self._probes = _PROBES[tokenizer]
+        self._probes = [] if is_byte_level and not cleans_up else _probes(tokenizer, cleans_up)
         self.only_appends = not self._probes
 
     def __call__(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -69,6 +65,7 @@ class Decoding:
         return num
 
 
+@functools.lru_cache(maxsize=16)  # a Decoding is made for every request
 def _probes(tokenizer: PreTrainedTokenizerBase, cleans_up: bool) -> list[list[int]]:
     """Return sequences of token ids that change the end of the text before them, if any token does."""
     if not hasattr(tokenizer, "get_vocab"):

@@ -32,7 +32,7 @@ class Detokenizer:
         splits_tokens: whether to fill `token_texts`, at the cost of decoding after each token.
 
     Attributes:
-        token_texts: text of each new token, in order, as far as it is final. Joined, they equal the text.
+        token_texts: text of each new token, in order, up to the first that is not final. Joined, they equal the text.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Detokenizer:
         """Extend `token_texts`. A token ends where the text after it stops to agree with the final text.
 
         Args:
-            final: the window's text as far as it is final.
+            final: the final part of the window's text.
             start: where new text begins in it, if no new text was returned yet.
         """
         if self._num_returned is None:

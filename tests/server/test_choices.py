@@ -72,6 +72,12 @@ def test_the_work_of_a_chunk_does_not_grow_with_the_text(num_top):
         assert offsets == [[place] for place in range(50)]
 
 
+def test_alternatives_that_print_alike_are_all_listed():
+    form = CompletionForm("demo", texts_of(lambda token: "A"), 2)
+    (body,) = bodies(events([("A", [65], "length")], choice_of(), form))
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"A": -1.0, "token_id:66": -2.0}]
+
+
 def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog):
     def text_of(token):
         raise KeyError(token)

@@ -113,6 +113,19 @@ def test_echo(client):
         client.completions.create(**body(max_tokens=0))
 
 
+def test_lines_of_a_stream_end_where_any_client_ends_them(url):
+    """Some clients split streams with str.splitlines, which also ends lines at U+0085, U+2028 and U+2029."""
+    prompt = "a\x85b\u2028c\u2029d"
+    asks = body(prompt=prompt, echo=True, stream=True)
+    question = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asks).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(question) as answer:
+        lines = answer.read().decode().splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(prompt)
+
+
 def test_logprobs_of_completions(client):
     choice = client.completions.create(**body(logprobs=5)).choices[0]
     got = choice.logprobs
@@ -197,9 +210,9 @@ def test_fields_without_effect(client, url, runtime, caplog):
 def test_acceptance_is_reported(client, url):
     answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, ignore_eos=True)
     figures, details = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
-    assert figures["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0, "nothing was predicted"
     fed = figures["num_draft_tokens"]
-    assert details["rejected_prediction_tokens"] == fed - figures["num_accepted_draft_tokens"] > 0
+    assert fed > figures["num_accepted_draft_tokens"] > 0
     assert figures["mean_acceptance_length"] == pytest.approx(48 / figures["num_spec_steps"])
     assert figures["draft_acceptance_rate"] == pytest.approx(figures["num_accepted_draft_tokens"] / fed)
     options = {"include_usage": True}

@@ -26,9 +26,9 @@ class StopTrimmer:
         return text
 
     def finish(self, stop: str | None) -> str:
-        """Return the rest of the text, without the stop string that ended it; None if none did."""
+        """Return the rest of the text, without the stop string that ended it if that is one of `stops`."""
         text, self._held = self._held, ""
-        return text if stop is None else text.removesuffix(self._shown[stop])
+        return text if stop is None else text.removesuffix(self._shown.get(stop, ""))
 
     def _may_end_at(self, rest: str) -> bool:
         """Whether the rest of the text may be the beginning of a stop string."""

@@ -61,6 +61,8 @@ class ChatForm(ChoicesForm):
                 parts[name] = parts.get(name, "") + piece.text
             elif self._max_calls is None or piece.call < self._max_calls:
                 parts.setdefault("tool_calls", []).append(_call(piece))
+        if "reasoning_content" in parts:
+            parts["reasoning"] = parts["reasoning_content"]  # vLLM's newer name
         return parts
 
     @staticmethod

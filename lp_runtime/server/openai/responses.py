@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -16,8 +15,10 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.server.chat.chat_parser import ChatParser, Piece
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.text.token_text import TokenTexts
+from lp_runtime.utils.json_line import to_json
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
+COPIED = "text"  # source of drafts that are copied from the prompt, the text so far, or a prediction
 LAST_EVENT = "data: [DONE]\n\n"
 
 
@@ -32,8 +33,9 @@ class Choice:
         offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
         text: text so far; only in answers that are not streamed.
         logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
-        token_texts: texts of the new tokens, as far as they are final; only with log-probabilities.
+        token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
         reason: OpenAI's finish_reason; None before the end.
+        stop: the stop string that ended the text; None before the end, and without one.
         parser: splits the text into reasoning, content and tool calls; None for plain text.
     """
 
@@ -51,6 +53,7 @@ class Choice:
     sources: list[str] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)
     reason: str | None = None
+    stop: str | None = None
     parser: ChatParser | None = None
 
     @property
@@ -68,9 +71,9 @@ class Choice:
         return self.trimmer.add(delta.text)
 
     def finish(self) -> str:
-        """Set `reason` after the job has ended; return the remaining text to show."""
+        """Set `reason` and `stop` after the job has ended; return the remaining text to show."""
         generation = self.job.final_generation
-        self.reason = REASONS.get(generation.finish_reason, "length")
+        self.reason, self.stop = REASONS.get(generation.finish_reason, "length"), generation.stop
         return self.trimmer.finish(generation.stop)
 
     def pieces(self, text: str) -> list[Piece]:
@@ -78,11 +81,6 @@ class Choice:
         if self.parser is None:
             return [Piece("content", text)] if text else []
         return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
-
-
-def to_json(body: Mapping[str, object]) -> str:
-    """Serialize a body; lone surrogates sent by a client stay escaped, because UTF-8 cannot encode them."""
-    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
@@ -95,7 +93,7 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
-    num_fed, num_accepted = _num_drafted(choices)
+    num_fed, num_accepted = _num_drafted([choice for choice in choices if choice.job.request.prediction], COPIED)
     # Cached tokens of each prompt: those of its first sample only, because later samples may hit what it cached.
     cached: dict[int, int] = {}
     for choice in choices:
@@ -113,10 +111,16 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     }
 
 
-def _num_drafted(choices: list[Choice]) -> tuple[int, int]:
-    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended."""
-    counts = [choice.job.generation.counts for choice in choices if choice.job.generation is not None]
-    return sum(int(each.fed.sum()) for each in counts), sum(int(each.accepted.sum()) for each in counts)
+def _num_drafted(choices: list[Choice], source: str | None = None) -> tuple[int, int]:
+    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended, of one source or of all."""
+    num_fed = num_accepted = 0
+    for choice in choices:
+        if choice.job.generation is not None:
+            counts = choice.job.generation.counts
+            rows = [row for row, name in enumerate(counts.sources) if source in (None, name)]
+            num_fed += int(counts.fed[rows].sum())
+            num_accepted += int(counts.accepted[rows].sum())
+    return num_fed, num_accepted
 
 
 def acceptance_of(choices: list[Choice]) -> dict[str, object]:
@@ -138,12 +142,15 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer: of a completion, a chat or a response.
 
-    `shows_tokens`: whether new tokens make an event even if they add no text, as with log-probabilities.
+    Attributes:
+        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
+        counts_each: whether every chunk of a stream has the usage so far, in forms that have chunks.
     """
 
     def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
         self.model = model
         self.texts = texts
+        self.counts_each = False
         self.shows_tokens = shows_tokens
 
     @abstractmethod
@@ -203,7 +210,7 @@ class ChoicesForm(Form):
         if choice.job.request.trace:  # our extension of the OpenAI API: where this step's tokens came from
             traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
-        yield self.chunk(delta)
+        yield self.chunk(delta, **({"usage": usage_of([choice])} if self.counts_each else {}))
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         if with_usage:
@@ -259,8 +266,8 @@ class CompletionForm(ChoicesForm):
         """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
 
         Args:
-            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, of which the first
-                has none.
+            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, the
+                first without a log-probability.
         """
         ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
         if tokens:
