@@ -168,13 +168,17 @@ def smallest_fault(
     check: Check, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int
 ) -> str:
     """Return a fault and its input, after leaving out tokens without which it remains."""
-    tokens, num_prompt, i = [*prompt, *new], len(prompt), 0
-    while i < len(tokens):
-        fewer, num_left = tokens[:i] + tokens[i + 1 :], num_prompt - (i < num_prompt)
-        if fault_of(check, tokenizer, fewer[:num_left], fewer[num_left:], seed) is None:
-            i += 1
-        else:
-            tokens, num_prompt, i = fewer, num_left, 0
+    tokens, num_prompt = [*prompt, *new], len(prompt)
+    size = len(tokens)
+    while size := size // 2:
+        start = 0
+        while start < len(tokens):
+            fewer = tokens[:start] + tokens[start + size :]
+            num_left = num_prompt - len(range(start, min(start + size, num_prompt)))
+            if fault_of(check, tokenizer, fewer[:num_left], fewer[num_left:], seed) is None:
+                start += size
+            else:
+                tokens, num_prompt = fewer, num_left
     pieces = tokenizer.convert_ids_to_tokens(tokens)
     fault = fault_of(check, tokenizer, tokens[:num_prompt], tokens[num_prompt:], seed)
     return f"prompt {pieces[:num_prompt]}, new {pieces[num_prompt:]}, seed {seed}: {fault}"
