@@ -118,6 +118,8 @@ class TokenTexts:
 
     def _bytes_of_text(self, token: int, text: str) -> bytes:
         """Return a token's bytes by its decoded text or, if that is not whole characters, by its spelling."""
+        if not text and (piece := self._tokenizer.convert_ids_to_tokens(token)) and len(piece) == 1 and ord(piece) > 127:
+            return piece.encode("latin-1", errors="ignore")  # ByT5 spells bytes so, and leaves out what is incomplete
         if REPLACEMENT not in text:
             return text.encode(errors="replace")  # a slow tokenizer may have lone surrogates
         piece = cast(str, self._tokenizer.convert_ids_to_tokens(token))
