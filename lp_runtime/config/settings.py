@@ -37,6 +37,8 @@ class ModelConfig:
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    use_safetensors: bool = True
+    """Read weights from safetensors files only. false: read pickled weights too, from a model that has nothing else."""
     attn_implementation: str = "auto"
     """Attention implementation that the model is loaded with: auto (transformers' choice), sdpa or eager."""
     device_map: Any = None

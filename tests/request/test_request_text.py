@@ -17,7 +17,7 @@ def tokenizer():
 
 
 def text_of(tokenizer, steps, **fields):
-    """Return (deltas, texts of tokens, the RequestText) of a request whose tokens come in steps, up to a stop string."""
+    """Return (deltas, texts of tokens, the RequestText) of a request that gets its tokens in steps, up to a stop."""
     eos = frozenset({tokenizer.eos_token_id})
     request = Request(tuple(tokenizer("the answer is").input_ids), PLAIN, 99, eos, logprobs=True, **fields)
     text = RequestText(request, tokenizer)

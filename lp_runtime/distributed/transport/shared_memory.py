@@ -17,6 +17,7 @@ import contextlib
 import functools
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,27 +48,30 @@ ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 def why_unavailable(num_replicas: int) -> str | None:
     """Return a short reason why R replicas of this machine cannot share memory; None if they can."""
     try:
-        path = FOLDER / f"lp_runtime-{os.getpid()}-probe"
-        with contextlib.ExitStack() as stack:
-            stack.callback(path.unlink, missing_ok=True)
-            _map(path, num_replicas).close()
+        with tempfile.TemporaryFile(dir=FOLDER) as file:  # has no name that another user could have taken
+            _map(file.fileno(), num_replicas).close()
     except OSError as error:
         return f"{FOLDER}: {error.strerror or error}"
     return None
 
 
-def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
-    """Open a segment, creating it if it does not exist, and map it: a line and two buffers per replica.
+def _map(descriptor: int, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
+    """Allocate and map a segment: a line and two buffers per replica.
 
     Raises:
-        OSError: if the folder does not exist or is full. Space is allocated here, since a later write to a full file
-            system would kill the process.
+        OSError: if the file system is full; a later write to it would kill the process.
     """
     size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.posix_fallocate(descriptor, 0, size)
+    return mmap.mmap(descriptor, size)
+
+
+def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap:
+    """Open a segment, creating it if it does not exist, and map it; raises OSError if that fails."""
+    # The folder is open to all users of the machine: a link in it may lead to a file of the user who runs this.
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size)
+        return _map(descriptor, num_replicas, buffer_words)
     finally:
         os.close(descriptor)
 
@@ -106,7 +110,7 @@ class SharedMemoryTransport(Transport):
         path = FOLDER / name
         try:
             # The map is never closed explicitly: views may outlive the group. It is unmapped with the last view.
-            words = np.frombuffer(_map(path, num_replicas, buffer_words), dtype=np.int64)
+            words = np.frombuffer(_open_segment(path, num_replicas, buffer_words), dtype=np.int64)
             lines, buffers = np.split(words, [num_replicas * LINE_WORDS])
             self._lines = lines.reshape(num_replicas, LINE_WORDS)
             self._buffers = buffers.reshape(2, num_replicas, 1 + buffer_words)
