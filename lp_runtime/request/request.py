@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.sampling.types import LogitsProcessor
+
+MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: it then ends after one step
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,11 @@ class Request:
     cache_salt: str = ""
     committed: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None
+
+    def after(self, new_tokens: Sequence[int], seconds: float) -> Request:
+        """Return the rest of this request, `seconds` later, after `new_tokens` have been committed."""
+        left = None if self.max_time is None else max(MIN_SECONDS_LEFT, self.max_time - seconds)
+        return replace(self, committed=(*self.committed, *new_tokens), max_time=left)
 
     @property
     def sampling_key(self) -> str:
