@@ -18,6 +18,10 @@ class LengthError(RequestError):
     """A request whose prompt and new tokens are more than the model's context or a replica's cache can hold."""
 
 
+class RequestMemoryError(RequestError):
+    """A request for which a replica's memory did not suffice."""
+
+
 class ConfigError(LookaheadError, ValueError):
     """A setting that is unknown, out of range, or contradicts another."""
 
@@ -77,19 +81,20 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def unforeseen_as(kind: type[LookaheadError], what: str) -> Iterator[None]:
+def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn any exception of the block that is not a LookaheadError into one, with a message of one line.
 
     Args:
         kind: class of the error to raise.
         what: what the message begins with.
+        passing: classes of further exceptions to leave unchanged.
 
     Raises:
         LookaheadError: the block's own, or one of class `kind`.
     """
     try:
         yield
-    except LookaheadError:
-        raise
     except Exception as error:
+        if isinstance(error, (LookaheadError, *passing)):
+            raise
         raise kind(f"{what}: {type(error).__name__}: {first_line(error)}") from error

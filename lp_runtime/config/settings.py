@@ -129,7 +129,8 @@ class FailureConfig:
     """Seconds without an answer to a ping after which a decoding replica counts as lost, whatever it is computing
     (local and ray)."""
     restarts: int = 3
-    """Number of times that each lost replica is restarted, >= 0 (local and ray); torchrun has its own setting."""
+    """Number of times that each lost replica is restarted within an hour, >= 0 (local and ray); torchrun has its own
+    setting."""
 
     def __post_init__(self) -> None:
         require_seconds("failure.timeout", self.timeout)

@@ -33,7 +33,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
@@ -43,6 +43,7 @@ from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
 from lp_runtime.replica.profiler import check_folder, profiled
+from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
@@ -127,14 +128,28 @@ class Replica:
         return self._background.paused()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
-        """Decode one request in step with the other replicas of the group; see Engine.run."""
-        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
-        if self._profile_dir is not None:
-            events = profiled(events, self._profile_dir, self.group.rank, self._device)
+        """Decode one request in step with the other replicas of the group; see Engine.run.
+
+        If memory runs out on any replica, all of them free some and decode the rest of the request again.
+        """
+        retried = RetriedRequest(request)
         with self.in_use():
-            for event in events:
-                self._save_draft_tables(event, request)
-                yield event
+            while True:
+                try:
+                    for event in self._events(retried.rest, should_cancel):
+                        self._save_draft_tables(event, request)
+                        yield retried.handle(event)
+                    return
+                except RequestMemoryError:
+                    if not retried.begin_again():
+                        raise
+
+    def _events(self, request: Request, should_cancel: Callable[[], bool]) -> Iterator[Event]:
+        """Return the events of one attempt at a request."""
+        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
+        if self._profile_dir is None:
+            return events
+        return profiled(events, self._profile_dir, self.group.rank, self._device)
 
     @property
     def supports_batching(self) -> bool:
@@ -142,24 +157,27 @@ class Replica:
         return self.group.is_alone and self._profile_dir is None
 
     def decode_batch(
-        self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
+        self, arrivals: Callable[[], Iterable[BatchedRequest]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass, and yield (key, event); see Engine.run_batch.
 
-        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived.
+        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived. A
+        request for which memory runs out is decoded again once another one has ended.
         """
-        requests: dict[Hashable, Request] = {}
+        batch = RetriedBatch()
 
         def arrived() -> Iterator[Arrival]:
-            for key, request, should_cancel in arrivals():
-                requests[key] = request  # removed when it ends
+            for key, request, should_cancel in batch.arrive(arrivals()):
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
         with self.in_use():
-            for key, event in self._engine.run_batch(arrived):
-                is_end = isinstance(event, Report | LookaheadError)
-                self._save_draft_tables(event, requests.pop(key) if is_end else requests[key])
-                yield key, event
+            while True:
+                for key, event in self._engine.run_batch(arrived):
+                    self._save_draft_tables(event, batch.request(key))
+                    if (reported := batch.handle(key, event)) is not None:
+                        yield key, reported
+                if not batch.is_waiting:
+                    return
 
     def _stop(self, request: Request) -> StopStrings | None:
         if not request.stop:

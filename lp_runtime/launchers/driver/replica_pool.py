@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 CAUSE_GRACE_SECONDS = 0.5  # wait for further failures: the cause of one may arrive after its consequence
 LISTEN_SECONDS = 0.1  # limit of one `receive`, so that replicas started meanwhile are included in the next
+RESTART_PERIOD_SECONDS = 3600.0  # in which a replica is restarted at most failure.restarts times; then it may be again
 
 
 class ReplicaPool:
@@ -36,19 +37,25 @@ class ReplicaPool:
         changed: guards the pool's state and is notified of every change; its lock is reentrant.
         inboxes: of all orders whose answers are awaited.
         losses: reason of each replica's latest loss, by index; the replica that was lost first comes first.
-        num_restarts: by replica index.
         is_closed: set when `close` begins.
     """
 
-    def __init__(self, host: ProcessHost, num_replicas: int, failure: FailureConfig):
+    def __init__(
+        self,
+        host: ProcessHost,
+        num_replicas: int,
+        failure: FailureConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.num_replicas = num_replicas
         self.failure = failure
         self.is_closed = False
         self.changed = threading.Condition(threading.RLock())  # guards the attributes below
         self.inboxes = InboxTable()
         self.losses: dict[int, str] = {}
-        self.num_restarts = dict.fromkeys(range(num_replicas), 0)
-        self._host = host
+        self._host, self._clock = host, clock
+        self._restarts: dict[int, list[float]] = {index: [] for index in range(num_replicas)}  # their times
+        self._given_up: set[int] = set()  # lost, and not restarted
         self._groups: dict[int, Members] = {}  # the group that each replica is in
         self._loading: set[int] = set()
         self._ready: set[int] = set()  # loaded, and not known to be lost
@@ -108,16 +115,33 @@ class ReplicaPool:
             self._loading.discard(index)
             self.disband(self.group_of(index))
             wait_for_end = self._host.kill(index)
-            restarts = self.num_restarts[index] < self.failure.restarts and not self.is_closed
+            restarts = self._may_restart(index)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            if restarts:
-                self.num_restarts[index] += 1
-                self._loading.add(index)
-            ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
-            ender.start()
-            self._enders = [each for each in self._enders if each.is_alive()] + [ender]
+            self._end_in_thread(index, wait_for_end, restarts)
             self.inboxes.announce_loss(index, reason)
             self.changed.notify_all()
+
+    def _may_restart(self, index: int) -> bool:
+        return self.num_restarts[index] < self.failure.restarts and not self.is_closed
+
+    def _end_in_thread(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
+        """Run `_end` in a thread; the caller holds `changed`."""
+        if restarts:
+            self._restarts[index].append(self._clock())
+            self._loading.add(index)
+        else:
+            self._given_up.add(index)
+        ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
+        ender.start()
+        self._enders = [each for each in self._enders if each.is_alive()] + [ender]
+
+    def _restart_given_up(self) -> None:
+        """Restart replicas that had used up their restarts, once they may be restarted again."""
+        with self.changed:
+            for index in sorted(filter(self._may_restart, self._given_up)):
+                self._given_up.discard(index)
+                logger.warning("replica %d is started again", index)
+                self._end_in_thread(index, lambda: None, True)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
         """Wait for the exit of a lost process, then restart its replica if `restarts` is set."""
@@ -149,6 +173,13 @@ class ReplicaPool:
         with self.changed:
             return len(self._loading)
 
+    @property
+    def num_restarts(self) -> dict[int, int]:
+        """How often each replica was restarted in the last RESTART_PERIOD_SECONDS, by index."""
+        with self.changed:
+            since = self._clock() - RESTART_PERIOD_SECONDS
+            return {index: sum(each > since for each in times) for index, times in self._restarts.items()}
+
     def incarnation(self, index: int) -> int:
         """Return the incarnation of a replica's current process."""
         with self.changed:
@@ -161,6 +192,7 @@ class ReplicaPool:
     def _listen(self) -> None:
         while not self.is_closed:
             incarnations = dict(self._incarnations)
+            self._restart_given_up()
             try:
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])

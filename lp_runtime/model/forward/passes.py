@@ -99,6 +99,10 @@ class Passes:
     def end_fixed(self, caches: Sequence[TreeCache]) -> torch.Tensor:
         """Drop the passes of fixed sizes and free their memory. `caches` is empty."""
         self.made = None
+        return self.empty_cache(caches)
+
+    def empty_cache(self, caches: Sequence[TreeCache]) -> torch.Tensor:
+        """Give the memory that torch keeps, but no tensor uses, back to the GPU. `caches` is empty."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return NOTHING
