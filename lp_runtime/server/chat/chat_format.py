@@ -87,6 +87,17 @@ class ChatFormat:
         """Whether the prompt has already opened the answer's reasoning part."""
         return self.has_reasoning and prompt_end.rstrip().endswith(THINK)
 
+    def reasoning_marks(self, prompt_end: str) -> tuple[str | None, str] | None:
+        """Return the texts (begin, end) around an answer's reasoning part; None without reasoning.
+
+        `begin` is None if the prompt has opened the part, and empty if every answer begins with it.
+        """
+        if self.is_harmony:
+            return "", FINAL
+        if not self.has_reasoning:
+            return None
+        return None if self.is_thinking(prompt_end) else THINK, END_OF_THINK
+
     def shows_special_tokens(self, has_tools: bool) -> bool:
         """Whether the parser must see special tokens."""
         return self.is_harmony or (has_tools and self.tool_format is not None)
@@ -190,9 +201,12 @@ ANALYSIS: dict[str, object] = {
 }
 
 
+FINAL = "<|channel|>final<|message|>"
+
+
 def _final(content: dict[str, object]) -> dict[str, object]:
     """Return the format of a message on harmony's final channel."""
-    return {"type": "tag", "begin": "<|channel|>final<|message|>", "content": content, "end": ""}
+    return {"type": "tag", "begin": FINAL, "content": content, "end": ""}
 
 
 def _content(constraint: ConstraintConfig) -> dict[str, object]:

@@ -184,6 +184,19 @@ def test_the_format_is_guessed_from_the_template(template, name):
     assert guess_format(template) == name
 
 
+@pytest.mark.parametrize(
+    ("template", "prompt_end", "marks"),
+    [
+        ("<|channel|>", "<|start|>assistant", ("", "<|channel|>final<|message|>")),
+        ("</think>", "assistant\n", ("<think>", "</think>")),
+        ("</think>", "assistant\n<think>\n", (None, "</think>")),
+        ("# user", "assistant\n", None),
+    ],
+)
+def test_the_marks_around_reasoning(template, prompt_end, marks):
+    assert ChatFormat(template).reasoning_marks(prompt_end) == marks
+
+
 TEXTS = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
 SCHEMA = {
     "type": "object",
