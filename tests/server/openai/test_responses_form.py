@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_parser import TextParser
+from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.openai.responses_api import Responses
@@ -28,7 +28,7 @@ def answered(max_calls=None, reason="stop"):
     form = ResponsesForm("demo", chr, Responses(input="x", tools=[TOOL]), max_calls)
     job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3]), generation=None)
     choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
-    choice.read_by(TextParser(True, False, ("<tool_call>",), "</tool_call>"), None)
+    choice.read_by(ChatFormat("</think>", "hermes").parser(True, ""), None)
     return form, choice
 
 
