@@ -21,7 +21,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LAYERS = [
     {"errors"},
     {"config", "utils"},
-    {"lookahead"},
+    {"lookahead", "text"},
     {"constraints", "distributed", "kernels"},
     {"sampling", "sizing"},
     {"model"},
@@ -195,8 +195,8 @@ def test_the_partition_is_pure():
     assert not any(under(module, "torch", "os") for module in modules)
 
 
-def test_transformers_lives_in_three_folders():
-    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin"}
+def test_transformers_lives_in_four_folders():
+    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin", "text"}
 
 
 def test_sizing_is_pure_integers():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_port, require_seconds
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -59,6 +59,8 @@ class ServeConfig(RuntimeConfig):
     reasoning: str = "auto"
     """Marks of the reasoning part that answers may begin with: think (<think> and </think>), another of
     docs/serving.md, none, or auto: those that the chat template has."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all chats, such as {enable_thinking: false}; those of a request come first."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
     """Accepted Host headers, without port; *.NAME allows subdomains. If not given: the names of the loopback interface
     if `host` is one of its addresses, else any."""

@@ -27,6 +27,7 @@ from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.utils.json_line import to_json
 from lp_runtime.utils.prompt_file import Prompt
 
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
@@ -249,7 +250,7 @@ class OutputFile:
         """Append a result and sync it to disk."""
         assert self._file is not None  # opened by `resume`
         try:
-            self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+            self._file.write(to_json(result) + "\n")
             self._file.flush()
             if self._is_kept:
                 os.fsync(self._file.fileno())

@@ -38,7 +38,6 @@ from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sh
 from lp_runtime.model.forward.following import Follower
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
@@ -47,6 +46,7 @@ from lp_runtime.replica.profiler import check_folder, profiled
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.text.stop_strings import StopStrings
 from lp_runtime.utils.progress import Progress
 
 log = logging.getLogger(__name__)
@@ -162,7 +162,9 @@ class Replica:
                 yield key, event
 
     def _stop(self, request: Request) -> StopStrings | None:
-        return StopStrings(self._tokenizer, request.stop) if request.stop else None
+        if not request.stop:
+            return None
+        return StopStrings(self._tokenizer, request.stop, request.text_context, request.reasoning)
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
         """Write the draft tables to the draft store if the event ends a request that used them."""

@@ -8,6 +8,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.sampling.types import LogitsProcessor
+from lp_runtime.text.stop_strings import Reasoning
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,15 @@ class Request:
     cache_salt: str = ""
     committed: tuple[int, ...] = ()
     constraint: CompiledConstraint | None = None
+    is_answer: bool = False
+    skip_special_tokens: bool = True
+    reasoning: Reasoning | None = None
+    prediction: tuple[int, ...] = ()
+
+    @property
+    def text_context(self) -> tuple[int, ...]:
+        """Tokens that the new text continues: the prompt, or none if the text is an answer."""
+        return () if self.is_answer else self.prompt_ids
 
     @property
     def sampling_key(self) -> str:

@@ -17,10 +17,11 @@ from lp_runtime.server.chat.formats import FORMATS, REASONINGS
 from lp_runtime.server.chat.recognition import reasoning_of, recognize
 from lp_runtime.server.chat.template_parser import TemplateParser
 from lp_runtime.server.chat.tools import Tool, ToolUse
+from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
 
-FINAL = "<|channel|>final<|message|>"
+FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
 ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -108,16 +109,13 @@ class ChatFormat:
         """Whether the prompt has already opened the answer's reasoning part."""
         return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin.strip())
 
-    def reasoning_marks(self, prompt_end: str) -> tuple[str | None, str] | None:
-        """Return the texts (begin, end) around an answer's reasoning part; None without reasoning.
-
-        `begin` is None if the prompt has opened the part, and empty if every answer begins with it.
-        """
+    def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
+        """Return the marks of an answer's reasoning part; None without one."""
         if self.is_harmony:
-            return "", FINAL
+            return Reasoning("", FINAL)
         if self.reasoning is None:
             return None
-        return None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end
+        return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
 
     def shows_special_tokens(self, tools: object) -> bool:
         """Whether the parser must see special tokens."""

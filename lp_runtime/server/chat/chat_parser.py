@@ -14,7 +14,7 @@ from typing import Any, Literal
 import regex
 
 from lp_runtime.server.chat.arguments import dumped, parameter_of
-from lp_runtime.server.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, Reasoning
+from lp_runtime.server.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.server.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
 from lp_runtime.server.chat.text_reader import SPACE, Steps, TextReader
 
@@ -81,7 +81,7 @@ class AnswerParser(ChatParser):
     def __init__(
         self,
         form: CallFormat | None,
-        reasoning: Reasoning | None = None,
+        reasoning: ReasoningFormat | None = None,
         is_thinking: bool = False,
         is_either: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,

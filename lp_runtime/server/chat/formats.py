@@ -208,7 +208,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Reasoning:
+class ReasoningFormat:
     """The texts around the reasoning part of an answer.
 
     `is_special`: whether they are special tokens, which a text shows only if it is asked to.
@@ -221,11 +221,11 @@ class Reasoning:
 
 # The last is also what templates mention whose models reason between other marks.
 REASONINGS = {
-    "mistral": Reasoning("[THINK]", "[/THINK]", True),
-    "gemma": Reasoning("<|channel>thought\n", "<channel|>", True),
-    "cohere": Reasoning("<|START_THINKING|>", "<|END_THINKING|>", True),
-    "seed": Reasoning("<seed:think>", "</seed:think>"),
-    "granite": Reasoning("Here is my thought process:", "Here is my response:"),
-    "apriel": Reasoning("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
-    "think": Reasoning("<think>", "</think>"),
+    "mistral": ReasoningFormat("[THINK]", "[/THINK]", True),
+    "gemma": ReasoningFormat("<|channel>thought\n", "<channel|>", True),
+    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", True),
+    "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
+    "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
+    "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
+    "think": ReasoningFormat("<think>", "</think>"),
 }

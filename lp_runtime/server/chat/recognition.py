@@ -11,7 +11,7 @@ import regex
 
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.server.chat.chat_parser import AnswerParser, HarmonyParser
-from lp_runtime.server.chat.formats import FORMATS, REASONINGS, CallFormat, Reasoning
+from lp_runtime.server.chat.formats import FORMATS, REASONINGS, CallFormat, ReasoningFormat
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
 NAME, ARGUMENTS = "get_weather_of", {"city": "Rome", "days": 7}
@@ -64,7 +64,7 @@ def recognize(template: ChatTemplate) -> Recognized:
     return Recognized(takes_tools, marked)
 
 
-def reasoning_of(source: str) -> Reasoning | None:
+def reasoning_of(source: str) -> ReasoningFormat | None:
     """Return the marks of reasoning that a template's text has; None if it has none."""
     return next((each for each in REASONINGS.values() if each.end in source), None)
 
@@ -92,7 +92,7 @@ def _answers(template: ChatTemplate) -> Iterator[tuple[bool, str, str]]:
             yield wants_text, prompt, whole[len(prompt) :]
 
 
-def _readers(answer: str, prompt: str, reasoning: Reasoning | None) -> list[str]:
+def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> list[str]:
     """Return the formats that read the call in an answer, those first that leave the least text."""
     lengths: dict[str, int] = {}
     is_thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.strip())

@@ -10,7 +10,7 @@ from typing import Any
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.arguments import resolved
-from lp_runtime.server.chat.formats import CallFormat, ParameterStyle, Reasoning
+from lp_runtime.server.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.server.chat.tools import Function
 
 Tag = dict[str, Any]
@@ -157,7 +157,7 @@ def free(begin: str, end: str) -> Tag:
     return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
 
 
-def thought(reasoning: Reasoning, is_open: bool) -> Tag:
+def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
     """Return the tag of a reasoning part; `is_open`: whether the prompt has opened it, else it may be missing."""
     begin = "" if is_open else reasoning.begin
     part = sequence(free(begin, reasoning.end), {"type": "regex", "pattern": AFTER_REASONING})

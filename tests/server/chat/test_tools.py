@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import jsonschema
 import openai
 import pytest
 import xgrammar
-from support.serving import TEMPLATE, demo_model_that_chats, served
+from support.serving import TOOLS_TEMPLATE, demo_model_that_chats, served
 
 from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, ModelConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
@@ -19,11 +18,6 @@ from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.server.chat.chat_format import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
-TOOLS_TEMPLATE = (
-    "{% for t in tools or [] %}# tool: {{ t.function.name }} <tool_call>\n{% endfor %}"
-    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
-    "{% endfor %}" + TEMPLATE
-)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -46,9 +40,7 @@ CLOCK = {
 
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
