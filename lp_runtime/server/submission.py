@@ -159,10 +159,7 @@ class Submitter:
             raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
         requests: list[DecodingRequest] = []
         for prompt in prompts:
-            length = max_new_tokens
-            if length is not None and body.caps_length:
-                length = min(length, self._builder.max_new_tokens_after(len(prompt)))
-            first = self._request(prompt, length, options)
+            first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
             # Greedy samples are identical: give them one sample number.
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
@@ -170,6 +167,12 @@ class Submitter:
         hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
+
+    def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
+        """Return how many tokens a request may generate; None for the default."""
+        if max_new_tokens is None or not body.caps_length:
+            return max_new_tokens
+        return min(max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""

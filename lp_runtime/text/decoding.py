@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -74,8 +75,19 @@ def _probes(tokenizer: PreTrainedTokenizerBase, cleans_up: bool) -> list[list[in
     spelled = [token for token in vocabulary if BYTE_TOKEN.fullmatch(token)]
     # 0xFF occurs in no UTF-8, so it makes any run of bytes invalid.
     probes = [[vocabulary[max(spelled)]]] if spelled else []
-    for text in (JOINING_TEXT, *(CLEANED_TEXTS if cleans_up else ())):
+    for text in (JOINING_TEXT, *(CLEANED_TEXTS if cleans_up else ()), *_replaced_ends(tokenizer)):
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         if ids and ids not in probes:
             probes.append(ids)
     return probes
+
+
+def _replaced_ends(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the ends of texts that the tokenizer's decoder replaces, which may begin before a token."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return []
+    decoder = json.loads(backend.to_str())["decoder"] or {}
+    steps = decoder.get("decoders", [decoder])
+    patterns = [step["pattern"].get("String", "") for step in steps if step.get("type") == "Replace"]
+    return [pattern[start:] for pattern in patterns for start in range(1, len(pattern))]

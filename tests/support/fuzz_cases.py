@@ -166,7 +166,7 @@ OWN = {
     MESSAGES: {
         "messages": (
             *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}], [{"role": "user"}]),
-            *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", "assistant", SURROGATE)),
+            *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", SURROGATE)),
             *([{"role": "user", "content": each}] for each in (1, True, {}, [], [1], ["x"], [{}], SURROGATE)),
             *([{"role": "user", "content": [{"type": each}]}] for each in (1, None, [], SURROGATE, *BLOCKS)),
             *([{"role": "assistant", "content": [{"type": each}]}] for each in ("tool_use", "tool_result", "image")),
@@ -178,7 +178,7 @@ OWN = {
         "stop_sequences": (1, "x", {}, [1], [""], [None], ["x"] * 17, [SURROGATE]),
         "tools": (1, {}, [1], [{}], [{"name": "a b"}], [{"name": "a"}], [{"type": "bash_20250124", "name": "bash"}]),
         "tool_choice": (1, "auto", {}, [], {"type": "x"}, {"type": "any"}, {"type": "tool"}),
-        "thinking": (1, "x", True, []),
+        "thinking": (1, "x", True, [], {}, {"type": "x"}, {"type": "enabled", "budget_tokens": -1}),
         "output_config": (1, "x", [], {"format": 1}, {"format": {"type": "json_schema"}}, {"effort": 1}),
         "mcp_servers": ([{"type": "url", "url": "http://127.0.0.1/"}], "x"),
         "speed": NO_STRING,

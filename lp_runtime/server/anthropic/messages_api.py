@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
@@ -44,18 +44,16 @@ class ToolChoice(Part):
 
 
 class OutputConfig(Part):
-    """Settings of the answer; `effort` has no effect."""
+    """Settings of the answer; `effort` is the template's variable `reasoning_effort`."""
 
     effort: str | None = None
     format: ResponseFormat | None = None
 
 
-class Thinking(BaseModel):
+class Thinking(Part):
     """Whether and how long the model reasons."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-    type: Literal["enabled", "adaptive", "disabled"]
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
@@ -91,6 +89,10 @@ class Messages(Conversation):
         for message, is_refused in refused.items():
             if is_refused:
                 raise RequestError(message)
+
+    def effort(self) -> str | None:
+        """Return how much the model is to reason; None if not given."""
+        return None if self.output_config is None else self.output_config.effort
 
     def template_kwargs(self) -> dict[str, Any]:
         """Return the variables of the chat template that the body gives."""

@@ -90,6 +90,20 @@ def test_events_through_the_clients_own_accumulation():
     assert (final.usage.input_tokens, final.usage.output_tokens) == (3, len(TEXT))
 
 
+@pytest.mark.parametrize(
+    ("more", "variables", "budget"),
+    [
+        ({}, {}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, {"enable_thinking": True}, 7),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}, None),
+    ],
+)
+def test_thinking_becomes_variables_of_the_template(more, variables, budget):
+    body = Messages(messages=[{"role": "user", "content": "x"}], **more)
+    assert (body.template_kwargs(), body.reasoning_budget()) == (variables, budget)
+
+
 def test_turns_become_messages():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": INPUT, "caller": {"type": "direct"}}
     turns = [
