@@ -12,7 +12,7 @@ from support.serving import answering
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.chat.chat_parser import TextParser
+from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 
@@ -28,7 +28,7 @@ def answered(text=TEXT, max_calls=None, reason="stop"):
     request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000)
     choice = Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(()), reason=reason)
     choice.text, choice.tokens = text, [ord(each) for each in text]
-    choice.parser = TextParser(True, False, ("<tool_call>",), "</tool_call>")
+    choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
     return form, choice
 
 

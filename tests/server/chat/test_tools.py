@@ -247,24 +247,24 @@ def test_a_seed_gives_one_text_at_any_parallelism(runtime):
 
 
 @pytest.mark.parametrize(
-    ("template", "end", "text", "allowed"),
+    ("form", "end", "text", "allowed"),
     [
-        ("</think>", "assistant:", "<think>so</think>\n\nab", True),
-        ("</think>", "assistant:", "ab", True),
-        ("</think>", "assistant:<think>\n", "so</think>ab", True),
-        ("</think>", "assistant:<think>\n", "so</think>cd", False),
-        ("", "assistant:", "<think>so</think>ab", False),
+        (ChatFormat("</think>"), "assistant:", "<think>so</think>\n\nab", True),
+        (ChatFormat("</think>"), "assistant:", "ab", True),
+        (ChatFormat("</think>"), "assistant:<think>\n", "so</think>ab", True),
+        (ChatFormat("</think>"), "assistant:<think>\n", "so</think>cd", False),
+        (ChatFormat(""), "assistant:", "<think>so</think>ab", False),
         (
-            "<|channel|>",
+            ChatFormat("", "harmony"),
             "assistant",
             "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>ab",
             True,
         ),
-        ("<|channel|>", "assistant", "<|channel|>final<|message|>cd", False),
+        (ChatFormat("", "harmony"), "assistant", "<|channel|>final<|message|>cd", False),
     ],
 )
-def test_constraints_begin_behind_reasoning(template, end, text, allowed):
-    config = ChatFormat(template).behind_reasoning(ConstraintConfig(choice=["ab"]), end)
+def test_constraints_begin_behind_reasoning(form, end, text, allowed):
+    config = form.behind_reasoning(ConstraintConfig(choice=["ab"]), end)
     texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
     info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
     matcher = xgrammar.GrammarMatcher(load_compiled(compile_constraint(config, info), info))

@@ -10,7 +10,7 @@ import pytest
 from support.serving import answering
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_parser import TextParser
+from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.openai.responses_api import Responses
@@ -27,7 +27,7 @@ def answered(max_calls=None, reason="stop"):
     form = ResponsesForm("demo", TEXTS, Responses(input="x", tools=[TOOL]), max_calls)
     job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3], prediction=None), generation=None)
     choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
-    choice.parser = TextParser(True, False, ("<tool_call>",), "</tool_call>")
+    choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
     return form, choice
 
 
