@@ -83,7 +83,7 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
     arriving = iter([["a", "b", "c"], [], ["d"]])
     found: dict[str, list[Event]] = {key: [] for key in requests}
     for key, event in replica.decode_batch(
-        lambda: [(key, requests[key], lambda: False) for key in next(arriving, [])]
+        lambda: [(name, requests[name], lambda: False) for name in next(arriving, [])]
     ):
         found[key].append(event)
     assert {key: joined(events)[0] for key, events in found.items()} == expected
