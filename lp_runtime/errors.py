@@ -74,6 +74,18 @@ class ShardError(Exception):
     that handles a LookaheadError: the replica's processes end, and it is started again whole."""
 
 
+class PassFailedError(Exception):
+    """A forward pass that has failed on another shard of the replica; this shard has left it, and awaits the next one.
+
+    Attributes:
+        num_calls: by shard, all-reduces and all-gathers that it had begun.
+    """
+
+    def __init__(self, num_calls: list[int]):
+        self.num_calls = num_calls
+        super().__init__("a forward pass has failed on another shard")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

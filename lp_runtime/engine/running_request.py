@@ -229,7 +229,7 @@ class RunningRequest:
     def _agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas.
 
-        `error` is what has failed on this replica, if anything. If any replica has an error, it is raised on all.
+        `error` comes from this replica's chunk, None if it was fed. An error of any replica is raised on all of them.
         """
         control = CANCEL * self._callbacks.should_cancel() | FAILED * (error is not None)
         if not self._group.is_alone:

@@ -31,7 +31,7 @@ class RetriedRequest:
 
     @property
     def rest(self) -> Request:
-        """What the current attempt has to decode."""
+        """The part of the request that the current attempt has to decode."""
         if self._num_before is None:
             return self.request
         return self.request.after(self._new_tokens, time.monotonic() - self._started)

@@ -82,9 +82,7 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
     sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
     arriving = iter([["a", "b", "c"], [], ["d"]])
     found: dict[str, list[Event]] = {key: [] for key in requests}
-    for key, event in replica.decode_batch(
-        lambda: [(name, requests[name], lambda: False) for name in next(arriving, [])]
-    ):
+    for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
         found[key].append(event)
     assert {key: joined(events)[0] for key, events in found.items()} == expected
     assert max(sizes) > most

@@ -28,7 +28,7 @@ import torch
 
 from lp_runtime.distributed.transport.group import CPU
 from lp_runtime.distributed.transport.transport import Transport
-from lp_runtime.errors import LaunchError, ReplicaError
+from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
 from lp_runtime.utils.jit import bound, compiled, compiles
 
@@ -159,6 +159,7 @@ class SharedMemoryTransport(Transport):
 
         Raises:
             ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
+            PassFailedError: if a peer calls `fail` instead.
         """
         for first in range(0, len(row), self._buffer_words):
             part = row[first : first + self._buffer_words]
@@ -166,8 +167,21 @@ class SharedMemoryTransport(Transport):
             num_sent = theirs[:, 0]
             if (num_sent != len(part)).any():
                 counts = num_sent.tolist()
+                if min(counts) < 0:
+                    raise PassFailedError(_reported(theirs))
                 raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {counts}")
             yield first, theirs[:, 1 : 1 + len(part)]
+
+    def fail(self, number: int) -> list[int]:
+        """Take part in the peers' current or next round by making it fail: their `rounds` raise PassFailedError.
+
+        Args:
+            number: to report to the peers, >= 0.
+
+        Returns:
+            by rank, the number that each of them reports: the first integer of its row, or the argument of its `fail`.
+        """
+        return _reported(self._exchange(np.empty(0, np.int64), count=-1 - number))
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
         nothing = np.empty(0, np.int64)
@@ -180,12 +194,13 @@ class SharedMemoryTransport(Transport):
             found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
         return found.tobytes()[:num_bytes]
 
-    def _exchange(self, row: np.ndarray, is_patient: bool = False) -> np.ndarray:
+    def _exchange(self, row: np.ndarray, is_patient: bool = False, count: int | None = None) -> np.ndarray:
         """Publish a row and wait for the rows of all peers.
 
         Args:
             row: [n] int64, n <= buffer_words.
             is_patient: wait without limit while the peers are alive.
+            count: number to publish instead of the row's length.
 
         Returns:
             [R, 1 + buffer_words] view of each replica's number of integers and its row; valid until the next call.
@@ -195,7 +210,7 @@ class SharedMemoryTransport(Transport):
         self._round += 1
         buffer = self._buffers[self._round % 2]
         mine = buffer[self._rank]
-        mine[0], mine[1 : 1 + len(row)] = len(row), row
+        mine[0], mine[1 : 1 + len(row)] = len(row) if count is None else count, row
         publish, first_behind = _kernels()
         publish(self._lines, self._rank, self._round)
         if first_behind(self._lines, self._round, SPINS) >= 0:
@@ -241,6 +256,11 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._is_aborted = True
         self._lines[self._rank, HAS_LEFT] = 1
+
+
+def _reported(rows: np.ndarray) -> list[int]:
+    """Return what each rank reports in a round that fails; see `SharedMemoryTransport.fail`."""
+    return [-1 - count if count < 0 else first for count, first in rows[:, :2].tolist()]
 
 
 def _pause(waited: float) -> None:

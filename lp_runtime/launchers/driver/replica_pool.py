@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
 from lp_runtime.errors import LaunchError
+from lp_runtime.launchers.driver.restarts import RestartAllowance
 from lp_runtime.launchers.wire.inbox import Inbox, InboxTable, Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, SealedRequest, first_cause
 from lp_runtime.launchers.worker.process_host import ProcessHost
@@ -23,7 +24,6 @@ logger = logging.getLogger(__name__)
 
 CAUSE_GRACE_SECONDS = 0.5  # wait for further failures: the cause of one may arrive after its consequence
 LISTEN_SECONDS = 0.1  # limit of one `receive`, so that replicas started meanwhile are included in the next
-RESTART_PERIOD_SECONDS = 3600.0  # in which a replica is restarted at most failure.restarts times; then it may be again
 
 
 class ReplicaPool:
@@ -53,9 +53,8 @@ class ReplicaPool:
         self.changed = threading.Condition(threading.RLock())  # guards the attributes below
         self.inboxes = InboxTable()
         self.losses: dict[int, str] = {}
-        self._host, self._clock = host, clock
-        self._restarts: dict[int, list[float]] = {index: [] for index in range(num_replicas)}  # their times
-        self._given_up: set[int] = set()  # lost, and not restarted
+        self._host = host
+        self._allowance = RestartAllowance(num_replicas, failure.restarts, clock)
         self._groups: dict[int, Members] = {}  # the group that each replica is in
         self._loading: set[int] = set()
         self._ready: set[int] = set()  # loaded, and not known to be lost
@@ -115,33 +114,27 @@ class ReplicaPool:
             self._loading.discard(index)
             self.disband(self.group_of(index))
             wait_for_end = self._host.kill(index)
-            restarts = self._may_restart(index)
+            restarts = self._end_in_thread(index, wait_for_end)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            self._end_in_thread(index, wait_for_end, restarts)
             self.inboxes.announce_loss(index, reason)
             self.changed.notify_all()
 
-    def _may_restart(self, index: int) -> bool:
-        return self.num_restarts[index] < self.failure.restarts and not self.is_closed
-
-    def _end_in_thread(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
-        """Run `_end` in a thread; the caller holds `changed`."""
+    def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
+        """Run `_end` in a thread; return whether it restarts the replica. The caller holds `changed`."""
+        restarts = not self.is_closed and self._allowance.use(index)
         if restarts:
-            self._restarts[index].append(self._clock())
             self._loading.add(index)
-        else:
-            self._given_up.add(index)
         ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
         ender.start()
         self._enders = [each for each in self._enders if each.is_alive()] + [ender]
+        return restarts
 
     def _restart_given_up(self) -> None:
-        """Restart replicas that had used up their restarts, once they may be restarted again."""
+        """Restart replicas that had no restarts left when they were lost, and have now."""
         with self.changed:
-            for index in sorted(filter(self._may_restart, self._given_up)):
-                self._given_up.discard(index)
-                logger.warning("replica %d is started again", index)
-                self._end_in_thread(index, lambda: None, True)
+            for index in self._allowance.due():
+                if self._end_in_thread(index, lambda: None):
+                    logger.warning("replica %d is started again", index)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
         """Wait for the exit of a lost process, then restart its replica if `restarts` is set."""
@@ -175,10 +168,9 @@ class ReplicaPool:
 
     @property
     def num_restarts(self) -> dict[int, int]:
-        """How often each replica was restarted in the last RESTART_PERIOD_SECONDS, by index."""
+        """Restarts of each replica within the last hour, by index."""
         with self.changed:
-            since = self._clock() - RESTART_PERIOD_SECONDS
-            return {index: sum(each > since for each in times) for index, times in self._restarts.items()}
+            return self._allowance.counts()
 
     def incarnation(self, index: int) -> int:
         """Return the incarnation of a replica's current process."""

@@ -66,6 +66,11 @@ class Passes:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache_name = cache_name(model) or CACHE_NAMES[0]
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether passes of fixed sizes are captured, so that they allocate nothing."""
+        return self.made is not None and self.made.options.capture
+
     def run(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run the method `kind` with these caches and the further arguments `what`."""
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
