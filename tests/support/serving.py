@@ -24,9 +24,10 @@ from lp_runtime.server.submission import ServerSettings
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 TOOLS_TEMPLATE = (
-    "{% for t in tools or [] %}# tool: {{ t.function.name }} <tool_call>\n{% endfor %}"
-    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
-    "{% endfor %}" + TEMPLATE
+    "{% for t in tools or [] %}# tool: {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "\n{% endfor %}# assistant:"
 )
 
 

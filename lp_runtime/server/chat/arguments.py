@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 TYPE_NAMES = {
@@ -17,11 +17,17 @@ TYPE_NAMES = {
     type(None): "null",
 }
 NUMBERS = frozenset({"integer", "number"})
+MAX_LITERAL_CHARS = 1 << 16  # Python's parser takes seconds and much memory for a long one
 MAX_REFERENCES = 32  # followed from one schema
 
 
 class Parameter(NamedTuple):
-    """What a schema says about an argument: the JSON types that it may have, none if unknown, and its known values."""
+    """An argument as its tool's schema describes it.
+
+    Attributes:
+        types: JSON types that it may have; none if they are not known.
+        values: its only values, if the schema lists them.
+    """
 
     types: frozenset[str] = frozenset()
     values: tuple[object, ...] = ()
@@ -37,7 +43,10 @@ class Parameter(NamedTuple):
 
 
 def parameter_of(schema: Mapping[str, Any] | None, key: str, is_string: str | None = None) -> Parameter:
-    """Return what a tool's schema says about an argument; `is_string` is "true" or "false" if the model says so."""
+    """Return an argument as a tool's schema describes it.
+
+    `is_string` is "true" or "false" if the model writes whether it is a text; else None.
+    """
     if is_string == "true":
         return Parameter(frozenset({"string"}))
     root = schema or {}
@@ -92,37 +101,43 @@ def json_of(raw: str, parameter: Parameter) -> str:
     if text in parameter.values:
         return dumped(text)
     # Python's literals only if the schema asks for what they give: models write True, and lists with '.
-    for read in (_from_json, _from_python) if parameter.types else (_from_json,):
-        try:
-            value, written = read(text)
-        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
-            continue
-        names = {TYPE_NAMES.get(type(value), ""), *(NUMBERS if _is_whole(value) else ())}
-        if names.isdisjoint({"string", ""}) and (not parameter.types or names & parameter.types):
-            is_integer = isinstance(value, float) and "number" not in parameter.types and bool(parameter.types)
-            return str(int(value)) if is_integer else written  # type: ignore[call-overload]
-    return dumped(raw)
+    readers = (_from_json, _from_python) if parameter.types else (_from_json,)
+    found = (_fitting(text, read, parameter.types) for read in readers)
+    return next((written for written in found if written is not None), dumped(raw))
 
 
-def _from_json(text: str) -> tuple[object, str]:
+def _fitting(text: str, read: Callable[[str], tuple[Any, str]], types: frozenset[str]) -> str | None:
+    """Return a text as JSON if it can be read as a value of some types that is not a text."""
+    try:
+        value, written = read(text)
+    except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+        return None
+    names = {TYPE_NAMES.get(type(value), "")}
+    if type(value) is int or (isinstance(value, float) and value.is_integer()):
+        names |= NUMBERS
+    if names & {"string", ""} or (types and not names & types):
+        return None
+    return str(int(value)) if isinstance(value, float) and types & NUMBERS == {"integer"} else written
+
+
+def _from_json(text: str) -> tuple[Any, str]:
     """Return (value, JSON) of a JSON text, which is kept as it is."""
     return json.loads(text, parse_constant=_refuse), text
 
 
-def _from_python(text: str) -> tuple[object, str]:
+def _from_python(text: str) -> tuple[Any, str]:
     """Return (value, JSON) of a Python literal."""
+    if len(text) > MAX_LITERAL_CHARS:
+        raise ValueError("the literal is too long")
     value = ast.literal_eval(text)
     return value, json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _refuse(constant: str) -> None:
+    """Refuse NaN and Infinity."""
     raise ValueError(f"{constant} is not JSON")
 
 
-def _is_whole(value: object) -> bool:
-    return type(value) is int or (isinstance(value, float) and value.is_integer())
-
-
 def dumped(text: str) -> str:
-    """Return a text as a JSON string; lone surrogates, which UTF-8 cannot encode, are escaped."""
+    """Return a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)

@@ -46,14 +46,14 @@ class ChatFormat:
         if name == "mistral" and "[ARGS]" in self._template.source:
             name = "mistral_args"
         self.tool_format = name if name in FORMATS else None
-        has_own_parser = self._template.response_template is not None
-        self._uses_own_parser = name == "response_template" or (name is None and has_own_parser)
-        if self._uses_own_parser and not has_own_parser:
+        self._uses_own_parser = name == "response_template"
+        if self._template.response_template is not None:
+            self._uses_own_parser |= name is None
+        elif self._uses_own_parser:
             raise ConfigError("tool_format=response_template: the model has no response template")
-        if reasoning == "auto":
-            self.reasoning = None if self.is_harmony else reasoning_of(self._template.source)
-        else:
-            self.reasoning = REASONINGS.get(reasoning)
+        self.reasoning = REASONINGS.get(reasoning)
+        if reasoning == "auto" and not self.is_harmony:
+            self.reasoning = reasoning_of(self._template.source)
         if tool_format == "auto" and found.takes_tools:
             self._report(found.is_certain)
 

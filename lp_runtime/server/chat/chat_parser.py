@@ -23,7 +23,7 @@ Kind = Literal["reasoning", "content", "arguments"]
 ARGUMENTS = ("arguments", "parameters")
 STRING = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 KNOWN_KEY = regex.compile(r'\s*"(name|arguments|parameters|type|id)"\s*:\s*')  # before an object is known to be a call
-ANY_KEY = regex.compile(rf"\s*{STRING}\s*:\s*", regex.DOTALL)
+NEXT_KEY = regex.compile(rf"\s*,\s*{STRING}\s*:\s*", regex.DOTALL)
 SCALAR = regex.compile(rf"{STRING}|[\w.+-]+", regex.DOTALL)
 COMMA, OPEN, CLOSE = regex.compile(r"\s*,"), regex.compile(r"\{"), regex.compile(r"\s*\}")
 START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis"
@@ -87,7 +87,8 @@ class AnswerParser(ChatParser):
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ):
         self._form, self._schemas = form, schemas or {}
-        self._reasoning, self._is_thinking, self._is_either = reasoning, is_thinking, is_either
+        self._reasoning, self._is_thinking = reasoning, is_thinking
+        self._is_either = is_either
         self._marks = NEVER if form is None else call_patterns(form).marks
         self._text, self._pieces = TextReader(), list[Piece]()
         self._steps = self._answer()
@@ -172,7 +173,7 @@ class AnswerParser(ChatParser):
         found = yield from self._text.match(head)
         if found is None:
             raise NotACallError
-        style = form.parameters
+        style = form.style
         if style is not None:
             yield from self._keyed(form, style, found["name"])
             return
@@ -185,29 +186,34 @@ class AnswerParser(ChatParser):
 
     def _object(self, form: CallFormat) -> Steps[None]:
         """Read a JSON object with a name and arguments, in any order; other keys are skipped."""
-        text, early = self._text, list[str]()  # arguments that come before the name
-        name, has_arguments, is_begun = None, False, False
+        text, name, early = self._text, None, list[str]()  # early: arguments that come before the name
         yield from text.match(OPEN)
-        while (key := (yield from text.match(ANY_KEY if is_begun else KNOWN_KEY))) is not None:
-            was_begun, has_arguments = is_begun, has_arguments or key[1] in ARGUMENTS
-            if key[1] not in ARGUMENTS and not is_begun:
-                value = yield from text.match(SCALAR)
-                if value is None or (key[1] == "name" and value[1] is None):
-                    raise NotACallError
-                name = unescaped(value[1]) if key[1] == "name" else name
-            if name is not None and has_arguments and not is_begun:
-                self._begin_call(name, new_call_id(form.call_id))
-                is_begun = True
-                self._arguments("".join(early))
-            if key[1] in ARGUMENTS:
-                yield from text.json(self._arguments if is_begun else early.append)
-            elif was_begun:
-                yield from text.json(len)  # not shown
-            if (yield from text.match(COMMA)) is None:
+        while name is None or not early:
+            key = yield from text.match(KNOWN_KEY)
+            if key is None:
+                raise NotACallError
+            if key[1] not in ARGUMENTS:
+                name = yield from self._name(key[1], name)
+            elif name is None:
+                yield from text.json(early.append)
+            else:
                 break
-        if not is_begun:
-            raise NotACallError
+            if (name is None or not early) and (yield from text.match(COMMA)) is None:
+                raise NotACallError
+        self._begin_call(name, new_call_id(form.call_id))
+        self._arguments("".join(early))
+        if not early:
+            yield from text.json(self._arguments)
+        while (yield from text.match(NEXT_KEY)) is not None:
+            yield from text.json(len)  # not shown
         yield from text.match(CLOSE)
+
+    def _name(self, key: str, name: str | None) -> Steps[str | None]:
+        """Read a value that comes before a call's arguments; return the call's name, if it is known then."""
+        value = yield from self._text.match(SCALAR)
+        if value is None or (key == "name" and value[1] is None):
+            raise NotACallError
+        return unescaped(value[1]) if key == "name" else name
 
     def _keyed(self, form: CallFormat, style: ParameterStyle, name: str) -> Steps[None]:
         """Read arguments that are written one after another, up to and including the call's tail."""

@@ -6,15 +6,17 @@ must be calls (constraints.py), and the recognition of a chat template (recognit
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+MARK = re.compile(r"<[^<>$]*>|\[[A-Z_]+\]|\w+\[")
 LONG_ID, SHORT_ID = "$LONG_ID", "$SHORT_ID"
 OBJECT = '{"name": "$NAME", "arguments": $ARGS}'  # read with its keys in any order
 
 
 @dataclass(frozen=True)
 class ParameterStyle:
-    """How arguments are written that are not one JSON object: `open` value `close`, repeated.
+    """Syntax of arguments that are not one JSON object: `open` value `close`, repeated.
 
     Attributes:
         open: text before a value; $KEY stands for the argument's name, $STRING for "true" if the value is a plain text.
@@ -31,19 +33,17 @@ class ParameterStyle:
     schema_style: str = ""
 
 
-STYLES: dict[str, ParameterStyle | None] = {
-    "json": None,
-    "qwen_xml": ParameterStyle("<parameter=$KEY>\n", "\n</parameter>", schema_style="qwen_xml"),
-    "seed_xml": ParameterStyle("<parameter=$KEY>", "</parameter>", schema_style="qwen_xml"),
-    "glm_xml": ParameterStyle("<arg_key>$KEY</arg_key>\n<arg_value>", "</arg_value>", schema_style="glm_xml"),
-    "minimax_xml": ParameterStyle('<parameter name="$KEY">', "</parameter>", schema_style="minimax_xml"),
-    "deepseek_xml": ParameterStyle(
-        '<｜DSML｜parameter name="$KEY" string="$STRING">', "</｜DSML｜parameter>", schema_style="deepseek_xml"
-    ),
-    "python": ParameterStyle("$KEY=", separator=", ", quote="'"),
-    "gemma": ParameterStyle("$KEY:", separator=",", quote='<|"|>'),
-    "functiongemma": ParameterStyle("$KEY:", separator=",", quote="<escape>"),
-}
+# The schema styles are xgrammar's; for the others tags.py has rules.
+QWEN_XML = ParameterStyle("<parameter=$KEY>\n", "\n</parameter>", schema_style="qwen_xml")
+SEED_XML = ParameterStyle("<parameter=$KEY>", "</parameter>", schema_style="qwen_xml")
+GLM_XML = ParameterStyle("<arg_key>$KEY</arg_key>\n<arg_value>", "</arg_value>", schema_style="glm_xml")
+MINIMAX_XML = ParameterStyle('<parameter name="$KEY">', "</parameter>", schema_style="minimax_xml")
+DEEPSEEK_XML = ParameterStyle(
+    '<｜DSML｜parameter name="$KEY" string="$STRING">', "</｜DSML｜parameter>", schema_style="deepseek_xml"
+)
+PYTHON = ParameterStyle("$KEY=", separator=", ", quote="'")
+GEMMA = ParameterStyle("$KEY:", separator=",", quote='<|"|>')
+FUNCTION_GEMMA = ParameterStyle("$KEY:", separator=",", quote="<escape>")
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ class CallFormat:
         begin: text before the first call.
         separator: text between two calls; None if an answer has one call only.
         end: text after the last call.
-        style: one of STYLES: how arguments are written.
-        mark: beginning of `begin` or `call` that tells calls from text; empty if calls come first in an answer.
-        also: other marks, each with the text that ends its calls; a mark inside `call` may be its first text.
+        style: syntax of the arguments; None if they are one JSON object.
+        also: other marks that may begin calls, each with the text that ends them; a mark inside `call` may come first.
         call_id: text of a call's id, with the same placeholders; LONG_ID and SHORT_ID stand for random ones.
     """
 
@@ -66,15 +65,15 @@ class CallFormat:
     begin: str = ""
     separator: str | None = ""
     end: str = ""
-    style: str = "json"
-    mark: str = ""
+    style: ParameterStyle | None = None
     also: tuple[tuple[str, str], ...] = ()
     call_id: str = LONG_ID
 
     @property
-    def parameters(self) -> ParameterStyle | None:
-        """How arguments are written; None if they are one JSON object."""
-        return STYLES[self.style]
+    def mark(self) -> str:
+        """Beginning of `begin` or `call` that tells calls from text; empty if calls come first in an answer."""
+        found = MARK.match(self.begin + self.call)
+        return found.group() if found else ""
 
     @property
     def is_object(self) -> bool:
@@ -96,100 +95,59 @@ INVOKE = '<｜DSML｜invoke name="$NAME">\n$ARGS</｜DSML｜invoke>\n'
 
 # Of two formats that read a call of a template equally well, the first is taken.
 FORMATS = {
-    "hermes": CallFormat(f"<tool_call>\n{OBJECT}\n</tool_call>", separator="\n", mark="<tool_call>"),
+    "hermes": CallFormat(f"<tool_call>\n{OBJECT}\n</tool_call>", separator="\n"),
     "qwen3_coder": CallFormat(
         "<tool_call>\n<function=$NAME>\n$ARGS</function>\n</tool_call>",
         separator="\n",
-        style="qwen_xml",
-        mark="<tool_call>",
+        style=QWEN_XML,
         also=(("<function=", ""),),
     ),
     "seed_oss": CallFormat(
-        "<seed:tool_call>\n<function=$NAME>\n$ARGS</function>\n</seed:tool_call>",
-        separator="\n",
-        style="seed_xml",
-        mark="<seed:tool_call>",
+        "<seed:tool_call>\n<function=$NAME>\n$ARGS</function>\n</seed:tool_call>", separator="\n", style=SEED_XML
     ),
-    "glm": CallFormat("<tool_call>$NAME$ARGS</tool_call>", separator="\n", style="glm_xml", mark="<tool_call>"),
+    "glm": CallFormat("<tool_call>$NAME$ARGS</tool_call>", separator="\n", style=GLM_XML),
     "deepseek_v3": CallFormat(
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>$NAME\n```json\n$ARGS\n```<｜tool▁call▁end｜>",
         begin="<｜tool▁calls▁begin｜>",
         separator="\n",
         end="<｜tool▁calls▁end｜>",
-        mark="<｜tool▁calls▁begin｜>",
     ),
     "deepseek_v31": CallFormat(
         "<｜tool▁call▁begin｜>$NAME<｜tool▁sep｜>$ARGS<｜tool▁call▁end｜>",
         begin="<｜tool▁calls▁begin｜>",
         end="<｜tool▁calls▁end｜>",
-        mark="<｜tool▁calls▁begin｜>",
     ),
     "deepseek_v32": CallFormat(
-        INVOKE,
-        begin="<｜DSML｜function_calls>\n",
-        end="</｜DSML｜function_calls>",
-        style="deepseek_xml",
-        mark="<｜DSML｜function_calls>",
+        INVOKE, begin="<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>", style=DEEPSEEK_XML
     ),
-    "deepseek_v4": CallFormat(
-        INVOKE,
-        begin="<｜DSML｜tool_calls>\n",
-        end="</｜DSML｜tool_calls>",
-        style="deepseek_xml",
-        mark="<｜DSML｜tool_calls>",
-    ),
+    "deepseek_v4": CallFormat(INVOKE, begin="<｜DSML｜tool_calls>\n", end="</｜DSML｜tool_calls>", style=DEEPSEEK_XML),
     "kimi_k2": CallFormat(
         "<|tool_call_begin|>functions.$NAME:$INDEX<|tool_call_argument_begin|>$ARGS<|tool_call_end|>",
         begin="<|tool_calls_section_begin|>",
         end="<|tool_calls_section_end|>",
-        mark="<|tool_calls_section_begin|>",
         call_id="functions.$NAME:$INDEX",
     ),
     "minimax_m2": CallFormat(
         '<invoke name="$NAME">\n$ARGS</invoke>\n',
         begin="<minimax:tool_call>\n",
         end="</minimax:tool_call>",
-        style="minimax_xml",
-        mark="<minimax:tool_call>",
+        style=MINIMAX_XML,
     ),
-    "mistral": CallFormat(
-        OBJECT, begin="[TOOL_CALLS][", separator=", ", end="]", mark="[TOOL_CALLS]", call_id=SHORT_ID
-    ),
-    "mistral_args": CallFormat("[TOOL_CALLS]$NAME[ARGS]$ARGS", mark="[TOOL_CALLS]", call_id=SHORT_ID),
-    "mistral_id": CallFormat("[TOOL_CALLS]$NAME[CALL_ID]$ID[ARGS]$ARGS", mark="[TOOL_CALLS]", call_id="$ID"),
-    "harmony": CallFormat(
-        "<|channel|>commentary to=functions.$NAME <|constrain|>json<|message|>$ARGS", separator=None, mark="<|channel|>"
-    ),
+    "mistral": CallFormat(OBJECT, begin="[TOOL_CALLS][", separator=", ", end="]", call_id=SHORT_ID),
+    "mistral_args": CallFormat("[TOOL_CALLS]$NAME[ARGS]$ARGS", call_id=SHORT_ID),
+    "mistral_id": CallFormat("[TOOL_CALLS]$NAME[CALL_ID]$ID[ARGS]$ARGS", call_id="$ID"),
+    "harmony": CallFormat("<|channel|>commentary to=functions.$NAME <|constrain|>json<|message|>$ARGS", separator=None),
     "granite": CallFormat(
-        OBJECT,
-        begin="<|tool_call|>[",
-        separator=", ",
-        end="]",
-        mark="<|tool_call|>",
-        also=(("<tool_call>", "</tool_call>"),),
+        OBJECT, begin="<|tool_call|>[", separator=", ", end="]", also=(("<tool_call>", "</tool_call>"),)
     ),
     "phi4_mini": CallFormat(
-        OBJECT,
-        begin="functools[",
-        separator=", ",
-        end="]",
-        mark="functools[",
-        also=(("<|tool_call|>", "<|/tool_call|>"),),
+        OBJECT, begin="functools[", separator=", ", end="]", also=(("<|tool_call|>", "<|/tool_call|>"),)
     ),
-    "nemotron": CallFormat(OBJECT, begin="<TOOLCALL>[", separator=", ", end="]</TOOLCALL>", mark="<TOOLCALL>"),
-    "gemma": CallFormat("<|tool_call>call:$NAME{$ARGS}<tool_call|>", style="gemma", mark="<|tool_call>"),
-    "functiongemma": CallFormat(
-        "<start_function_call>call:$NAME{$ARGS}<end_function_call>",
-        style="functiongemma",
-        mark="<start_function_call>",
-    ),
+    "nemotron": CallFormat(OBJECT, begin="<TOOLCALL>[", separator=", ", end="]</TOOLCALL>"),
+    "gemma": CallFormat("<|tool_call>call:$NAME{$ARGS}<tool_call|>", style=GEMMA),
+    "functiongemma": CallFormat("<start_function_call>call:$NAME{$ARGS}<end_function_call>", style=FUNCTION_GEMMA),
     "lfm2": CallFormat(
-        "$NAME($ARGS)",
-        begin="<|tool_call_start|>[",
-        separator=", ",
-        end="]<|tool_call_end|>",
-        style="python",
-        mark="<|tool_call_start|>",
+        "$NAME($ARGS)", begin="<|tool_call_start|>[", separator=", ", end="]<|tool_call_end|>", style=PYTHON
     ),
     "llama3": CallFormat(
         '{"name": "$NAME", "parameters": $ARGS}',
@@ -197,12 +155,7 @@ FORMATS = {
         also=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
     ),
     "pythonic": CallFormat(
-        "$NAME($ARGS)",
-        begin="[",
-        separator=", ",
-        end="]",
-        style="python",
-        also=(("<|python_start|>", "<|python_end|>"),),
+        "$NAME($ARGS)", begin="[", separator=", ", end="]", style=PYTHON, also=(("<|python_start|>", "<|python_end|>"),)
     ),
 }
 

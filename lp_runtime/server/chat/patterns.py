@@ -48,26 +48,33 @@ class ArgumentPatterns(NamedTuple):
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
     """Return the patterns of a format's calls."""
-    style, is_object = form.parameters, form.is_object
-    first = r"\s*(?=\{)" if style is None else r"\s*(?=<)" if style.close else ""  # of what follows a head
     marks = [mark for mark in (form.mark, *(mark for mark, _ in form.also)) if mark]
     is_list = bool(form.begin) or not form.mark
     between = r"[\s,;]*" if is_list else r"\s*"
-
-    def head(mark: str) -> Pattern:
-        text = form.begin + form.head
-        known = mark if mark in text else form.mark
-        rest = r"[\s\[]*" if is_object else r"\s*" + lenient(text.partition(known)[2] if known else text)
-        return regex.compile(rest + first)
-
     return CallPatterns(
         marks=regex.compile(any_of(marks)) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
-        heads={mark: head(mark) for mark in ("", *marks)},
-        following=regex.compile(between + lenient(form.head) + first) if is_list else None,
-        tail=pieces(r"[\s}]*" if is_object else r"\s*", form.tail),
+        heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
+        following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
+        tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
         end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
+
+
+def first_head(form: CallFormat, mark: str) -> str:
+    """Return the pattern of what comes between a mark and the first call's arguments, or its object."""
+    if form.is_object:
+        return r"[\s\[]*" + before_arguments(form)
+    text = form.begin + form.head
+    known = mark if mark in text else form.mark
+    return r"\s*" + lenient(text.partition(known)[2] if known else text) + before_arguments(form)
+
+
+def before_arguments(form: CallFormat) -> str:
+    """Return the pattern of what ends a head: the arguments, or an object, must follow."""
+    if form.style is None:
+        return r"\s*(?=\{)"
+    return r"\s*(?=<)" if form.style.close else ""
 
 
 @functools.cache

@@ -33,7 +33,7 @@ OPEN_TAG = regex.compile(r"[<\[][^>\]\s]*$")
 
 
 class Recognized(NamedTuple):
-    """What a chat template does with tools.
+    """The use that a chat template makes of tools.
 
     Attributes:
         takes_tools: whether it shows the model its tools.
@@ -49,19 +49,17 @@ class Recognized(NamedTuple):
 
 
 def recognize(template: ChatTemplate) -> Recognized:
-    """Have a template write a call, and find the format that reads it back."""
-    takes_tools = _shows_tools(template)
-    marked = _marked(template)
+    """Render a call with a template, and find the format that reads it back."""
+    takes_tools, marked, is_shown = _shows_tools(template), _marked(template), False
     for wants_text, prompt, answer in _answers(template):
         names = _readers(answer, prompt, reasoning_of(template.source))
-        # Calls without a mark are also what templates write that leave the mark to the model.
+        # Templates may write calls without the mark that their models write.
         if names and (FORMATS[names[0]].mark or marked in (None, names[0])):
             return Recognized(takes_tools, names[0], True, wants_text)
         if names:
             return Recognized(takes_tools, marked, False, wants_text)
-        if NAME in answer:
-            return Recognized(takes_tools)
-    return Recognized(takes_tools, marked)
+        is_shown |= NAME in answer
+    return Recognized(takes_tools, None if is_shown else marked)
 
 
 def reasoning_of(source: str) -> ReasoningFormat | None:
@@ -94,21 +92,22 @@ def _answers(template: ChatTemplate) -> Iterator[tuple[bool, str, str]]:
 
 def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> list[str]:
     """Return the formats that read the call in an answer, those first that leave the least text."""
-    lengths: dict[str, int] = {}
     is_thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.strip())
-    for name, form in FORMATS.items():
-        kind = HarmonyParser if name == "harmony" else AnswerParser
-        parser = kind(form, reasoning, is_thinking, schemas={NAME: SCHEMA})
-        pieces = [*parser.add(answer), *parser.finish()]
-        names = [piece.name for piece in pieces if piece.name is not None]
-        arguments = "".join(piece.text for piece in pieces if piece.kind == "arguments")
-        try:
-            is_read = names == [NAME] and json.loads(arguments) == ARGUMENTS
-        except ValueError:
-            is_read = False
-        if is_read:
-            lengths[name] = sum(len(piece.text) for piece in pieces if piece.kind == "content")
-    return sorted(lengths, key=lengths.__getitem__)
+    lengths = {name: _rest(form, answer, reasoning, is_thinking) for name, form in FORMATS.items()}
+    return sorted((name for name in FORMATS if lengths[name] is not None), key=lambda name: lengths[name] or 0)
+
+
+def _rest(form: CallFormat, answer: str, reasoning: ReasoningFormat | None, is_thinking: bool) -> int | None:
+    """Return how many characters next to the call a format reads as text; None if it does not read the call."""
+    kind = HarmonyParser if form is FORMATS["harmony"] else AnswerParser
+    parser = kind(form, reasoning, is_thinking, schemas={NAME: SCHEMA})
+    pieces = [*parser.add(answer), *parser.finish()]
+    arguments = "".join(piece.text for piece in pieces if piece.kind == "arguments")
+    try:
+        is_read = [piece.name for piece in pieces if piece.name] == [NAME] and json.loads(arguments) == ARGUMENTS
+    except ValueError:
+        return None
+    return sum(len(piece.text) for piece in pieces if piece.kind == "content") if is_read else None
 
 
 def _marked(template: ChatTemplate) -> str | None:
@@ -120,6 +119,6 @@ def _marked(template: ChatTemplate) -> str | None:
 
 def _tags(form: CallFormat) -> list[str]:
     """Return the marks that tell a format from others."""
-    style = form.parameters
+    style = form.style
     tags = [tag for text in (form.begin, form.call, style.open if style else "") for tag in TAG.findall(text)]
     return tags or [mark for mark, _ in form.also][:1]

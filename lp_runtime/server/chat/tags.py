@@ -40,7 +40,7 @@ def _call(form: CallFormat, function: Function) -> Tag:
     head, _, tail = form.call.replace("$NAME", function.name).partition("$ARGS")
     begin, *others = re.split(r"(\$INDEX|\$ID)", head)
     parts = [{"type": "regex", "pattern": PATTERNS[part]} if part in PATTERNS else text(part) for part in others]
-    content = sequence(*parts, _arguments(form.parameters, function.parameters or {"type": "object"}))
+    content = sequence(*parts, _arguments(form.style, function.parameters or {"type": "object"}))
     return {"type": "tag", "begin": begin, "content": content, "end": tail}
 
 
@@ -83,26 +83,38 @@ def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: i
         schema = {}
     if isinstance(schema.get("$ref"), str):
         return _value(resolved(schema["$ref"], root), root, style, depth - 1)
+    if (choices := _choices(schema, style)) is not None:
+        tags = [text(each) if isinstance(each, str) else _value(each, root, style, depth - 1) for each in choices]
+        return {"type": "or", "elements": tags} if len(tags) > 1 else tags[0]
+    found = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return found or {"type": "json_schema", "json_schema": {**definitions, **schema}}
+
+
+def _quoted(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag | None:
+    """Return the tag of a literal that is, or may have, a text between marks that JSON does not have."""
+    kind = schema.get("type")
+    if kind == "string":
+        return {"type": "tag", "begin": style.quote, "content": _characters(schema), "end": style.quote}
+    if kind == "object" and schema.get("properties"):
+        return sequence(text("{"), _members(schema, root, style, depth - 1), text("}"))
+    if kind == "array" and isinstance(schema.get("items"), Mapping):
+        return _items(schema, _value(schema["items"], root, style, depth - 1), style)
+    return None
+
+
+def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | None:
+    """Return the alternatives of a schema, as literals or schemas; None if it has none."""
     if "enum" in schema or "const" in schema:
-        return _one_of([text(_literal(value, style)) for value in schema.get("enum", [schema.get("const")])])
+        return [_literal(value, style) for value in schema.get("enum", [schema.get("const")])]
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
-            return _one_of([_value(each, root, style, depth - 1) for each in schema[name]])
-    if isinstance(kinds := schema.get("type"), list):
-        return _one_of([_value({**schema, "type": kind}, root, style, depth - 1) for kind in kinds])
-    if kinds == "boolean":
-        return _one_of([text(_literal(value, style)) for value in (True, False)])
-    if kinds == "null":
-        return text(_literal(None, style))
-    if len(style.quote) > 1:
-        if kinds == "string":
-            return {"type": "tag", "begin": style.quote, "content": _characters(schema), "end": style.quote}
-        if kinds == "object" and schema.get("properties"):
-            return sequence(text("{"), _members(schema, root, style, depth - 1), text("}"))
-        if kinds == "array" and isinstance(schema.get("items"), Mapping):
-            return _items(schema, _value(schema["items"], root, style, depth - 1), style)
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return {"type": "json_schema", "json_schema": {**definitions, **schema}}
+            return schema[name]
+    kind = schema.get("type")
+    if isinstance(kind, list):
+        return [{**schema, "type": each} for each in kind]
+    constants = {"boolean": (True, False), "null": (None,)}
+    return [_literal(value, style) for value in constants[kind]] if kind in constants else None
 
 
 def _characters(schema: Mapping[str, Any]) -> Tag:
@@ -131,10 +143,6 @@ def _literal(value: object, style: ParameterStyle) -> str:
     if len(style.quote) == 1 and (value is None or isinstance(value, bool)):
         return str(value)
     return json.dumps(value, ensure_ascii=False)
-
-
-def _one_of(elements: list[Tag]) -> Tag:
-    return {"type": "or", "elements": elements} if len(elements) > 1 else elements[0]
 
 
 # Parts of tags.

@@ -20,7 +20,7 @@ MAX_MATCH_CHARS = 4096  # that a match waits for; bounds the text that is held b
 SPACE = regex.compile(r"\s*")
 JSON_START = regex.compile(r'["\[{]|(?=[\s,;}\]<])')  # what begins a JSON value, or ends a number or word
 JSON_INNER = regex.compile(r'["\[\]{}]')
-QUOTE_OR_ESCAPE = regex.compile(r'"|\\.', regex.DOTALL)
+REST_OF_STRING = regex.compile(r'(?:[^"\\]++|\\.)*+(?P<end>"?)', regex.DOTALL)  # of JSON, as much as there is
 BRACKETS = {**dict.fromkeys("[{(", 1), **dict.fromkeys(")}]", -1)}
 IN_JSON = {"(": "[", ")": "]", ",": ", ", ":": ": "}  # marks of literals
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
@@ -30,7 +30,8 @@ class TextReader:
     """A text that grows at its end and is consumed from its beginning."""
 
     def __init__(self) -> None:
-        self._text, self._at, self._is_end = "", 0, False
+        self._text, self._is_end = "", False
+        self._at = 0  # characters consumed
         self._kept: int | None = None  # where `rewind` goes back to
 
     def add(self, text: str) -> None:
@@ -100,12 +101,20 @@ class TextReader:
             out(found.group())
             depth += BRACKETS.get(found.group(), 0)
             if found.group() == '"':
-                while (found := (yield from self.until(QUOTE_OR_ESCAPE, out))) is not None:
-                    out(found.group())
-                    if found.group() == '"':
-                        break
+                yield from self._json_string(out)
             if not depth:
                 return
+
+    def _json_string(self, out: Out) -> Steps[None]:
+        """Pass the rest of a JSON string to `out`."""
+        while True:
+            found = REST_OF_STRING.match(self._text, self._at)
+            start, self._at = self._at, len(self._text) if self._is_end and not found["end"] else found.end()
+            if self._at > start:
+                out(self._text[start : self._at])
+            if found["end"] or self._is_end:
+                return
+            yield
 
     def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""

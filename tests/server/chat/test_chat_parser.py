@@ -172,3 +172,17 @@ def test_arguments_come_before_their_call_ends():
     parser.add('<tool_call>\n{"name": "f", "arguments": {"city": "Ro')
     (piece,) = parser.add("me and")
     assert (piece.kind, piece.text) == ("arguments", "me and")
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "reasoning", "prompt_end", "marks"),
+    [
+        ("harmony", "auto", "<|start|>assistant", ("", "<|channel|>final<|message|>")),
+        ("none", "think", "assistant\n", ("<think>", "</think>")),
+        ("none", "think", "assistant\n<think>\n", (None, "</think>")),
+        ("none", "mistral", "[/INST]", ("[THINK]", "[/THINK]")),
+        ("none", "none", "assistant\n", None),
+    ],
+)
+def test_the_marks_around_reasoning(tool_format, reasoning, prompt_end, marks):
+    assert ChatFormat("", tool_format, reasoning).reasoning_marks(prompt_end) == marks

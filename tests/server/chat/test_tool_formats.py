@@ -8,22 +8,26 @@ import jsonschema
 import pytest
 import xgrammar
 from support.constrained_texts import texts_of
-from support.tool_formats import SAMPLES, history_of, parts_of, tools_of, wrong_random_answers
+from support.tool_answers import (
+    TOOLS,
+    constrained_calls,
+    cut_answers,
+    follows_schemas,
+    history_of,
+    parts_of,
+    read_recorded,
+    tools_of,
+    wrong_random_answers,
+)
+from support.tool_formats import SAMPLES
 
 from lp_runtime import ConstraintConfig
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 from lp_runtime.server.chat import formats
 from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.tools import Tool, ToolUse
+from lp_runtime.server.chat.tools import ToolUse
 
-NUM_RANDOM = 8  # answers of each format and test; the large run is in docs/decisions/
-
-
-def read(name, texts, form=None):
-    """Take a sample's answer apart that comes as some texts."""
-    sample = SAMPLES[name]
-    form = form or ChatFormat(sample.template.text)
-    return parts_of(form.parser(tools_of(sample.parts[2]), sample.prompt_end), texts)
+NUM_RANDOM = 8  # answers of each format and test; tests/support/tool_answers.py draws more
 
 
 def test_the_settings_name_the_formats():
@@ -38,76 +42,29 @@ def test_a_template_is_recognized(name):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_recorded_answer(name):
-    assert read(name, [SAMPLES[name].answer]) == SAMPLES[name].parts
-
-
-@pytest.mark.parametrize("name", SAMPLES)
-def test_a_recorded_answer_cut_anywhere(name):
-    answer, parts, form = SAMPLES[name].answer, SAMPLES[name].parts, ChatFormat(SAMPLES[name].template.text)
-    for place in range(len(answer) + 1):
-        assert read(name, [answer[:place], answer[place:]], form) == parts, place
-    assert read(name, list(answer), form) == parts
+def test_a_recorded_answer_whole_and_cut_anywhere(name):
+    sample, form = SAMPLES[name], ChatFormat(SAMPLES[name].template.text)
+    for texts in ([sample.answer], *cut_answers(name)):
+        assert read_recorded(name, form, texts) == sample.parts, texts
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_calls_of_the_history(name):
-    calls = SAMPLES[name].parts[2]
-    form = ChatFormat(SAMPLES[name].template.text)
-    text = history_of(name, form, calls)
-    assert parts_of(form.parser(tools_of(calls), ""), [text])[2] == calls
+    calls, form = SAMPLES[name].parts[2], ChatFormat(SAMPLES[name].template.text)
+    assert parts_of(form.parser(tools_of(calls), ""), [history_of(name, form, calls)])[2] == calls
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_random_calls(name):
+def test_random_answers(name):
     assert not wrong_random_answers(name, NUM_RANDOM, seed=1)
-
-
-SCHEMAS = {
-    "f": {
-        "type": "object",
-        "properties": {
-            "a": {"enum": ["x", "y z"]},
-            "b": {"type": "boolean"},
-            "n": {"type": ["integer", "null"]},
-            "t": {"type": "string"},
-        },
-        "required": ["a", "t"],
-        "additionalProperties": False,
-    },
-    "g_2": {
-        "type": "object",
-        "properties": {
-            "l": {"type": "array", "items": {"enum": ["red", 7]}, "maxItems": 2},
-            "o": {"$ref": "#/$defs/o"},
-        },
-        "$defs": {"o": {"type": "object", "properties": {"k": {"type": "number"}}, "additionalProperties": False}},
-        "additionalProperties": False,
-    },
-    "none": {"type": "object", "properties": {}, "additionalProperties": False},
-}
-TOOLS = [Tool(function={"name": name, "parameters": schema}) for name, schema in SCHEMAS.items()]
-
-
-def check_calls(calls, text):
-    assert calls, text
-    for called, arguments in calls:
-        jsonschema.validate(arguments, SCHEMAS[called])
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_constrained_call_is_read_back(name, is_parallel):
     """Random text under the constraint of calls is taken apart to calls of the tools, with valid arguments."""
-    form = ChatFormat("", name, "none")
-    counts = set()
-    for text in texts_of(form.constraint(ToolUse(TOOLS, True, is_parallel), None, "", may_think=False), NUM_RANDOM):
-        reasoning, content, calls = parts_of(form.parser(TOOLS, ""), [text])
-        assert not reasoning and not content.strip(), text
-        check_calls(calls, text)
-        assert parts_of(form.parser(TOOLS, ""), list(text))[2] == calls
-        counts.add(len(calls))
-    assert (max(counts) > 1) == (is_parallel and formats.FORMATS[name].separator is not None)
+    wrong, counts = constrained_calls(name, is_parallel, NUM_RANDOM)
+    assert not wrong and (max(counts) > 1) == (is_parallel and formats.FORMATS[name].separator is not None)
 
 
 # Formats that xgrammar has built in, which are written independently of ours.
@@ -128,15 +85,13 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_calls_of_xgrammars_formats_are_read(name):
-    shown = [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in TOOLS]
+    shown = ToolUse(TOOLS).shown()
     tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
-    constraint = ConstraintConfig(structural_tag=tag.model_dump())
     prompt_end = "<think>" if name == "minimax_m2" else ""
-    for text in texts_of(constraint, NUM_RANDOM):
+    for text in texts_of(ConstraintConfig(structural_tag=tag.model_dump()), NUM_RANDOM):
         if text:  # harmony's may be empty
             _, content, calls = parts_of(ChatFormat("</think>", name).parser(TOOLS, prompt_end), [text])
-            assert len(calls) == 1 and not content.strip(), text
-            check_calls(calls, text)
+            assert len(calls) == 1 and not content.strip() and follows_schemas(calls), text
 
 
 @pytest.mark.parametrize("name", SAMPLES)
