@@ -265,7 +265,7 @@ class Grammars:
         """Create the guide of a request, at the state before its first new token.
 
         Args:
-            context: the tokens that the constrained text continues; none if it is a text of its own.
+            context: the tokens that the constrained text continues; none if it is a separate text.
         """
         vocabulary = self.vocabulary(constraint.has_special_tokens)
         if constraint.key not in self._loaded:

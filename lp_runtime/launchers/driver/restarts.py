@@ -1,4 +1,4 @@
-"""How often the replicas of a pool may be restarted."""
+"""Limit on the restarts of a pool's replicas."""
 
 from __future__ import annotations
 
