@@ -14,9 +14,10 @@ import pytest
 from support.constrained import EOS, TEXTS, compile_for_test, tokenizer
 
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
-from lp_runtime.constraints import compile_process, compiled
+from lp_runtime.constraints import compile_process
 from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.constraints.library import library
 from lp_runtime.constraints.schema_checks import check_schema
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
 from lp_runtime.replica.request_builder import RequestOptions
@@ -198,8 +199,8 @@ def test_a_tokenizer_that_is_not_supported():
 def test_a_model_without_an_end_and_a_missing_package(monkeypatch):
     with pytest.raises(ConfigError, match="end-of-sequence"):
         ConstraintCompiler(tokenizer, len(TEXTS), set()).compile(ConstraintConfig(regex="a"))
-    compiled.library.cache_clear()
+    library.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
     with pytest.raises(ConfigError, match=r"pip install 'lp-runtime\[constraints\]'"):
         ConstraintCompiler(tokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
-    compiled.library.cache_clear()
+    library.cache_clear()
