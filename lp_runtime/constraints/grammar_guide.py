@@ -17,9 +17,9 @@ from lp_runtime.constraints.compiled import (
     CompiledConstraint,
     describe_vocabulary,
     forced_bytes,
-    library,
     load_compiled,
 )
+from lp_runtime.constraints.library import library
 from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
 from lp_runtime.text.token_text import TokenTexts
