@@ -67,6 +67,7 @@ class ReplicaInfo:
         dtype: torch's name of the model's dtype, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
+        cache_bytes_per_token: bytes of a token's keys and values on a replica's first GPU; 0 if unknown.
         not_captured: why passes are not captured on some replica's GPU; None if all capture them, and on CPUs.
     """
 
@@ -80,6 +81,7 @@ class ReplicaInfo:
     capacity: int | None
     supports_batching: bool = False
     not_captured: str | None = None
+    cache_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ def load_replica(
         self_check=self_check,
         capacity=capacity,
         supports_batching=model.supports_batching and not config.profile,
+        cache_bytes_per_token=model.cache_bytes_per_token,
     )
     # Compiling takes minutes, and not equally long on all replicas. Run all passes once here, before the replicas meet:
     # afterwards a replica waits at most failure.timeout for a peer.
