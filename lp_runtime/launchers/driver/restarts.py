@@ -1,4 +1,4 @@
-"""How often the replicas of a pool may be restarted."""
+"""Counter of the restarts of a pool's replicas, which are limited within an hour."""
 
 from __future__ import annotations
 
