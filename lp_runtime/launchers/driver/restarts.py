@@ -1,4 +1,4 @@
-"""Counter of the restarts of a pool's replicas, which are limited within an hour."""
+"""Limit on the restarts of a pool's replicas."""
 
 from __future__ import annotations
 
