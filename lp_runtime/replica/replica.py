@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.devices import check_one_each, gpu_number, warn_of_few_cores
-from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.devices import check_one_each, gpu_number, must_sleep, warn_of_few_cores
+from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
@@ -67,6 +67,7 @@ class ReplicaInfo:
         dtype: torch's name of the model's dtype, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
+        cache_bytes_per_token: bytes of a token's keys and values on a replica's first GPU; 0 if unknown.
         not_captured: why passes are not captured on some replica's GPU; None if all capture them, and on CPUs.
     """
 
@@ -80,19 +81,22 @@ class ReplicaInfo:
     capacity: int | None
     supports_batching: bool = False
     not_captured: str | None = None
+    cache_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A loaded and checked model, with the measurements that this process made of it.
 
-    Measurements are added to `known` as they are made, and reused when the replica joins another group.
+    Measurements are added to `known` as they are made, and reused when the replica joins another group. `sleeps` is
+    whether the process sleeps while it waits for its GPU; see `must_sleep`.
     """
 
     model: ModelRunner
     info: ReplicaInfo
     known: Measured
     progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
+    sleeps: bool = False
 
 
 class Replica:
@@ -113,7 +117,8 @@ class Replica:
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
-        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
+        exchange = partial(Exchange, sleeps=loaded.sleeps)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, exchange, grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
@@ -237,11 +242,13 @@ def load_replica(
         self_check=self_check,
         capacity=capacity,
         supports_batching=model.supports_batching and not config.profile,
+        cache_bytes_per_token=model.cache_bytes_per_token,
     )
     # Compiling takes minutes, and not equally long on all replicas. Run all passes once here, before the replicas meet:
     # afterwards a replica waits at most failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
-    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+    known = Measured(steps=measure_steps(model) if is_compiled else None)
+    return LoadedModel(model, info, known, progress, must_sleep(num_local, owns_device))
 
 
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
