@@ -20,7 +20,7 @@ PLACEHOLDERS = {
     "$STRING": r"(?P<string>true|false)",
 }
 WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
-ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)"
+ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
 NEVER = regex.compile(r"(?!)")
 
 

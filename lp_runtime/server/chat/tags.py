@@ -16,7 +16,8 @@ from lp_runtime.server.chat.tools import Function
 Tag = dict[str, Any]
 
 AFTER_REASONING = r"\n{0,2}"
-PATTERNS = {"$INDEX": r"\d+", "$ID": "[a-zA-Z0-9]{9}"}
+PATTERNS = {"$INDEX": "[0-9]{1,3}", "$ID": "[a-zA-Z0-9]{9}"}
+MAX_SPACES = 2  # in a row, between the parts of arguments
 MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
 
 
@@ -49,7 +50,8 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
     if style is None:
         return {"type": "json_schema", "json_schema": schema}
     if style.schema_style:
-        return {"type": "json_schema", "json_schema": schema, "style": style.schema_style}
+        more = {"style": style.schema_style, "max_whitespace_cnt": MAX_SPACES}
+        return {"type": "json_schema", "json_schema": schema, **more}
     return _members(schema, schema, style, MAX_DEPTH)
 
 
