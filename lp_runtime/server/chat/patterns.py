@@ -20,7 +20,7 @@ PLACEHOLDERS = {
     "$STRING": r"(?P<string>true|false)",
 }
 WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
-ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)"
+ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
 NEVER = regex.compile(r"(?!)")
 
 
@@ -82,7 +82,9 @@ def argument_patterns(style: ParameterStyle) -> ArgumentPatterns:
     """Return the patterns of a style of arguments."""
     quotes = [quote for quote in ('"', style.quote) if quote]
     token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<word>{WORD})|(?P<mark>"
-    key, close = rf"[\s,]*(?P<key>{WORD})\s*{regex.escape(style.open.removeprefix('$KEY'))}", None
+    quote = f"(?:{any_of(quotes)})?"
+    key = rf"[\s,]*{quote}(?P<key>{WORD}(?: +{WORD})*){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
+    close = None
     if style.close:
         # The line breaks of a description are not part of the value; others are.
         line_break = "\n?" if style.open.endswith("\n") else ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.arguments import resolved
 from lp_runtime.server.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
@@ -16,7 +16,8 @@ from lp_runtime.server.chat.tools import Function
 Tag = dict[str, Any]
 
 AFTER_REASONING = r"\n{0,2}"
-PATTERNS = {"$INDEX": r"\d+", "$ID": "[a-zA-Z0-9]{9}"}
+PATTERNS = {"$INDEX": "[0-9]{1,3}", "$ID": "[a-zA-Z0-9]{9}"}
+MAX_SPACES = 2  # in a row, between the parts of arguments
 MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
 
 
@@ -49,7 +50,8 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
     if style is None:
         return {"type": "json_schema", "json_schema": schema}
     if style.schema_style:
-        return {"type": "json_schema", "json_schema": schema, "style": style.schema_style}
+        more = {"style": style.schema_style, "max_whitespace_cnt": MAX_SPACES}
+        return {"type": "json_schema", "json_schema": schema, **more}
     return _members(schema, schema, style, MAX_DEPTH)
 
 
@@ -58,21 +60,24 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
 
 def _members(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
     """Return the tag of an object's members, in the order of the schema; those not required may be missing."""
-    required = schema.get("required", ())
+    required, properties = schema.get("required") or [], schema.get("properties") or {}
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        raise RequestError("tools: properties of a schema must be an object, and required a list")
     rest: Tag | None = None  # members after the current one, each after a separator
     starts: list[Tag] = []  # alternatives: which member is the first
-    for key, value in reversed((schema.get("properties") or {}).items()):
+    num_chars = 0
+    for key, value in reversed(list(properties.items())):
         member = sequence(text(style.open.replace("$KEY", key)), _value(value, root, style, depth - 1))
-        if key in required:
-            starts = []
-        starts.insert(0, sequence(member, rest))
+        starts = [sequence(member, rest), *([] if key in required else starts)]
         following = sequence(text(style.separator), member)
         rest = sequence(following if key in required else {"type": "optional", "content": following}, rest)
+        num_chars += len(json.dumps(member))
+        if num_chars * len(starts) > MAX_SOURCE_CHARS:
+            raise RequestError(f"tools: a schema with {len(properties)} properties is too large for this tool format")
     if not starts:
-        return {"type": "const_string", "value": ""}
-    members: Tag = {"type": "or", "elements": starts} if len(starts) > 1 else starts[0]
-    is_empty = not any(key in required for key in schema["properties"])
-    return {"type": "optional", "content": members} if is_empty else members
+        return text("")
+    members = _one_of(starts)
+    return members if any(key in required for key in properties) else {"type": "optional", "content": members}
 
 
 def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
@@ -85,7 +90,7 @@ def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: i
         return _value(resolved(schema["$ref"], root), root, style, depth - 1)
     if (choices := _choices(schema, style)) is not None:
         tags = [text(each) if isinstance(each, str) else _value(each, root, style, depth - 1) for each in choices]
-        return {"type": "or", "elements": tags} if len(tags) > 1 else tags[0]
+        return _one_of(tags)
     found = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
     return found or {"type": "json_schema", "json_schema": {**definitions, **schema}}
@@ -105,16 +110,14 @@ def _quoted(schema: Mapping[str, Any], root: Mapping[str, Any], style: Parameter
 
 def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | None:
     """Return the alternatives of a schema, as literals or schemas; None if it has none."""
-    if "enum" in schema or "const" in schema:
-        return [_literal(value, style) for value in schema.get("enum", [schema.get("const")])]
+    kind, constants = schema.get("type"), {"boolean": [True, False], "null": [None]}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else constants.get(str(kind)))
+    if values and isinstance(values, list):
+        return [_literal(value, style) for value in values]
     for name in ("anyOf", "oneOf"):
-        if isinstance(schema.get(name), list):
+        if schema.get(name) and isinstance(schema[name], list):
             return schema[name]
-    kind = schema.get("type")
-    if isinstance(kind, list):
-        return [{**schema, "type": each} for each in kind]
-    constants = {"boolean": (True, False), "null": (None,)}
-    return [_literal(value, style) for value in constants[kind]] if kind in constants else None
+    return [{**schema, "type": each} for each in kind] if kind and isinstance(kind, list) else None
 
 
 def _characters(schema: Mapping[str, Any]) -> Tag:
@@ -129,9 +132,11 @@ def _characters(schema: Mapping[str, Any]) -> Tag:
 def _items(schema: Mapping[str, Any], item: Tag, style: ParameterStyle) -> Tag:
     """Return the tag of a list."""
     least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
-    others = {"type": "repeat", "min": max(least - 1, 0), "max": max(most, 0) - 1 if most >= 0 else -1}
+    if not isinstance(least, int) or not isinstance(most, int):
+        raise RequestError("tools: minItems and maxItems of a schema must be integers")
     if most == 0:
         return text("[]")
+    others = {"type": "repeat", "min": max(least - 1, 0), "max": most - 1 if most > 0 else -1}
     members = sequence(item, {**others, "content": sequence(text(style.separator), item)})
     return sequence(text("["), members if least else {"type": "optional", "content": members}, text("]"))
 
@@ -146,6 +151,10 @@ def _literal(value: object, style: ParameterStyle) -> str:
 
 
 # Parts of tags.
+
+
+def _one_of(elements: list[Tag]) -> Tag:
+    return {"type": "or", "elements": elements} if len(elements) > 1 else elements[0]
 
 
 def text(value: str) -> Tag:

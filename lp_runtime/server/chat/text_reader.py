@@ -23,6 +23,7 @@ JSON_INNER = regex.compile(r'["\[\]{}]')
 REST_OF_STRING = regex.compile(r'(?:[^"\\]++|\\.)*+(?P<end>"?)', regex.DOTALL)  # of JSON, as much as there is
 BRACKETS = {**dict.fromkeys("[{(", 1), **dict.fromkeys(")}]", -1)}
 IN_JSON = {"(": "[", ")": "]", ",": ", ", ":": ": "}  # marks of literals
+NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -118,14 +119,14 @@ class TextReader:
 
     def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
-        raw = list[str]()
         if parameter.is_text:
             out('"')
-        found = yield from self.until(
-            close, (lambda text: out(dumped(text)[1:-1])) if parameter.is_text else raw.append
-        )
-        if found is not None:
-            out('"' if parameter.is_text else json_of("".join(raw), parameter))
+            if (yield from self.until(close, lambda text: out(dumped(text)[1:-1]))) is not None:
+                out('"')
+            return
+        raw = list[str]()
+        if (yield from self.until(close, raw.append)) is not None:
+            out(json_of("".join(raw), parameter))
 
     def literal(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass a literal to `out` as JSON; a text is read as another type if the parameter takes no texts."""
@@ -156,12 +157,9 @@ class TextReader:
 
 def _word(word: str) -> str:
     """Return a literal's word as JSON: a number, a constant, or a key without quotation marks."""
-    word = CONSTANTS.get(word, word)
-    try:
-        json.loads(word)
-        return word
-    except ValueError:
-        return dumped(word)
+    if word in CONSTANTS:
+        return CONSTANTS[word]
+    return word if NUMBER.fullmatch(word) or word in CONSTANTS.values() else dumped(word)
 
 
 def _escape(escape: str) -> str:
