@@ -15,6 +15,7 @@ shared_model    one model object under several threads and interrupts
 wrapped_models  adapters, caches, compiled and offloaded models, and other wrappers: exact, or refused in one line
 transformers_tests  transformers' own generation tests, with `generate` routed through the drop-in
 prefix_cache    turns of conversations with the prefix cache and without; bounded memory
+text            text of random tokens, for every kind of tokenizer, against transformers' decode
 fuzz            malformed HTTP requests and command lines are refused
 """
 
@@ -36,6 +37,7 @@ STUDIES = {
         "wrapped_models",
         "transformers_tests",
         "prefix_cache",
+        "text",
         "fuzz",
     )
 }

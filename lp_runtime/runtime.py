@@ -17,11 +17,11 @@ from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.model.tokenizer import StopStrings, TextStream
 from lp_runtime.replica.replica import ReplicaInfo
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.request.request import Request
+from lp_runtime.request.request_text import RequestText
 
 
 class LookaheadRuntime:
@@ -232,15 +232,14 @@ class LookaheadRuntime:
         Raises:
             ModelError: text is needed, and the model has no usable tokenizer.
         """
-        text_stream = self._text_stream(optional=not (needs_text or request.stop))
-        stop_strings = StopStrings(self.tokenizer, request.stop) if request.stop else None
+        text = self._text_of(request, optional=not (needs_text or request.stop))
         events = self._launcher.run(request) if lease is None else self._launcher.run_on(request, lease)
-        return GenerationStream(events, text_stream, stop_strings)
+        return GenerationStream(events, text)
 
-    def _text_stream(self, optional: bool) -> TextStream | None:
-        """Return a decoder of token ids; None if it is optional and the model has no tokenizer."""
+    def _text_of(self, request: Request, optional: bool) -> RequestText | None:
+        """Return the text of a request, empty yet; None if it is optional and the model has no tokenizer."""
         try:
-            return TextStream(self.tokenizer)
+            return RequestText(request, self.tokenizer)
         except ModelError:
             if optional:  # token ids in and out need no tokenizer
                 return None

@@ -21,7 +21,7 @@ NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 LAYERS = [
     {"errors"},
     {"config", "utils"},
-    {"lookahead"},
+    {"lookahead", "text"},
     {"constraints", "distributed", "kernels"},
     {"sampling", "sizing"},
     {"model"},
@@ -121,8 +121,10 @@ def module_of(name: str) -> str:
 def test_every_folder_is_installed():
     """An editable install finds folders that a wheel would lack."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in PACKAGE.rglob("*.py")}
-    assert set(named) == folders | {"lp_runtime.conf"}
+    files = [*PACKAGE.rglob("*.py"), PACKAGE / "demo_model" / "config.json"]
+    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in files}
+    conf = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in (ROOT / "conf").rglob("*.yaml")}
+    assert set(named) == folders | {f"lp_runtime.{folder}" for folder in conf}
 
 
 def folder_of(module: str) -> str:
@@ -195,8 +197,8 @@ def test_the_partition_is_pure():
     assert not any(under(module, "torch", "os") for module in modules)
 
 
-def test_transformers_lives_in_three_folders():
-    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin"}
+def test_transformers_lives_in_four_folders():
+    assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin", "text"}
 
 
 def test_sizing_is_pure_integers():

@@ -36,11 +36,12 @@ from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.tokenizer import TextStream, encode
+from lp_runtime.model.tokenizer import encode
 from lp_runtime.replica.loading import ready_model
 from lp_runtime.request.generation import GenerationStream
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
+from lp_runtime.request.request_text import RequestText
 from studies.replay import (
     AssumedCalibration,
     AssumedClocks,
@@ -122,7 +123,7 @@ class HostBench:
         for number, one in enumerate([recorded[0], *recorded]):
             device.begin(one.steps)
             events = cast(Generator[Event, None, None], engine.run(one.request, make_sampler_spec(model, one.request)))
-            stream = GenerationStream(events, TextStream(self._tokenizer), None)
+            stream = GenerationStream(events, RequestText(one.request, self._tokenizer))
             assert [token for delta in stream for token in delta.token_ids] == one.token_ids
             if number == 0:  # the first one warms up
                 device.gaps.clear()

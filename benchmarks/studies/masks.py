@@ -32,6 +32,7 @@ from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.text.token_text import TokenTexts
 
 SCHEMA = {
     "type": "object",
@@ -57,7 +58,7 @@ class LargerVocabulary(Grammars):
         texts += [rng.choice(plain) + rng.choice(plain) for _ in range(size - len(texts))]
         xgrammar = library()
         info = xgrammar.TokenizerInfo(texts, xgrammar.VocabType.RAW, stop_token_ids=[tokenizer.eos_token_id])
-        self._larger = Vocabulary(info)
+        self._larger = Vocabulary(info, TokenTexts(tokenizer))
 
     def vocabulary(self, with_special_tokens: bool) -> Vocabulary:
         return self._larger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import Any, Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_port, require_seconds
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -12,8 +12,12 @@ from lp_runtime.errors import ConfigError
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # default of the largest number of requests in a forward pass of one replica
 TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
-TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "harmony", "none")
-REASONINGS = ("auto", "think", "none")
+TOOL_FORMATS = (
+    *("auto", "none", "response_template", "hermes", "qwen3_coder", "seed_oss", "glm", "deepseek_v3", "deepseek_v31"),
+    *("deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m2", "mistral", "mistral_args", "mistral_id", "harmony"),
+    *("granite", "phi4_mini", "nemotron", "gemma", "functiongemma", "lfm2", "llama3", "pythonic"),
+)
+REASONINGS = ("auto", "none", "think", "mistral", "gemma", "cohere", "seed", "granite", "apriel")
 SERVERS = ("uvicorn", "ray_serve")
 
 
@@ -50,11 +54,13 @@ class ServeConfig(RuntimeConfig):
     strict_fields: bool = False
     """Whether a request with an unknown field is refused; if not, the field is ignored, and logged once."""
     tool_format: str = "auto"
-    """How the model writes tool calls: hermes (also Qwen), llama3, mistral, harmony (gpt-oss), none, or auto: chosen
-    by the chat template."""
+    """How the model writes tool calls: a format of docs/serving.md, response_template (the model's own description),
+    none, or auto: the format in which the chat template writes a call."""
     reasoning: str = "auto"
-    """Whether answers may begin with a reasoning part: think (between <think> and </think>), none, or auto: chosen by
-    the chat template."""
+    """Marks of the reasoning part that answers may begin with: think (<think> and </think>), another of
+    docs/serving.md, none, or auto: those that the chat template has."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables of the chat template for all chats, such as {enable_thinking: false}; those of a request come first."""
     allowed_hosts: Optional[list[str]] = None  # noqa: UP045
     """Accepted Host headers, without port; *.NAME allows subdomains. If not given: the names of the loopback interface
     if `host` is one of its addresses, else any."""

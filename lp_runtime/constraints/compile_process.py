@@ -20,6 +20,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
+from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.child_process import python_command
 from lp_runtime.utils.startup import hide_triton_without_gpu
 
@@ -144,8 +145,9 @@ class ConstraintCompiler:
         """Start the process if it is not running; return the pipe to it."""
         if self._pipe is not None:
             return self._pipe
+        texts = TokenTexts(self._tokenizer())
         info = [
-            describe_vocabulary(self._tokenizer(), self._vocabulary_size, self._eos_token_ids, special).serialize_json()
+            describe_vocabulary(texts, self._vocabulary_size, self._eos_token_ids, special).serialize_json()
             for special in (False, True)
         ]
         self._pipe, theirs = Pipe()

@@ -16,6 +16,7 @@ from lp_runtime.constraints.grammar_checks import check_dead_ends
 from lp_runtime.constraints.library import library
 from lp_runtime.constraints.structural_tags import structural_tag_grammar
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
+from lp_runtime.text.token_text import TokenTexts
 
 MAX_COMPILED_BYTES = 1 << 26  # of a grammar that is sent to replicas, before compression
 COMPRESSION_LEVEL = 1  # for zlib: reduces grammars to about a seventh within a millisecond
@@ -37,9 +38,9 @@ class CompiledConstraint:
 
 
 def describe_vocabulary(
-    tokenizer: Any, vocabulary_size: int, eos_token_ids: Collection[int], with_special_tokens: bool
+    token_texts: TokenTexts, vocabulary_size: int, eos_token_ids: Collection[int], with_special_tokens: bool
 ) -> Any:
-    """Return xgrammar's TokenizerInfo of a model.
+    """Return xgrammar's TokenizerInfo of a model: the bytes that each token adds to a text.
 
     Args:
         vocabulary_size: size of the model's vocabulary, which may exceed the tokenizer's.
@@ -47,27 +48,18 @@ def describe_vocabulary(
         with_special_tokens: whether special tokens match their text in a grammar; if not, they are never allowed.
     """
     xgrammar = library()
-    try:
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            tokenizer, vocab_size=vocabulary_size, stop_token_ids=sorted(eos_token_ids)
-        )
-    except Exception as error:  # xgrammar documents no error classes
+    texts = token_texts.all_bytes(vocabulary_size)
+    plain = [b"" if token in token_texts.special_ids else text for token, text in enumerate(texts)]
+    if (pair := token_texts.changed_pair(plain)) is not None:
         raise ConfigError(
-            f"constraints do not work with this model: xgrammar does not support a tokenizer of class"
-            f" {type(tokenizer).__name__}: {_reason(error)}"
-        ) from error
-    if with_special_tokens:
-        return info
-    texts = list(info.decoded_vocab)
-    for token, added in tokenizer.added_tokens_decoder.items():
-        if added.special and token < len(texts):
-            texts[token] = b""
+            f"constraints do not work with this model: the text of its tokenizer's token {pair[1]} depends on"
+            f" the token before it, for example {pair[0]}"
+        )
     return xgrammar.TokenizerInfo(
-        texts,
+        texts if with_special_tokens else plain,
         xgrammar.VocabType.RAW,
         vocab_size=vocabulary_size,
         stop_token_ids=sorted(eos_token_ids),
-        add_prefix_space=info.add_prefix_space,
     )
 
 

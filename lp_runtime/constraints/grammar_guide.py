@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,18 +22,43 @@ from lp_runtime.constraints.compiled import (
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
+from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.jit import compiled
 
 MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """The V byte strings of a model's tokens, from xgrammar's TokenizerInfo."""
+    """The bytes that each of a model's V tokens adds to a text.
 
-    def __init__(self, info: Any):
+    Args:
+        info: xgrammar's TokenizerInfo.
+        token_texts: the texts that `info` was made of.
+    """
+
+    def __init__(self, info: Any, token_texts: TokenTexts):
         self.info, self.size = info, info.vocab_size
-        self._ids = {text: token for token, text in enumerate(info.decoded_vocab) if text}
+        self._token_texts = token_texts
+        self._texts = info.decoded_vocab
+        self._ids = {text: token for token, text in enumerate(self._texts) if text}
         self._longest = max(map(len, self._ids), default=0)
+
+    def at_start(self, context: Sequence[int]) -> np.ndarray | None:
+        """Return [V] int64 tokens that add elsewhere what each token adds first after a context, or -1 if none does.
+
+        None if each adds what it adds elsewhere. Not so for decoders that strip the first space of a text.
+        """
+        tokens, differing = self._start_tokens
+        return tokens if differing is not None and self._token_texts.is_at_start(context, differing) else None
+
+    @cached_property
+    def _start_tokens(self) -> tuple[np.ndarray, int | None]:
+        """Return the tokens of `at_start` for an empty context, and a token that adds something else elsewhere."""
+        tokens, differing = np.arange(self.size), None
+        for token, text in enumerate(self._token_texts.all_bytes_at_start(self.size)):
+            if self._texts[token] not in (b"", text):
+                tokens[token], differing = self._ids.get(text, -1), token
+        return tokens, differing
 
     def spell(self, text: bytes, max_tokens: int) -> list[int]:
         """Tokenize a text, or as much of it as possible, by longest match, to at most `max_tokens` tokens."""
@@ -51,15 +77,20 @@ class Vocabulary:
 class GrammarGuide:
     """A constraint's state, with xgrammar's matcher; implements lookahead.guide.Guide.
 
-    `grammar` is xgrammar's CompiledGrammar, for the same vocabulary.
+    Args:
+        grammar: xgrammar's CompiledGrammar, for the same vocabulary.
+        context: the tokens that the constrained text continues.
     """
 
-    def __init__(self, grammar: Any, vocabulary: Vocabulary, eos_token_ids: Collection[int]):
+    def __init__(
+        self, grammar: Any, vocabulary: Vocabulary, eos_token_ids: Collection[int], context: Sequence[int] = ()
+    ):
         self._matcher = library().GrammarMatcher(grammar, override_stop_tokens=sorted(eos_token_ids))
         self._vocabulary = vocabulary
         self._num_words = -(-vocabulary.size // WORD_BITS)
         self.ends = np.array(sorted(eos_token_ids), np.int64)
         self._not_drafted = frozenset(eos_token_ids) | {-1}
+        self._at_start = vocabulary.at_start(context)  # None once a token is committed
 
     def allows(self, path: Sequence[int], token: int) -> bool:
         """See Guide."""
@@ -73,7 +104,9 @@ class GrammarGuide:
         """See Guide."""
         if max_tokens <= 0 or self._matcher.is_terminated():
             return []
-        return self._forced(max_tokens)
+        tokens = self._forced(max_tokens)
+        is_changed = self._at_start is not None and tokens and self._at_start[tokens[0]] != tokens[0]
+        return [] if is_changed else tokens
 
     def examine(self, tokens: np.ndarray, parents: np.ndarray, root: int, num_known: int, max_depth: int) -> Examined:
         """See Guide."""
@@ -100,7 +133,23 @@ class GrammarGuide:
         for node, _ in self._allowed(tokens, parents, root, is_wanted):
             if node in rows:
                 self._matcher.fill_next_token_bitmask(memory, rows[node])
+        if self._at_start is not None and root in rows:
+            masks[rows[root]] = self._mask_at_start(masks[rows[root]])
         return masks
+
+    def _mask_at_start(self, mask: np.ndarray) -> np.ndarray:
+        """Convert a mask, [ceil(V / 32)] int32, to one of the tokens that begin the text."""
+        assert self._at_start is not None
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        num = len(self._at_start)
+        bits[:num] = np.where(self._at_start >= 0, bits[self._at_start], 0)
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def _accept(self, token: int, is_first: bool) -> bool:
+        """Advance the matcher by a token if it is allowed; `is_first`: whether it follows the root."""
+        if self._at_start is not None and is_first:
+            token = int(self._at_start[token])
+        return token >= 0 and self._matcher.accept_token(token)
 
     def _forced(self, max_tokens: int) -> list[int]:
         """Return tokens of the text that must follow at the matcher's state."""
@@ -127,26 +176,28 @@ class GrammarGuide:
             if node < 0:  # no sibling is left: go back to the parent
                 matcher.rollback(1)
                 node = siblings[path.pop()]
-            elif self._enters(ids[node], is_wanted is None or is_wanted[root + node]):
+            elif self._enters(ids[node], not path, is_wanted is None or is_wanted[root + node]):
                 path.append(node)
                 yield root + node, len(path)
                 node = children[node]
             else:
                 node = siblings[node]
 
-    def _enters(self, token: int, is_wanted: bool) -> bool:
+    def _enters(self, token: int, is_first: bool, is_wanted: bool) -> bool:
         """Advance the matcher by a wanted node's token if it is allowed in a tree; return whether it advanced."""
-        return is_wanted and token not in self._not_drafted and self._matcher.accept_token(token)
+        return is_wanted and token not in self._not_drafted and self._accept(token, is_first)
 
     def advance(self, committed: Sequence[int]) -> None:
         """See Guide."""
-        for token in committed:
-            if not self._matcher.accept_token(token):
+        for number, token in enumerate(committed):
+            if not self._accept(token, is_first=number == 0):
                 if self._is_at_dead_end():
                     raise ConstraintError("the constraint has reached a dead end: no token can follow the text so far")
                 raise ConstraintError(
                     f"token {token} was chosen, which the constraint forbids: do the logits contain NaN?"
                 )
+        if committed:
+            self._at_start = None
 
     def _is_at_dead_end(self) -> bool:
         """Whether no token may follow at the matcher's state, although the text has not ended."""
@@ -159,7 +210,7 @@ class GrammarGuide:
     def _enter(self, path: Sequence[int]) -> int:
         """Advance the matcher along a path up to a forbidden token; return the number of accepted tokens."""
         for num, token in enumerate(path):
-            if not self._matcher.accept_token(token):
+            if not self._accept(token, is_first=num == 0):
                 return num
         return len(path)
 
@@ -201,14 +252,21 @@ class Grammars:
     def vocabulary(self, with_special_tokens: bool) -> Vocabulary:
         """Return the model's vocabulary, with or without text for its special tokens; built at the first call."""
         if with_special_tokens not in self._vocabularies:
-            info = describe_vocabulary(
-                self._tokenizer(), self._vocabulary_size, self._eos_token_ids, with_special_tokens
-            )
-            self._vocabularies[with_special_tokens] = Vocabulary(info)
+            texts = self._token_texts
+            info = describe_vocabulary(texts, self._vocabulary_size, self._eos_token_ids, with_special_tokens)
+            self._vocabularies[with_special_tokens] = Vocabulary(info, texts)
         return self._vocabularies[with_special_tokens]
 
-    def guide(self, constraint: CompiledConstraint) -> GrammarGuide:
-        """Create the guide of a request, at the state before its first new token."""
+    @cached_property
+    def _token_texts(self) -> TokenTexts:
+        return TokenTexts(self._tokenizer())
+
+    def guide(self, constraint: CompiledConstraint, context: Sequence[int] = ()) -> GrammarGuide:
+        """Create the guide of a request, at the state before its first new token.
+
+        Args:
+            context: the tokens that the constrained text continues; none if it is a separate text.
+        """
         vocabulary = self.vocabulary(constraint.has_special_tokens)
         if constraint.key not in self._loaded:
             grammar = load_compiled(constraint, vocabulary.info)
@@ -217,4 +275,4 @@ class Grammars:
         self._loaded.move_to_end(constraint.key)
         while len(self._loaded) > 1 and sum(size for _, size in self._loaded.values()) > MAX_LOADED_BYTES:
             self._loaded.popitem(last=False)
-        return GrammarGuide(grammar, vocabulary, self._eos_token_ids)
+        return GrammarGuide(grammar, vocabulary, self._eos_token_ids, context)

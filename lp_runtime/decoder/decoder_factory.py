@@ -61,6 +61,8 @@ class DecoderFactory:
         try:
             max_nodes = num_replicas * limit + MAX_REFED * chains
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
+            if request.prediction:
+                drafter.begin(request.prediction)  # an earlier text of the drafter's: it copies from those, too
             num_nodes = drafter.max_nodes + drafter.max_committed
             is_auto, calibration = settings.is_auto, self._calibration
             times = assumed_times(num_replicas, num_nodes)
@@ -74,7 +76,9 @@ class DecoderFactory:
             kind = (settings.is_auto, spec.noise is None, num_replicas)
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = (ChainBudget if chains else StepBudget)(times, is_auto, limit, learned)
-            guide = self._grammars.guide(request.constraint) if self._grammars and request.constraint else None
+            guide = None
+            if self._grammars and request.constraint:
+                guide = self._grammars.guide(request.constraint, request.text_context)
             is_alone = self._group.is_alone
             state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, is_alone, guide)
             num_followers = self._group.size - num_replicas

@@ -216,7 +216,7 @@ def attend(
         scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
         GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1, HAS_SINKS=sinks is not None,
-        num_stages=2, num_warps=num_warps(block), **block,
+        num_stages=2, num_warps=num_warps(block, query.element_size()), **block,
     )  # fmt: skip
     if num_parts > 1:
         count, block_parts = num_tokens * num_queries, triton.next_power_of_2(num_parts)
@@ -250,6 +250,11 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
     }
 
 
-def num_warps(block: dict[str, int]) -> int:
-    """Return how many warps a program of `_attend_part` needs for a block, so that no registers spill."""
-    return 8 if block["BLOCK_ROWS"] == MAX_ROWS else 4
+def num_warps(block: dict[str, int], num_bytes: int) -> int:
+    """Return how many warps a program of `_attend_part` needs, so that no registers spill.
+
+    Args:
+        block: of `blocks`.
+        num_bytes: size of an element.
+    """
+    return 8 if block["BLOCK_ROWS"] == MAX_ROWS or num_bytes == 4 else 4

@@ -208,7 +208,7 @@ def attend_strictly(
     _attend_head[(num_heads, NUM_PARTS, num_tiles + min(num_rows, num_tokens) - 1)](
         query, lowest, positions, table, output, total, scale, num_tokens, *strides, column,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
-        num_stages=2, num_warps=num_warps(block), **constants, **block,
+        num_stages=2, num_warps=num_warps(block, query.element_size()), **constants, **block,
     )  # fmt: skip
     _attend_tail[(num_tokens, num_heads)](
         query, lowest, positions, paths, owners, table, query if sinks is None else sinks, output, total, result,

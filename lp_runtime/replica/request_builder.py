@@ -24,6 +24,7 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
 from lp_runtime.sampling.processors import check_processors
 from lp_runtime.sampling.types import LogitsProcessor
+from lp_runtime.text.stop_strings import Reasoning, check_stop_strings
 
 Config = TypeVar("Config")
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
@@ -49,6 +50,16 @@ class RequestOptions(TypedDict, total=False):
     request_id: name of the request in logs. Default "".
     cache_salt: the prefix cache shares prefixes only between requests of equal salts. Default "".
     constraint: what the new text must match. Default: any text.
+    is_answer: whether the new text is a separate text, as a chat's answer is, and does not continue the prompt's. Some
+        tokenizers strip the first space of a text. Default: whether `messages` is given.
+    skip_special_tokens: whether special tokens show no text. If false, all of them do but the end-of-sequence token
+        that ended the text. Default True.
+    reasoning: marks of the answer's reasoning part, in which stop strings have no effect. Default: none.
+    stop_token_ids: further tokens to stop after, also with eos=False. Default: none.
+    tools: functions that the model may call, in the OpenAI API's format, for the chat template; with `messages`.
+    chat_template_kwargs: variables of the chat template, such as enable_thinking; with `messages`.
+    prediction: text or token ids that the new text probably contains much of, such as a file that is to be edited. The
+        drafter "full" copies from it; the output does not depend on it. Default: none.
     processors: transformers LogitsProcessors. They must pickle, and replicas must be able to import their classes. Each
         request has a copy. A processor that does not set prefix_only = True is called once per new token, in order, on
         one replica. Default: none.
@@ -69,6 +80,13 @@ class RequestOptions(TypedDict, total=False):
     cache_salt: str
     processors: Sequence[LogitsProcessor]
     constraint: ConstraintConfig | None
+    is_answer: bool
+    skip_special_tokens: bool
+    reasoning: Reasoning | None
+    stop_token_ids: Sequence[int]
+    tools: Sequence[Mapping[str, Any]]
+    chat_template_kwargs: Mapping[str, Any]
+    prediction: str | Sequence[int]
 
 
 class RequestBuilder:
@@ -114,6 +132,8 @@ class RequestBuilder:
         max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
+        if stop:
+            check_stop_strings(self._tokenizer(), stop)
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)
@@ -125,16 +145,22 @@ class RequestBuilder:
             raise ConfigError("prompt_logprobs: not with exactness=strict")
         sampling = self._with_seed(_typed("sampling", options.get("sampling"), SamplingConfig) or self._config.sampling)
         lookahead = self._lookahead(options.get("lookahead"))
-        ids = self._encode(prompt, options.get("messages"))
+        ids = self._encode(prompt, options)
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
-        self._check_vocabulary(ids, sampling)
+        stop_tokens = options.get("stop_token_ids", ())
+        prediction = options.get("prediction", ())
+        if isinstance(prediction, str):
+            prediction = encode(self._tokenizer(), prediction, add_special_tokens=False) if prediction else ()
+        self._check_vocabulary(
+            {"of the prompt": ids, "in stop_token_ids": stop_tokens, "in prediction": prediction}, sampling
+        )
         self._check_lengths(len(ids), max_new_tokens, sampling)
         return Request(
             prompt_ids=ids,
             lookahead=lookahead,
             max_new_tokens=max_new_tokens,
-            eos_token_ids=self._info.eos_token_ids if eos else frozenset(),
+            eos_token_ids=(self._info.eos_token_ids if eos else frozenset()) | frozenset(stop_tokens),
             sampling=sampling,
             sample=sample,
             stop=tuple(stop),
@@ -147,7 +173,16 @@ class RequestBuilder:
             cache_salt=cache_salt,
             processors=tuple(processors),
             constraint=self._compiled(options.get("constraint"), eos),
+            is_answer=options.get("is_answer", options.get("messages") is not None),
+            skip_special_tokens=options.get("skip_special_tokens", True),
+            reasoning=options.get("reasoning"),
+            prediction=tuple(prediction),
         )
+
+    def max_new_tokens_after(self, prompt_length: int) -> int:
+        """Return how many new tokens fit after a prompt into context and memory; 1 if not even one does."""
+        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
+        return max(1, min(limits, default=sys.maxsize) - prompt_length)
 
     def _stop_strings(self, given: Sequence[str] | None) -> Sequence[str]:
         """Return a request's stop strings; the model's if none are given."""
@@ -175,12 +210,12 @@ class RequestBuilder:
             )
         return lookahead
 
-    def _encode(
-        self, prompt: str | Sequence[int] | None, messages: Sequence[Mapping[str, Any]] | None
-    ) -> tuple[int, ...]:
+    def _encode(self, prompt: str | Sequence[int] | None, options: RequestOptions) -> tuple[int, ...]:
         """Return the token ids of a prompt or a conversation, at least one."""
+        messages = options.get("messages")
         if messages is not None and prompt is None:
-            ids = tuple(encode_chat(self._tokenizer(), messages))
+            tools, template_kwargs = options.get("tools", ()), options.get("chat_template_kwargs")
+            ids = tuple(encode_chat(self._tokenizer(), messages, tools=tools, template_kwargs=template_kwargs))
         elif prompt is not None and messages is None:
             ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
         else:
@@ -201,16 +236,22 @@ class RequestBuilder:
                 f" the model's context of {info.context_length}"
             )
         if info.capacity is not None and num_prompt + max_new_tokens > info.capacity:
+            left = info.capacity - num_prompt
+            remedy = f"give max_new_tokens={left} or less" if left > 0 else "shorten the prompt"
             raise LengthError(
-                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than the"
-                f" {info.capacity} that a replica's cache can hold"
+                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens}"
+                f"{self._memory_of(num_prompt + max_new_tokens)} are more than the {info.capacity}"
+                f"{self._memory_of(info.capacity)} that a replica's cache can hold: {remedy}"
             )
 
+    def _memory_of(self, num_tokens: int) -> str:
+        """Return the size of some tokens' keys and values for a message; empty if it is unknown."""
+        num_bytes = num_tokens * self._info.cache_bytes_per_token
+        return f" ({num_bytes / (1 << 30):.2f} GiB)" if num_bytes else ""
+
     def _default_max_new_tokens(self, prompt_length: int) -> int:
-        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than there is room for."""
-        limits = [limit for limit in (self._info.context_length, self._info.capacity) if limit is not None]
-        room = max(1, min(limits, default=sys.maxsize) - prompt_length)
-        return min(self._wanted_max_new_tokens(prompt_length), room)
+        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than fit."""
+        return min(self._wanted_max_new_tokens(prompt_length), self.max_new_tokens_after(prompt_length))
 
     def _wanted_max_new_tokens(self, prompt_length: int) -> int:
         """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""
@@ -241,10 +282,10 @@ class RequestBuilder:
             return replace(sampling, seed=None)
         return sampling if sampling.seed is not None else replace(sampling, seed=secrets.randbits(SEED_BITS))
 
-    def _check_vocabulary(self, ids: Sequence[int], sampling: SamplingConfig) -> None:
+    def _check_vocabulary(self, tokens_by_place: Mapping[str, Sequence[int]], sampling: SamplingConfig) -> None:
         size = self._info.vocabulary_size
         for where, tokens in (
-            ("of the prompt", ids),
+            *tokens_by_place.items(),
             *(("in sampling.bad_words_ids", words) for words in sampling.bad_words_ids or ()),
             ("in sampling.logit_bias", sampling.logit_bias or ()),
         ):

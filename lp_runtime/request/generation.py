@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from lp_runtime.lookahead.drafter import Counts
 from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
-from lp_runtime.model.tokenizer import StopStrings, TextStream
 from lp_runtime.request.output import Event, Report
+from lp_runtime.request.request_text import RequestText
 from lp_runtime.request.step_timer import StepTimes
 
 
@@ -17,7 +17,7 @@ class Generation:
     """The result of one request.
 
     Attributes:
-        text: the new text, without the prompt; "" if the model has no tokenizer.
+        text: the new text, without the prompt; "" if the model has no tokenizer. It ends with the stop string, if any.
         token_ids: the new tokens.
         steps: number of steps, including the prefill's; extra forward passes of exactness="strict" count as steps.
         step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
@@ -26,6 +26,9 @@ class Generation:
         seed: seed of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not requested. With
             top_logprobs or prompt_logprobs, each is a request.output.Logprob.
+        token_texts: text of each new token, if log-probabilities are requested. Joined, they equal the text, except for
+            characters of the last token after a stop string.
+        stop: the stop string that ended the text; None without one.
         prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see request.output.Report.
     """
 
@@ -44,9 +47,11 @@ class Generation:
     pool: PoolStatistics | None
     cached_tokens: int = 0
     losses: int = 0
+    token_texts: list[str] | None = None
+    stop: str | None = None
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta], report: Report) -> Generation:
+    def of(cls, deltas: Sequence[Delta], report: Report, stop: str | None = None) -> Generation:
         """Combine the deltas and the report of a request."""
         logprobs = [value for delta in deltas for value in delta.logprobs or ()]
         return cls(
@@ -65,6 +70,8 @@ class Generation:
             pool=report.pool,
             cached_tokens=report.cached_tokens,
             losses=report.losses,
+            token_texts=[text for delta in deltas for text in delta.token_texts] if logprobs else None,
+            stop=stop,
         )
 
     @property
@@ -90,6 +97,8 @@ class Delta:
         token_ids: the step's tokens; empty in a final delta that only completes the text.
         logprobs: the model's log-probability of each token; None if not requested.
         found_by, sources: replica and source of each token, see request.output.StepOutput; None without a trace.
+        token_texts: with log-probabilities, the texts of the tokens, of this delta or earlier ones, whose text is final
+            only now: in order, one for each token of the request in all deltas together.
     """
 
     text: str
@@ -97,6 +106,7 @@ class Delta:
     logprobs: list[float] | None = None
     found_by: list[int] | None = None
     sources: list[str] | None = None
+    token_texts: Sequence[str] = ()
 
 
 class GenerationStream:
@@ -104,24 +114,18 @@ class GenerationStream:
 
     Args:
         events: yielded by the launcher: a StepOutput per step, then a Report.
-        text_stream: decodes token ids; None if the model has no tokenizer.
-        stop_strings: finds the request's stop strings; None if it has none.
+        text: the request's text; None if the model has no tokenizer.
 
     Attributes:
         generation: the complete result after the iteration; None before.
         has_text: False if the model has no tokenizer; deltas then contain token ids only.
     """
 
-    def __init__(
-        self,
-        events: Generator[Event, None, None],
-        text_stream: TextStream | None,
-        stop_strings: StopStrings | None,
-    ):
+    def __init__(self, events: Generator[Event, None, None], text: RequestText | None):
         self.generation: Generation | None = None
-        self.has_text = text_stream is not None
+        self.has_text = text is not None
         self._events = events
-        self._deltas = self._decode(text_stream, stop_strings)
+        self._deltas = self._decode(text)
 
     def __iter__(self) -> GenerationStream:
         return self
@@ -134,29 +138,16 @@ class GenerationStream:
         self._deltas.close()
         self._events.close()
 
-    def _decode(self, text_stream: TextStream | None, stop_strings: StopStrings | None) -> Generator[Delta, None, None]:
+    def _decode(self, text: RequestText | None) -> Generator[Delta, None, None]:
         deltas: list[Delta] = []
         for event in self._events:
             if not isinstance(event, Report):
-                text = _text(event.token_ids, text_stream, stop_strings) if text_stream else ""
-                deltas.append(Delta(text, event.token_ids, event.logprobs, event.found_by, event.sources))
+                added, texts = text.add(event.token_ids) if text else ("", [])
+                deltas.append(Delta(added, event.token_ids, event.logprobs, event.found_by, event.sources, texts))
                 yield deltas[-1]
                 continue
-            if text_stream and event.finish_reason != "stop" and (rest := text_stream.finish()):
-                deltas.append(Delta(rest, []))
+            rest, texts = text.finish() if text else ("", [])
+            if rest or texts:
+                deltas.append(Delta(rest, [], token_texts=texts))
                 yield deltas[-1]
-            self.generation = Generation.of(deltas, event)
-
-
-def _text(token_ids: Sequence[int], text_stream: TextStream, stop_strings: StopStrings | None) -> str:
-    """Return the text of a step's tokens, without characters of the last token that follow a stop string."""
-    if stop_strings is None:
-        return text_stream.add(token_ids)
-    text = ""
-    for token in token_ids:
-        added = text_stream.add([token])
-        num_after = stop_strings.add(token)  # characters of the token after the stop string; None without one
-        if num_after is not None:
-            added += text_stream.finish()
-        text += added[: max(0, len(added) - (num_after or 0))]
-    return text
+            self.generation = Generation.of(deltas, event, text.stop if text else None)

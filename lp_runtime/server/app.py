@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import cast
 
 from fastapi import FastAPI, Request, Response
@@ -16,24 +16,28 @@ from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import TextStream, chat_template, token_bytes
+from lp_runtime.model.tokenizer import chat_template
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.anthropic.messages_api import Messages
+from lp_runtime.server.anthropic.messages_form import MessagesForm
 from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion
-from lp_runtime.server.openai.responses import Choice, CompletionForm, Form, to_json
+from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
+from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.text.token_text import TokenTexts, prompt_texts
+from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
@@ -52,21 +56,25 @@ class Server:
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
         self._settings, self._tokenizer = settings, tokenizer
         self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
+        self._context_length = runtime.info.context_length
         self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
         self._chat_format = ChatFormat(chat_template(tokenizer), settings.tool_format, settings.reasoning)
+        self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
     def app(self) -> FastAPI:
         """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_exception_handler(ApiError, lambda _, error: error.response())
-        app.add_exception_handler(LookaheadError, lambda _, error: ApiError.of(error).response())
+        app.add_exception_handler(ApiError, lambda request, error: error.response(request.url.path))
+        app.add_exception_handler(LookaheadError, lambda request, error: ApiError.of(error).response(request.url.path))
         app.add_exception_handler(RequestValidationError, invalid)
         app.add_exception_handler(HTTPException, _of_http)
-        app.add_exception_handler(Exception, lambda _, error: ApiError.unforeseen(error).response())
+        app.add_exception_handler(
+            Exception, lambda request, error: ApiError.unforeseen(error).response(request.url.path)
+        )
         gate = self._settings.gate
         app.add_middleware(Gate, rules=gate)
         if gate.cors_origins:
@@ -82,6 +90,7 @@ class Server:
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/responses")(self.respond)
+        app.post("/v1/messages")(self.message)
         return app
 
     def drain(self) -> None:
@@ -104,13 +113,15 @@ class Server:
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts = body.prompts()
         split = body.split_special_tokens
-        ids = [self._submitter.encode(each, split) if isinstance(each, str) else each for each in prompts]
+        ids = [
+            await self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each
+            for each in prompts
+        ]
+        ids = [body.truncated(each, self._context_length) for each in ids]
         choices = await self._submit(body, ids, body.length(), options)
         if body.echo:
-            for choice in choices:
-                prompt = prompts[choice.index // body.n]
-                choice.prefix = prompt if isinstance(prompt, str) else self._text(prompt)
-        form = CompletionForm(self._settings.name, self._token_text, body.logprobs, body.shows_new)
+            self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
+        form = CompletionForm(self._settings.name, self._token_texts, body.logprobs, body.shows_new)
         return await self._answer(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
@@ -121,7 +132,7 @@ class Server:
             body,
             request,
             choices,
-            ChatForm(self._settings.name, self._token_text, self._token_bytes, num_top, use.max_calls),
+            ChatForm(self._settings.name, self._token_texts, num_top, use.max_calls),
         )
 
     async def respond(self, body: Responses, request: Request) -> Response:
@@ -129,25 +140,39 @@ class Server:
         use = body.tool_use()
         choices = await self._converse(body, request, use, None)
         return await self._answer(
-            body, request, choices, ResponsesForm(self._settings.name, self._token_text, body, use.max_calls)
+            body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
         )
 
+    async def message(self, body: Messages, request: Request) -> Response:
+        """Answer POST /v1/messages."""
+        use = body.tool_use()
+        choices = await self._converse(body, request, use, None)
+        form = MessagesForm(self._settings.name, self._token_texts, body.length(), use.max_calls)
+        return await self._answer(body, request, choices, form)
+
     async def _converse(
-        self, body: Chat | Responses, request: Request, use: ToolUse, num_top: int | None
+        self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         options = self._options(body, request, num_top)
         chat_format, has_tools = self._chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
-        ids = self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown())
+        kwargs = {**body.template_kwargs(), **body.rendering()}
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
+        ids = body.truncated(ids, self._context_length)
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
+        options["is_answer"] = not body.continues_message
+        options["skip_special_tokens"] &= not chat_format.shows_special_tokens(has_tools)
+        options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end)
+        if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
+            budget = self._submitter.reasoning_budget(marks, len(ids), num_tokens)
+            options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], body.length(), options)
         for choice in choices:
-            raw = TextStream(self._tokenizer, False) if chat_format.shows_special_tokens(has_tools) else None
-            choice.read_by(chat_format.parser(has_tools, prompt_end, text_constraint is not None), raw)
+            choice.parser = chat_format.parser(has_tools, prompt_end, text_constraint is not None)
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
@@ -157,7 +182,7 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._sampling, self._defaults)
+        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         options["cache_salt"] = f"{request.state.client} {body.cache_salt}"
@@ -178,11 +203,15 @@ class Server:
     def _text(self, tokens: list[int]) -> str:
         return cast(str, self._tokenizer.decode(tokens))  # decode returns a list only for a batch of sequences
 
-    def _token_text(self, token: int) -> str:
-        return self._text([token])
-
-    def _token_bytes(self, token: int) -> bytes:
-        return token_bytes(self._tokenizer, token)
+    def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
+        """Show each choice's prompt before its text; `with_texts`: also the texts of its tokens."""
+        for choice, prompt in zip(choices, prompts, strict=True):
+            if isinstance(prompt, str) and not with_texts:
+                choice.prefix = prompt
+                continue
+            ids = choice.job.request.prompt_ids
+            choice.prefix_texts = prompt_texts(self._tokenizer, ids, prompt if isinstance(prompt, str) else None)
+            choice.prefix = "".join(choice.prefix_texts)
 
     async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
@@ -191,7 +220,9 @@ class Server:
             request_id = request.state.request_id
             texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
         if body.stream:
-            with_usage = body.stream_options is not None and body.stream_options.include_usage
+            stream_options = body.stream_options or StreamOptions()
+            with_usage = stream_options.include_usage
+            form.counts_each = with_usage and stream_options.continuous_usage_stats
             return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
 
         async def collect() -> None:
@@ -248,8 +279,8 @@ class Server:
                 yield each
             num_sent = dict.fromkeys(range(len(choices)), 0)
             async for choice, text in texts:
-                new = slice(num_sent[choice.index], len(choice.tokens))
-                num_sent[choice.index] = len(choice.tokens)
+                new = slice(num_sent[choice.index], choice.num_final)
+                num_sent[choice.index] = choice.num_final
                 shows_tokens = form.shows_tokens or choice.job.request.trace
                 if text or choice.reason or (shows_tokens and new.start < new.stop):
                     for each in form.grown(choice, text, new):
@@ -269,9 +300,9 @@ def _api_error(error: Exception) -> ApiError:
     return ApiError.unforeseen(error)
 
 
-def _of_http(_: Request, error: Exception) -> Response:
-    """Answer an HTTPException raised by FastAPI or the gate in OpenAI's error format."""
+def _of_http(request: Request, error: Exception) -> Response:
+    """Answer an HTTPException raised by FastAPI or the gate in the error format of the path's API."""
     assert isinstance(error, HTTPException)
     answer = ApiError(error.status_code, str(error.detail))
     answer.headers.update(error.headers or {})
-    return answer.response()
+    return answer.response(request.url.path)

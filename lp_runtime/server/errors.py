@@ -1,4 +1,4 @@
-"""Errors in OpenAI's format, and wording of pydantic's validation errors."""
+"""Errors in OpenAI's or Anthropic's format, and wording of pydantic's validation errors."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LengthError, LookaheadError, RequestError
+from lp_runtime.server.anthropic.error_body import error_body
 
 STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # by error class; others are 503
 # OpenAI's codes by error class; the code of others is the name of their class.
 CODES: dict[type[LookaheadError], str] = {LengthError: "context_length_exceeded"}
+ANTHROPIC_PATH = "/v1/messages"  # of the routes of Anthropic's API: this one, and those below it
 MAX_MESSAGE_CHARS = 500  # a message may quote a value that is as long as the request
 
 
 class ApiError(Exception):
-    """An error response in OpenAI's format.
+    """An error response.
 
     Args:
         message: joined into one line and shortened to about MAX_MESSAGE_CHARS.
         kind: OpenAI's `error.type`.
 
     Attributes:
+        body: in OpenAI's format.
         headers: additional headers of the response; callers may add to them.
     """
 
@@ -52,9 +55,14 @@ class ApiError(Exception):
         """Convert an unexpected error to status 500; its details are in the log only."""
         return cls(500, f"{type(error).__name__}: the answer has failed; the server's log has details", "server_error")
 
-    def response(self) -> JSONResponse:
-        """Build the HTTP response; with status 429 or 503 it asks clients to retry."""
-        return JSONResponse(self.body, self.status, self.headers)
+    def response(self, path: str) -> JSONResponse:
+        """Build the HTTP response to a request of a path, in the format of that path's API.
+
+        With status 429 or 503 it asks clients to retry.
+        """
+        is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
+        body = error_body(self.status, str(self)) if is_anthropic else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 # Wording of pydantic's error types for the client; pydantic's `ctx` fills the braces.
@@ -84,10 +92,10 @@ WORDS = {
 MAX_SHOWN_CHARS = 60  # a message leaves out longer values
 
 
-async def invalid(_: Request, error: Exception) -> JSONResponse:
+async def invalid(request: Request, error: Exception) -> JSONResponse:
     """Answer a malformed body with status 400 and its first validation error, in one line."""
     assert isinstance(error, RequestValidationError)  # FastAPI calls this handler for this class only
-    return ApiError(400, in_words(error.errors())).response()
+    return ApiError(400, in_words(error.errors())).response(request.url.path)
 
 
 def in_words(errors: Sequence[Mapping]) -> str:

@@ -22,6 +22,7 @@ access_log = logging.getLogger("lp_runtime.access")
 
 PROBES = ("/health", "/live", "/ready", "/metrics")  # probes use the address, so their Host header is not checked
 OPEN_PATHS = ("/", *PROBES)  # served without an API key, to probes and browsers
+REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")  # of answers: OpenAI's and Anthropic's
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's X-Request-Id that matches is used as the request's id
 # No framing, no content-type guessing, no referrer; the page loads nothing from other hosts.
 SECURITY_HEADERS = (
@@ -81,14 +82,14 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                more = [(b"x-request-id", request_id.encode()), *SECURITY_HEADERS]
-                message = {**message, "headers": [*message.get("headers", ()), *more]}
+                more = [(name, request_id.encode()) for name in REQUEST_ID_HEADERS]
+                message = {**message, "headers": [*message.get("headers", ()), *more, *SECURITY_HEADERS]}
             await send(message)
 
         try:
             refusal = self._refusal(scope, headers, client)
             if refusal is not None:
-                await refusal.response()(scope, receive, named)
+                await refusal.response(scope["path"])(scope, receive, named)
             else:
                 await self._app(scope, self._bounded(receive), named)
         finally:
@@ -130,13 +131,17 @@ class Gate:
         return own or "*" in self._rules.cors_origins or origin in self._rules.cors_origins
 
     def _client(self, headers: Mapping[bytes, bytes]) -> str | None:
-        """Return the client whose key a request has; "" if no key is required, None if it is wrong."""
+        """Return the client whose key a request has; "" if no key is required, None if it is wrong.
+
+        The key is a bearer token, as OpenAI's clients send it, or in the header x-api-key, as Anthropic's do.
+        """
         if not self._keys:
             return ""
-        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        scheme, _, token = headers.get(b"authorization", b"").partition(b" ")
+        given = (token.strip() if scheme.lower() == b"bearer" else b"", headers.get(b"x-api-key", b"").strip())
         # Compare all keys, in constant time, so that response times leak nothing about them.
-        matches = [name for name, each in self._keys.items() if hmac.compare_digest(key.strip(), each)]
-        return matches[0] if matches and scheme.lower() == b"bearer" else None
+        matches = [name for key in given for name, each in self._keys.items() if hmac.compare_digest(key, each)]
+        return matches[0] if matches else None
 
     def _too_large(self) -> str:
         return f"the request is too large: must be at most {self._rules.max_body_bytes} bytes"

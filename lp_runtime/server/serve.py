@@ -67,6 +67,7 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
         tracing=None if config.otlp_endpoint is None else Tracing.to(config.otlp_endpoint, name),
         tool_format=config.tool_format,
         reasoning=config.reasoning,
+        chat_template_kwargs=config.chat_template_kwargs,
     )
     return Server(runtime, scheduler, settings, load_tokenizer(config.model))
 

@@ -46,4 +46,4 @@ async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         return
     error = ApiError(503, "the server is starting; try later", "server_error")
     error.headers.update(closing)
-    await error.response()(scope, receive, send)
+    await error.response(scope["path"])(scope, receive, send)

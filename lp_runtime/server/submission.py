@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import encode, encode_chat
+from lp_runtime.model.infilling import encode_infilling
+from lp_runtime.model.tokenizer import encode, encode_chat, unknown_variables
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.sampling.request_processors import ReasoningBudget
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.gate import GateRules
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.tracing import Tracing
+from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
 
 MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
+RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of `apply_chat_template`, not variables
 MAX_NAME_CHARS = 60  # of such a field's name
 
 
@@ -37,6 +44,7 @@ class ServerSettings:
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
+        chat_template_kwargs: variables of the chat template; those of a request come first.
     """
 
     name: str
@@ -47,6 +55,7 @@ class ServerSettings:
     tracing: Tracing | None = None
     tool_format: str = "auto"
     reasoning: str = "auto"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Submitter:
@@ -56,25 +65,46 @@ class Submitter:
         self._scheduler = scheduler
         self._settings = settings
         self._tokenizer = tokenizer
-        self._compiler = runtime.compiler
+        self._compiler, self._vocabulary_size = runtime.compiler, runtime.info.vocabulary_size
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
+        self._encoder = copy.deepcopy(tokenizer)  # two threads must not share a tokenizer
+        self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     def check_fields(self, body: Common, request_id: str) -> None:
-        """Log each unknown field once; with `strict_fields`, refuse it."""
+        """Check the tokens of `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
+        size = self._vocabulary_size
+        for token in body.allowed_token_ids or ():
+            if not 0 <= token < size:
+                raise RequestError(f"token id {token} in allowed_token_ids: must be an integer 0 to {size - 1}")
         unknown = body.unknown_fields()
         if unknown and self._settings.strict_fields:
             raise RequestError(f"{unknown[0]}: is not a known field")
         for name in unknown:
-            shown = ascii(name)[:MAX_NAME_CHARS]
-            if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
-                self._named_fields.add(shown)
-                log.warning("request %s has an unknown field, which has no effect: %s", request_id, shown)
+            self._log_once(name, f"request {request_id} has an unknown field, which has no effect: %s")
 
-    def encode(self, prompt: str, split_special_tokens: bool) -> list[int]:
-        """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text."""
-        return encode(self._tokenizer, prompt, split_special_tokens=split_special_tokens)
+    def _log_once(self, name: str, message: str) -> None:
+        """Log a message about a name that clients have sent, once for each of the first MAX_NAMED_FIELDS names."""
+        shown = ascii(name)[:MAX_NAME_CHARS]
+        if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
+            self._named_fields.add(shown)
+            log.warning(message, shown)
+
+    async def encode(
+        self, prompt: str, split_special_tokens: bool, suffix: str | None = None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Return a prompt's token ids; with `split_special_tokens`, special tokens are encoded as plain text.
+
+        With a suffix the prompt asks for the text between both.
+        """
+        if suffix:
+            return await self._in_thread(encode_infilling, self._encoder, prompt, suffix, split_special_tokens)
+        return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
+
+    async def _in_thread(self, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+        """Call a function with `_encoder`, which only this thread uses: a text of 1 MiB takes a second."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def compile(self, options: RequestOptions) -> None:
         """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests."""
@@ -84,14 +114,34 @@ class Submitter:
         # Shielded: other requests may wait for the same compilation after this request's client has disconnected.
         await asyncio.shield(asyncio.wrap_future(self._compiler.submit(constraint)))
 
-    def encode_chat(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         split_special_tokens: bool,
         tools: Sequence[Mapping[str, Any]] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Return the token ids of a conversation and its tools, up to the start of the model's answer."""
-        return encode_chat(self._tokenizer, messages, split_special_tokens, tools)
+        """Return the token ids of a conversation and its tools, up to the start of the model's answer.
+
+        Variables of `template_kwargs` that the chat template does not have are logged, each once.
+        """
+        variables = {**self._settings.chat_template_kwargs, **(template_kwargs or {})}
+        for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
+            self._log_once(name, "the chat template has no variable %s: it has no effect")
+        return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
+
+    def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> ReasoningBudget:
+        """Return the processor that ends the reasoning part of an answer after some tokens."""
+        if marks.begin == "":
+            raise RequestError("thinking_token_budget: is not supported for models that write channels (harmony)")
+        begin, end = (encode(self._tokenizer, mark or "", False) for mark in marks)
+        return ReasoningBudget(num_prompt, begin, end, num_tokens)
+
+    def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:
+        """Return sampling settings that exclude words, at the beginning of a text and after a space."""
+        spelled = [encode(self._tokenizer, text, False) for word in words for text in (word, f" {word}")]
+        ids = [list(each) for each in dict.fromkeys(map(tuple, spelled)) if each]
+        return replace(sampling, bad_words_ids=[*(sampling.bad_words_ids or ()), *ids]) if ids else sampling
 
     def submit(
         self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions
@@ -109,14 +159,20 @@ class Submitter:
             raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
         requests: list[DecodingRequest] = []
         for prompt in prompts:
-            first = self._request(prompt, max_new_tokens, options)
+            first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
             # Greedy samples are identical: give them one sample number.
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
-        return [
-            Choice(index, job, StopTrimmer(job.request.stop, self._special_tokens)) for index, job in enumerate(jobs)
-        ]
+        hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
+        stops = () if body.include_stop_str_in_output else jobs[0].request.stop
+        return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
+
+    def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
+        """Return how many tokens a request may generate; None for the default."""
+        if max_new_tokens is None or not body.caps_length:
+            return max_new_tokens
+        return min(max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""

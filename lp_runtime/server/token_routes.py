@@ -1,16 +1,16 @@
-"""The routes POST /tokenize and /detokenize, compatible with vLLM's."""
+"""Routes that count or show tokens: vLLM's /tokenize and /detokenize, Anthropic's /v1/messages/count_tokens."""
 
 from __future__ import annotations
 
 from typing import cast
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
 from pydantic import BaseModel, ConfigDict
 
 from lp_runtime.errors import RequestError
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import encode
 from lp_runtime.runtime import LookaheadRuntime
+from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
@@ -39,7 +39,7 @@ class Detokenize(BaseModel):
 
 
 class TokenRoutes:
-    """Routes that turn text into token ids and back.
+    """Routes that turn text into token ids and back, or count them.
 
     `submitter` encodes conversations exactly as for a chat request.
     """
@@ -54,15 +54,18 @@ class TokenRoutes:
         """Add the routes to an application."""
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
 
     async def tokenize(self, body: Tokenize) -> dict[str, object]:
         """Answer POST /tokenize: the token ids of a prompt or a conversation."""
         self._status.check_model(body.model)
         if body.prompt is not None and body.messages is None:
-            ids = encode(self._tokenizer, body.prompt, body.add_special_tokens, body.split_special_tokens)
+            ids = await self._submitter.encode(
+                body.prompt, body.split_special_tokens, add_special_tokens=body.add_special_tokens
+            )
         elif body.messages is not None and body.prompt is None:
             messages = [message.plain() for message in body.messages]
-            ids = self._submitter.encode_chat(messages, body.split_special_tokens)
+            ids = await self._submitter.encode_chat(messages, body.split_special_tokens)
         else:
             raise RequestError("prompt and messages: give one of them")
         strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -77,3 +80,11 @@ class TokenRoutes:
             if not 0 <= token < size:
                 raise RequestError(f"token id {token}: must be 0 to {size - 1}")
         return {"prompt": cast(str, self._tokenizer.decode(body.tokens))}
+
+    async def count_tokens(self, body: Messages, request: Request) -> dict[str, int]:
+        """Answer POST /v1/messages/count_tokens: the number of tokens of a conversation and its tools."""
+        self._status.check_model(body.model)
+        self._submitter.check_fields(body, request.state.request_id)
+        tools, kwargs = body.tool_use().shown(), {**body.template_kwargs(), **body.rendering()}
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
+        return {"input_tokens": len(ids)}

@@ -15,9 +15,9 @@ from lp_runtime.errors import LookaheadError, RequestError
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.tokenizer import StopStrings
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
+from lp_runtime.text.stop_strings import StopStrings
 
 CPU = torch.device("cpu")
 CASES = {

@@ -39,9 +39,9 @@ TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has n
 if DEVICE == "cuda":
     TOLERANCES[torch.bfloat16] = 3e-2
 MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
-CAPABILITIES = ("80", "90", "100")
+CAPABILITIES = ("80", "89", "90", "100", "120")
 MAX_STACK_BYTES = 64  # a few registers more or less
-MAX_SPILLED_BYTES = 400  # of attention in float32, and of wide tiles on sm_100
+MAX_SPILLED_BYTES = 400  # of attention with wide tiles on sm_100
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -223,7 +223,7 @@ def test_what_is_launched_for_a_layer(random_model, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_they_compile_for_gpus_that_are_not_there(capability):
-    """For compute capability 8.0 (A100), 9.0 (H100, H200) and 10.0 (B200), within what a program may have there."""
+    """For compute capability 8.0 (A100), 8.9 (L4, RTX 40), 9.0 (H100, H200), 10.0 (B200) and 12.0 (RTX 50)."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(root)
@@ -231,11 +231,11 @@ def test_they_compile_for_gpus_that_are_not_there(capability):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 40
+    assert len(lines) == 44
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MAX_SHARED_BYTES, line
-        may_spill = line.startswith("attend_") and (" fp32 " in line or " sm_100 " in line)
+        may_spill = line.startswith("attend_") and " fp32 " not in line and " sm_100 " in line
         assert int(used["stack"]) <= (MAX_SPILLED_BYTES if may_spill else MAX_STACK_BYTES), line
         if line.startswith(("scan_chunks", "find_cut")):  # must round where torch does
             assert int(used["fused"]) == 0, line

@@ -15,8 +15,11 @@ from lp_runtime.model.checks.chain_check import check_chains
 from lp_runtime.model.checks.make_runner import check_runner, make_runner
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
+from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.kv_cache.states import StateCache
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.utils.generators import result_of
 
 OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")  # no state: ALiBi, places, an indexer, no position_ids
@@ -53,7 +56,13 @@ def test_states_that_are_not_restored_are_found(monkeypatch):
         check_chains(runner)
 
 
-@pytest.fixture(params=["qwen3_next", "falcon_h1"])
+def test_a_slot_that_is_not_emptied_is_found(monkeypatch):
+    monkeypatch.setattr(StateCache, "clear", TreeCache.clear)
+    with pytest.raises(ModelError, match="differ from plain text"):
+        check_chains(ChainRunner(model_of("qwen3_next"), 7))
+
+
+@pytest.fixture(params=["qwen3_next", "falcon_h1", "deepseek_v32"])
 def held(request) -> tuple[ChainRunner, CacheSlot, list[int]]:
     """A runner, a slot that holds 12 of 30 tokens, and a wrong chain behind them."""
     runner = ChainRunner(model_of(request.param), 5)
@@ -95,6 +104,20 @@ def test_another_sequence_begins_anew(held):
     result_of(runner.resume(slot, other[:12], other[12:21], 40))
     assert slot.tokens == other[:20]
     assert difference_of(last_logits(runner, slot, other), plain_logits(runner, other)) < 1e-5
+
+
+def test_a_stored_prefix_outlives_its_slot(held):
+    runner, slot, text = held
+    result_of(runner.resume(slot, text[:20], text[20:21], 60))
+    prefixes = make_prefix_cache(runner, 1 << 30, None)
+    prefixes.store(slot.cache, slot.tokens, 20, "")
+    for sequence in (text[::-1], text):
+        runner.begin(slot, 40)
+        runner.prefill(slot, sequence[:10])
+    runner.begin(slot, 40)
+    prefixes.find(text, "").copy_into(slot.cache)
+    slot.tokens = text[:20]
+    assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
 def test_a_share_that_is_not_committed_leaves_no_trace(held):

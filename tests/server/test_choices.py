@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from lp_runtime.request.generation import Delta
+from lp_runtime.request.output import Logprob
 from lp_runtime.server.app import Server
 from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
@@ -15,8 +17,13 @@ from lp_runtime.server.openai.responses import Choice, CompletionForm
 
 
 def choice_of(prefix=""):
-    request = SimpleNamespace(prompt_ids=[ord(each) for each in prefix], stop=[")"], trace=False, eos_token_ids=())
-    return Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(()), prefix)
+    ids = [ord(each) for each in prefix]
+    request = SimpleNamespace(prompt_ids=ids, stop=[")"], trace=False, eos_token_ids=(), logprobs=True)
+    return Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(request.stop), prefix, list(prefix))
+
+
+def texts_of(label=chr):
+    return SimpleNamespace(label=label)
 
 
 def events(texts, choice, form):
@@ -25,7 +32,8 @@ def events(texts, choice, form):
     async def grown():
         for text, tokens, reason in texts:
             choice.tokens += tokens
-            choice.logprobs += [-1.0] * len(tokens)
+            choice.logprobs += [Logprob(-1.0, ((token, -1.0), (token + 1, -2.0))) for token in tokens]
+            choice.token_texts += map(chr, tokens)
             choice.reason = reason
             yield choice, text
 
@@ -44,7 +52,7 @@ def bodies(lines):
     "texts", [[("", [], "stop")], [("", [65], None), ("AB", [66], "length")], [("A", [65], None), ("", [], "stop")]]
 )
 def test_a_stream_echoes_its_prompt_though_its_first_tokens_have_no_text(texts):
-    lines = events(texts, choice_of("Prompt: "), CompletionForm("demo", chr, None))
+    lines = events(texts, choice_of("Prompt: "), CompletionForm("demo", texts_of(), None))
     shown = "".join(body["choices"][0]["text"] for body in bodies(lines))
     assert shown == "Prompt: " + "".join(text for text, *_ in texts)
 
@@ -57,31 +65,37 @@ def test_the_work_of_a_chunk_does_not_grow_with_the_text(num_top):
         calls.append(token)
         return chr(token)
 
-    lines = events([("A", [65], None)] * 50, choice_of(), CompletionForm("demo", text_of, num_top))
+    lines = events([("A", [65], None)] * 50, choice_of(), CompletionForm("demo", texts_of(text_of), num_top))
     assert len(calls) <= 50
     if num_top is not None:
         offsets = [body["choices"][0]["logprobs"]["text_offset"] for body in bodies(lines)]
         assert offsets == [[place] for place in range(50)]
 
 
+def test_alternatives_that_print_alike_are_all_listed():
+    form = CompletionForm("demo", texts_of(lambda token: "A"), 2)
+    (body,) = bodies(events([("A", [65], "length")], choice_of(), form))
+    assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"A": -1.0, "token_id:66": -2.0}]
+
+
 def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog):
     def text_of(token):
         raise KeyError(token)
 
-    *lines, last = events([("A", [65], None)], choice_of(), CompletionForm("demo", text_of, 0))
+    *lines, last = events([("A", [65], None)], choice_of(), CompletionForm("demo", texts_of(text_of), 0))
     assert last == "data: [DONE]\n\n"
     (error,) = [json.loads(line.removeprefix("data: "))["error"] for line in lines]
     assert error["type"] == "server_error" and error["message"].startswith("KeyError: ")
     assert "an answer has failed" in caplog.text
 
 
-def test_nothing_behind_a_stop_is_shown_where_special_tokens_are_read():
-    """The last token spells more than the stop string."""
+def test_a_stop_string_in_the_reasoning_part_is_no_end():
+    """Decoding goes on after it, so it is shown, and only the one that ended the text is removed."""
     choice = choice_of()
-    choice.read_by(None, SimpleNamespace(add=lambda ids: "".join(map(chr, ids)), finish=lambda: ""))
-    choice.job.final_generation = SimpleNamespace(finish_reason="stop")
-    delta = SimpleNamespace(token_ids=[ord(each) for each in "f(x):\n"], logprobs=(), found_by=(), sources=(), text="")
-    assert choice.add(delta) + choice.finish() == "f(x"
+    choice.job.final_generation = SimpleNamespace(finish_reason="stop", stop=")")
+    shown = [choice.add(Delta(text, [])) for text in ("(a)b", ")", ")", "c)")]
+    assert shown == ["(a)b", "", ")", ")c"]
+    assert choice.finish() == "" and choice.reason == "stop"
 
 
 @pytest.mark.parametrize("calls", [None, []])

@@ -113,6 +113,19 @@ def test_echo(client):
         client.completions.create(**body(max_tokens=0))
 
 
+def test_lines_of_a_stream_end_where_any_client_ends_them(url):
+    """Some clients split streams with str.splitlines, which also ends lines at U+0085, U+2028 and U+2029."""
+    prompt = "a\x85b\u2028c\u2029d"
+    asks = body(prompt=prompt, echo=True, stream=True)
+    question = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asks).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(question) as answer:
+        lines = answer.read().decode().splitlines()
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line and "[DONE]" not in line]
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(prompt)
+
+
 def test_logprobs_of_completions(client):
     choice = client.completions.create(**body(logprobs=5)).choices[0]
     got = choice.logprobs
@@ -197,9 +210,9 @@ def test_fields_without_effect(client, url, runtime, caplog):
 def test_acceptance_is_reported(client, url):
     answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, ignore_eos=True)
     figures, details = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
-    assert figures["num_accepted_draft_tokens"] == details["accepted_prediction_tokens"] > 0
+    assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0, "nothing was predicted"
     fed = figures["num_draft_tokens"]
-    assert details["rejected_prediction_tokens"] == fed - figures["num_accepted_draft_tokens"] > 0
+    assert fed > figures["num_accepted_draft_tokens"] > 0
     assert figures["mean_acceptance_length"] == pytest.approx(48 / figures["num_spec_steps"])
     assert figures["draft_acceptance_rate"] == pytest.approx(figures["num_accepted_draft_tokens"] / fed)
     options = {"include_usage": True}
@@ -342,9 +355,10 @@ def test_bytes_of_logprobs_add_up_to_the_text(client, choices):
     asked = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
     forced = {"structured_outputs": {"choice": choices}}
     choice = client.chat.completions.create(**asked, extra_body=forced).choices[0]
-    entries = [entry for entry in choice.logprobs.content if not entry.token.startswith("<|")]
-    assert any("\ufffd" in entry.token for entry in entries)
+    entries = choice.logprobs.content
+    assert any(entry.bytes and not entry.token for entry in entries), "a part of a character"
     assert b"".join(bytes(entry.bytes) for entry in entries).decode() == choice.message.content in choices
+    assert "".join(entry.token for entry in entries) == choice.message.content
 
 
 def test_web_pages_of_friends_may_send_the_headers_of_openais_client(runtime):

@@ -105,6 +105,8 @@ def test_keys(authorization, status):
     answer, headers = recorder.ask(authorization=authorization)
     assert answer == status
     assert (headers.get("www-authenticate") == "Bearer") == (status == 401)
+    for key, expected in (("beta", 200), ("gamma", 401)):  # as Anthropic's clients send it, next to any other
+        assert recorder.ask(authorization="", x_api_key=key)[0] == expected
     for path, expected in (("/health", 200), ("/ready", 200), ("/live", 200), ("/metrics", 200), ("/tokenize", status)):
         assert recorder.ask(path=path, authorization=authorization)[0] == expected
 

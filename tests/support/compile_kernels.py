@@ -72,7 +72,7 @@ def print_strict(capability: int, dtype: str, size: int, groups: int) -> None:
     shared = {"GROUPS": groups, "SIZE": size, "PARTS": strict.NUM_PARTS, "POSITIONS": 64, "WIDTH": 68, **blocks}
     head = shared | {"NUM_ROWS": 17, "BLOCK_TABLE": 32}
     others = dict.fromkeys(["output", "total", "outputs", "totals"], "*fp32")
-    num_warps = attention.num_warps(blocks)
+    num_warps = attention.num_warps(blocks, TYPES[dtype])
     print(compile_kernel(strict._attend_head, capability, dtype, others, head, num_stages=2, num_warps=num_warps))
     rows = max(attention.MIN_BLOCK, triton.next_power_of_2(groups))
     tail = shared | {"HAS_SINKS": True, "BLOCK_ROWS": rows}
@@ -91,6 +91,7 @@ def main(capabilities: list[int]) -> None:
             ("bf16", 96, 32, 1),
             ("bf16", 256, 64, 1),
             ("fp32", 128, 16, 4),
+            ("fp32", 64, 16, 4),
         ):
             blocks = attention.blocks(tokens * groups, size, TYPES[dtype])
             for num_parts, num_rows in ((8, 2), (1, 2)) if tokens == 1 else ((8, 2), (8, 17)):
@@ -106,7 +107,7 @@ def main(capabilities: list[int]) -> None:
                         others,
                         constants,
                         num_stages=2,
-                        num_warps=attention.num_warps(blocks),
+                        num_warps=attention.num_warps(blocks, TYPES[dtype]),
                     )
                 )
         merged = {"QUERY_HEADS": 32, "SIZE": 128, "HAS_SINKS": True, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
@@ -118,6 +119,7 @@ def main(capabilities: list[int]) -> None:
             ("fp16", 64, 8),
             ("bf16", 256, 2),
             ("fp32", 128, 4),
+            ("fp32", 64, 4),
         ):
             print_strict(capability, dtype, size, groups)
         heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}

@@ -15,7 +15,7 @@ import numpy as np
 import regex
 import torch
 import xgrammar
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.generation import logits_process as library
 
@@ -47,7 +47,9 @@ assert len(TEXTS) == SHAPE["vocab_size"]
 def tokenizer() -> PreTrainedTokenizerFast:
     """Return a tokenizer of 64 tokens: characters, and what JSON often has."""
     words = models.WordLevel({text: token for token, text in enumerate(TEXTS)}, unk_token="</s>")
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), eos_token="</s>")
+    tokens = Tokenizer(words)
+    tokens.decoder = decoders.Fuse()  # without a decoder, spaces would come between tokens
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
 
 
 @functools.cache
@@ -82,8 +84,8 @@ class WatchedGrammars:
     grammars: Grammars
     watch: Callable[[Sequence[int]], None]
 
-    def guide(self, constraint: CompiledConstraint) -> WatchedGuide:
-        return WatchedGuide(self.grammars.guide(constraint), self.watch)
+    def guide(self, constraint: CompiledConstraint, context: Sequence[int]) -> WatchedGuide:
+        return WatchedGuide(self.grammars.guide(constraint, context), self.watch)
 
 
 @functools.cache

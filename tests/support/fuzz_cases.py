@@ -15,10 +15,12 @@ LIMITS = {
     "strict_fields": True,
 }  # the server's settings
 COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+MESSAGES = "/v1/messages"
 GOOD = {
     COMPLETIONS: {"prompt": "def f(", "max_tokens": 2, "temperature": 1, "seed": 7},
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
     RESPONSES: {"input": "x", "max_output_tokens": 2, "temperature": 1, "seed": 7},
+    MESSAGES: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "temperature": 1, "seed": 7},
 }
 HUGE, NAN, INFINITY = 2**70, float("nan"), float("inf")
 SURROGATE = "\ud800"
@@ -72,6 +74,12 @@ COMMON = {
     "min_tokens": (*NO_INT, -1, 65, HUGE),
     "split_special_tokens": NO_BOOL,
     "ignore_eos": NO_BOOL,
+    "stop_token_ids": (1, "x", {}, [1.5], ["x"], [-1], [HUGE], [1] * 1025),
+    "include_stop_str_in_output": NO_BOOL,
+    "skip_special_tokens": NO_BOOL,
+    "allowed_token_ids": (1, "x", {}, [], [1.5], ["x"], [-1], [HUGE]),
+    "bad_words": (1, "x", {}, [1], [None], [SURROGATE], ["x"] * 1025),
+    "truncate_prompt_tokens": (*NO_INT, 0, -2),
     "trace": (*NO_BOOL, True),
     "max_time": (*NO_NUMBER, 0, -1, 1e9),
     "gpus": (*NO_INT, 0, -1, 10_000, HUGE),
@@ -93,7 +101,15 @@ COMMON = {
     ),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+BLOCKS = ("text", "image", "document", "thinking", "tool_use", "tool_result", "search_result")
 FLAT_TOOL = {"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}
+TEMPLATE = {
+    "chat_template_kwargs": (1, "x", True, []),
+    "enable_thinking": NO_BOOL,
+    "thinking_token_budget": (*NO_INT, -1),
+    "continue_final_message": NO_BOOL,
+    "add_generation_prompt": NO_BOOL,
+}
 OWN = {
     COMPLETIONS: {
         "prompt": (
@@ -107,6 +123,8 @@ OWN = {
         "best_of": (*NO_INT, 0, 2, HUGE),
     },
     CHAT: {
+        **TEMPLATE,
+        "reasoning_effort": NO_STRING,
         "messages": (
             *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}]),
             *([{"role": role, "content": "x"}] for role in (1, None, [], SURROGATE)),
@@ -123,6 +141,7 @@ OWN = {
         "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
     },
     RESPONSES: {
+        **TEMPLATE,
         "input": (
             *(ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
             *([{"type": each}] for each in (1, None, [], SURROGATE, "function_call", "reasoning", "item_reference")),
@@ -144,11 +163,37 @@ OWN = {
         "include": (1, {}, ["x"], [1]),
         "truncation": (*NO_STRING, "auto"),
     },
+    MESSAGES: {
+        "messages": (
+            *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}], [{"role": "user"}]),
+            *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", SURROGATE)),
+            *([{"role": "user", "content": each}] for each in (1, True, {}, [], [1], ["x"], [{}], SURROGATE)),
+            *([{"role": "user", "content": [{"type": each}]}] for each in (1, None, [], SURROGATE, *BLOCKS)),
+            *([{"role": "assistant", "content": [{"type": each}]}] for each in ("tool_use", "tool_result", "image")),
+            [{"role": "user", "content": [{"type": "text", "text": SURROGATE}]}],
+            [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": "x"}]}],
+            [{"role": "user", "content": "x " * 20_000}],
+        ),
+        "system": (1, True, {}, [1], [{}], [{"type": "text"}], [{"type": "image"}], SURROGATE),
+        "stop_sequences": (1, "x", {}, [1], [""], [None], ["x"] * 17, [SURROGATE]),
+        "tools": (1, {}, [1], [{}], [{"name": "a b"}], [{"name": "a"}], [{"type": "bash_20250124", "name": "bash"}]),
+        "tool_choice": (1, "auto", {}, [], {"type": "x"}, {"type": "any"}, {"type": "tool"}),
+        "thinking": (1, "x", True, [], {}, {"type": "x"}, {"type": "enabled", "budget_tokens": -1}),
+        "output_config": (1, "x", [], {"format": 1}, {"format": {"type": "json_schema"}}, {"effort": 1}),
+        "mcp_servers": ([{"type": "url", "url": "http://127.0.0.1/"}], "x"),
+        "speed": NO_STRING,
+    },
 }
-OTHERS = {COMPLETIONS: CHAT, CHAT: COMPLETIONS, RESPONSES: COMPLETIONS}  # whose own fields are not known to a route
+OTHERS = {
+    COMPLETIONS: CHAT,
+    CHAT: COMPLETIONS,
+    RESPONSES: COMPLETIONS,
+    MESSAGES: COMPLETIONS,
+}  # whose own fields are not known to a route
 # Of the routes that decode nothing, values that are wrong.
 TOKENS = {
     "/tokenize": [{}, {"prompt": 1}, {"prompt": []}, {"messages": []}, {"messages": "x"}, {"prompt": SURROGATE}, []],
+    f"{MESSAGES}/count_tokens": [{}, {"messages": []}, {"messages": "x"}, {"messages": [{}], "system": 1}, []],
     "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
 # What OpenAI's clients can send, and what is not done here; and names that nobody knows.
@@ -210,7 +255,18 @@ EXTREME = {
     "parallel_tool_calls": (False,),
     "response_format": ({"type": "text"}, {"type": "json_object"}),
     "structured_outputs": ({}, {"choice": ["a", "\u00fc"]}, {"json": True}, {"regex": "[a-z]{2,9}"}),
-    "skip_special_tokens": (True,),
+    "skip_special_tokens": (True, False),
+    "stop_token_ids": ([5], [], [0, 1, 2]),
+    "include_stop_str_in_output": (True,),
+    "allowed_token_ids": ([5, 6, 7], list(range(4000))),
+    "bad_words": (["the"], ["x" * 9000], ["\x00", "\ufffd"]),
+    "truncate_prompt_tokens": (1, -1, 10**9),
+    "chat_template_kwargs": ({}, {"x": [[{}]]}, {"messages": 1}, {SURROGATE: SURROGATE}),
+    "enable_thinking": (True, False),
+    "reasoning_effort": ("none", "high", SURROGATE),
+    "thinking_token_budget": (0, 3, 10**9),
+    "continue_final_message": (True,),
+    "add_generation_prompt": (True, False),
     "prediction": ({"type": "content", "content": "x"},),
     "service_tier": ("auto",),
     "gpus": (1,),

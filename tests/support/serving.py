@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,12 @@ from lp_runtime.server.serve import http_server
 from lp_runtime.server.submission import ServerSettings
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}# tool: {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "\n{% endfor %}# assistant:"
+)
 
 
 @contextmanager
@@ -61,8 +68,31 @@ def _fields_of(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
     return {each.name: settings[each.name] for each in fields(kind) if each.name in settings}
 
 
-def demo_model_that_chats(folder: Path) -> Path:
+def demo_model_that_chats(folder: Path, template: str = TEMPLATE) -> Path:
     """Write a copy of the demo model with a chat template to a new folder; return the folder."""
     shutil.copytree(DEMO_MODEL, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+@contextmanager
+def answering(text: str) -> Iterator[str]:
+    """Answer every request with a text of events; yield the URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, *args):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()

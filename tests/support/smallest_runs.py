@@ -39,6 +39,7 @@ STUDIES = {
         "wrapped_models": "--only use_cache --max-new-tokens 4",
         "transformers_tests": "--tests CHECKOUT --families llama --max-new-tokens 4",
         "prefix_cache": "--system-tokens 120 --conversations 1 --question-tokens 4 --new-tokens 4 --prompts 4",
+        "text": "--sequences 2 --kinds byte_level llama2",
         "fuzz": "--requests 3 --overrides 3",
     },
     "resilience.py": {

@@ -65,6 +65,8 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
     text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
     expected = _plain_logits(model, text, len(text))
     model.begin(slot, TEXT_TOKENS)
+    model.prefill(slot, text[PROMPT_TOKENS:])  # another sequence: `begin` must discard it
+    model.begin(slot, TEXT_TOKENS)
     worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
     for start, root, num_right, num_wrong in STEPS:
         tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)

@@ -51,10 +51,6 @@ class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc
         else:
             LinearAttentionLayer.lazy_initialization(self, **kwargs)
 
-    def reset(self) -> None:
-        """Reset the state; the cache's length already discards keys and values."""
-        LinearAttentionLayer.reset(self)
-
 
 def _saved(layer: AnyLayer) -> dict[str, object]:
     """Return a layer's attributes by name; tensors in dictionaries, which it writes in place, are copied."""
@@ -106,6 +102,7 @@ class StateCache(TreeCache):
                 self.layers[index] = layer
                 self._stateful.append(layer)
         self._saved: SavedStates | None = None
+        self._initial = self.states()
 
     def save_states(self) -> None:
         """Save the states after the committed tokens, unless they are saved already."""
@@ -130,10 +127,9 @@ class StateCache(TreeCache):
         super().commit(num_tokens)
         self._saved = None
 
-    @torch.inference_mode()  # as for restore_states
     def clear(self) -> None:
-        """Discard all tokens and states; the memory stays allocated."""
+        """Discard all tokens and states; only the memory of TreeCacheLayers stays allocated."""
         super().clear()
         self._saved = None
-        for layer in self._stateful:
-            layer.reset()
+        # Not `layer.reset()`: before transformers 5.18 it zeroes keys in place instead of removing them.
+        self.restore_states(self._initial)

@@ -1,95 +1,136 @@
-"""The chat syntax of a model family: its parser, and constraints for reasoning and tool calls."""
+"""The chat syntax of a model: its parser, and constraints for reasoning and tool calls."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_parser import END_OF_THINK, THINK, ChatParser, HarmonyParser, TextParser
-from lp_runtime.server.chat.tools import Function, ToolUse
+from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.model.chat_template import ChatTemplate
+from lp_runtime.server.chat import tags
+from lp_runtime.server.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
+from lp_runtime.server.chat.formats import FORMATS, REASONINGS
+from lp_runtime.server.chat.recognition import reasoning_of, recognize
+from lp_runtime.server.chat.template_parser import TemplateParser
+from lp_runtime.server.chat.tools import Tool, ToolUse
+from lp_runtime.text.stop_strings import Reasoning
 
+log = logging.getLogger(__name__)
 
-class CallFormat(NamedTuple):
-    """The syntax of tool calls in a model family.
-
-    Attributes:
-        begin: text before all calls.
-        head: text before a call's arguments; NAME stands for the tool's name.
-        tail: text after a call's arguments.
-        separator: text between two calls.
-        end: text after all calls.
-    """
-
-    begin: str
-    head: str
-    tail: str
-    separator: str
-    end: str
-
-
-FORMATS = {
-    "hermes": CallFormat("", '<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>", "\n", ""),
-    "llama3": CallFormat("", '{"name": "NAME", "parameters": ', "}", "; ", ""),
-    "mistral": CallFormat("[TOOL_CALLS][", '{"name": "NAME", "arguments": ', "}", ", ", "]"),
-    "mistral_args": CallFormat("", "[TOOL_CALLS]NAME[ARGS]", "", "", ""),
-    "harmony": CallFormat("", "<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>", "", "", ""),
-}
+FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
+ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
 class ChatFormat:
     """The syntax of one model's chat answers.
 
     Args:
-        template: text of the model's chat template; empty without one.
+        template: the model's chat template, or its text; empty without one.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
 
     Attributes:
-        tool_format: one of FORMATS; None if answers are not searched for calls.
-        has_reasoning: whether an answer may begin with a reasoning part.
+        takes_tools: whether the template shows the model its tools.
+        tool_format: one of FORMATS; None if it is not known how the model writes calls.
+        reasoning: marks of the reasoning part that an answer may begin with; None if there is none.
     """
 
-    def __init__(self, template: str, tool_format: str = "auto", reasoning: str = "auto"):
-        self.takes_tools = "tools" in template
-        name = guess_format(template) if tool_format == "auto" else tool_format
-        if name == "mistral" and "[ARGS]" in template:
+    def __init__(self, template: str | ChatTemplate, tool_format: str = "auto", reasoning: str = "auto"):
+        self._template = template if isinstance(template, ChatTemplate) else ChatTemplate(template)
+        found = recognize(self._template)
+        self.takes_tools, self._wants_text = found.takes_tools, found.wants_text
+        name = found.tool_format if tool_format == "auto" else tool_format
+        if name == "mistral" and "[ARGS]" in self._template.source:
             name = "mistral_args"
-        self.tool_format = None if name == "none" else name
-        self.has_reasoning = reasoning == "think" or (reasoning == "auto" and END_OF_THINK in template)
+        self.tool_format = name if name in FORMATS else None
+        self._uses_own_parser = name == "response_template"
+        if self._template.response_template is not None:
+            self._uses_own_parser |= name is None
+        elif self._uses_own_parser:
+            raise ConfigError("tool_format=response_template: the model has no response template")
+        if self._uses_own_parser:
+            self._check_own_parser()
+        self.reasoning = REASONINGS.get(reasoning)
+        if reasoning == "auto" and not self.is_harmony:
+            self.reasoning = reasoning_of(self._template.source)
+        if tool_format == "auto" and found.takes_tools:
+            self._report(found.is_certain)
+
+    def _check_own_parser(self) -> None:
+        """Refuse a response template that transformers cannot read."""
+        try:
+            self._template.response_parser("", [])
+        except ValueError as error:
+            raise ConfigError(f"the model's response template: {first_line(error)}") from error
+
+    def _report(self, is_certain: bool) -> None:
+        """Log if it is not certain how the model writes calls."""
+        if self._uses_own_parser:
+            log.info("tool calls are read by the model's own response template")
+        elif self.tool_format is None:
+            log.warning("the chat template writes tool calls in no known form, answers are text; set tool_format")
+        elif not is_certain:
+            log.warning("the chat template does not show tool calls; tool_format=%s by its marks", self.tool_format)
 
     @property
     def is_harmony(self) -> bool:
         """Whether answers are messages on channels, as in OpenAI's harmony format."""
         return self.tool_format == "harmony"
 
-    def parser(self, has_tools: bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether an answer may begin with a reasoning part."""
+        return self.reasoning is not None
+
+    def parser(self, tools: Sequence[Tool] | bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 
-        `is_either`: whether the answer is either only calls or only text; true if the text is constrained.
+        Args:
+            tools: tools that the answer may call; true if their schemas are not known.
+            is_either: whether the answer is either only calls or only text; true if the text is constrained.
         """
+        known = [] if isinstance(tools, bool) else list(tools)
+        schemas = {tool.function.name: tool.function.parameters or {} for tool in known}
+        form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
         if self.is_harmony:
-            return HarmonyParser()
-        if not has_tools and not self.has_reasoning:
+            parser = HarmonyParser(FORMATS["harmony"], schemas=schemas)
+            parser.add(prompt_end.rpartition(START)[2])  # a message that the prompt has begun
+            return parser
+        if self._uses_own_parser:
+            return TemplateParser(self._template.response_parser(prompt_end, ToolUse(known).shown()))
+        if form is None and self.reasoning is None:
             return None
-        is_thinking = self.is_thinking(prompt_end)
-        if not has_tools or self.tool_format is None:
-            return TextParser(self.has_reasoning, is_thinking)
-        if self.tool_format == "hermes":
-            return TextParser(self.has_reasoning, is_thinking, ("<tool_call>",), "</tool_call>", is_either=is_either)
-        if self.tool_format == "llama3":
-            return TextParser(self.has_reasoning, is_thinking, ("<|python_tag|>",), bare=True, is_either=is_either)
-        return TextParser(self.has_reasoning, is_thinking, ("[TOOL_CALLS]",), is_either=is_either)
+        return AnswerParser(form, self.reasoning, self.is_thinking(prompt_end), is_either, schemas)
+
+    def history(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Return a conversation with the arguments of its calls in the form that the template expects."""
+        if not self._wants_text:
+            return list(messages)
+        return [
+            {**message, "tool_calls": list(map(_with_text, calls))} if (calls := message.get("tool_calls")) else message
+            for message in messages
+        ]
 
     def is_thinking(self, prompt_end: str) -> bool:
         """Whether the prompt has already opened the answer's reasoning part."""
-        return self.has_reasoning and prompt_end.rstrip().endswith(THINK)
+        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin.strip())
 
-    def shows_special_tokens(self, has_tools: bool) -> bool:
+    def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
+        """Return the marks of an answer's reasoning part; None without one."""
+        if self.is_harmony:
+            return Reasoning("", FINAL)
+        if self.reasoning is None:
+            return None
+        return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
+
+    def shows_special_tokens(self, tools: object) -> bool:
         """Whether the parser must see special tokens."""
-        return self.is_harmony or (has_tools and self.tool_format is not None)
+        has_calls = bool(tools) and self.tool_format is not None
+        is_special = self.reasoning is not None and self.reasoning.is_special
+        return self.is_harmony or self._uses_own_parser or has_calls or is_special
 
     def constraint(
         self, use: ToolUse, text: ConstraintConfig | None, prompt_end: str, may_think: bool = True
@@ -100,108 +141,53 @@ class ChatFormat:
         that satisfies the constraint `text`. `may_think`: whether a reasoning part may come first if the prompt has not
         opened one.
         """
-        if use.must_call:
-            if self.tool_format is None:
-                raise RequestError(
-                    "tool_choice: the format of tool calls is not known for this model; serve with tool_format=..."
-                )
-            answer, whitespace = self._calls(use), "fixed"
-        elif text is None:
+        if not use.must_call and text is None:
             return None
-        elif use.tools and self.tool_format is not None:
-            content = _content(text)
-            if self.is_harmony:
-                content = _final(content)
-            answer, whitespace = {"type": "or", "elements": [self._calls(use), content]}, text.whitespace
-        else:
+        if self.tool_format is None and use.must_call:
+            raise RequestError(
+                "tool_choice: the format of tool calls is not known for this model; serve with tool_format=..."
+            )
+        if self.tool_format is None or not use.tools:
+            assert text is not None
             return self.behind_reasoning(text, prompt_end)
-        tag = {"type": "structural_tag", "format": _sequence(*self._reasoning(prompt_end, may_think), answer)}
-        return ConstraintConfig(structural_tag=tag, whitespace=whitespace)
+        functions = [tool.function for tool in use.tools]
+        answer, whitespace = tags.calls(FORMATS[self.tool_format], functions, use.is_parallel), "fixed"
+        if text is not None and not use.must_call:
+            answer = {"type": "or", "elements": [answer, self._text(text)]}
+            whitespace = text.whitespace
+        form = tags.sequence(self._reasoning_tag(prompt_end, may_think), answer)
+        return ConstraintConfig(structural_tag={"type": "structural_tag", "format": form}, whitespace=whitespace)
 
-    def _calls(self, use: ToolUse) -> dict[str, object]:
-        """Return the structural-tag format of at least one call."""
-        assert self.tool_format is not None
-        form = FORMATS[self.tool_format]
-        calls: dict[str, object] = {
-            "type": "tags_with_separator",
-            "tags": [_call(form, tool.function) for tool in use.tools],
-            "separator": form.separator,
-            "at_least_one": True,
-            "stop_after_first": not use.is_parallel or self.is_harmony,
-        }
-        return _sequence(_text(form.begin), calls, _text(form.end))
+    def _text(self, text: ConstraintConfig) -> tags.Tag:
+        """Return the tag of an answer's text."""
+        content = tags.content(text)
+        return {"type": "tag", "begin": FINAL, "content": content, "end": ""} if self.is_harmony else content
 
-    def _reasoning(self, prompt_end: str, may_think: bool) -> list[dict[str, object]]:
-        """Return the format of the reasoning before calls or text: a list of one element, or none."""
+    def _reasoning_tag(self, prompt_end: str, may_think: bool) -> tags.Tag | None:
+        """Return the tag of the reasoning before calls or text; None if there is none."""
         if self.is_harmony:
-            return [ANALYSIS] if may_think else []
-        if self.is_thinking(prompt_end):
-            return [_sequence(_free("", END_OF_THINK), _text("\n\n"))]
-        if self.has_reasoning and may_think:
-            return [{"type": "optional", "content": _sequence(_free(THINK, END_OF_THINK), _text("\n\n"))}]
-        return []
+            return {"type": "optional", "content": ANALYSIS} if may_think else None
+        is_open = self.is_thinking(prompt_end)
+        if self.reasoning is None or not (is_open or may_think):
+            return None
+        return tags.thought(self.reasoning, is_open)
 
     def behind_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
         """Return a constraint that applies to the answer's text only, after the reasoning part."""
         if self.is_harmony:
-            tag = {"type": "structural_tag", "format": _sequence(ANALYSIS, _final(_content(constraint)))}
+            form = tags.sequence(self._reasoning_tag(prompt_end, True), self._text(constraint))
+            tag = {"type": "structural_tag", "format": form}
             return ConstraintConfig(structural_tag=tag, whitespace=constraint.whitespace)
-        if not self.has_reasoning:
+        if self.reasoning is None:
             return constraint
-        begin = None if self.is_thinking(prompt_end) else THINK
-        return replace(constraint, reasoning_begin=begin, reasoning_end=END_OF_THINK)
+        begin = None if self.is_thinking(prompt_end) else self.reasoning.begin
+        return replace(constraint, reasoning_begin=begin, reasoning_end=self.reasoning.end)
 
 
-def guess_format(template: str) -> str:
-    """Guess the tool format, one of config.serving.TOOL_FORMATS, from marks in a chat template."""
-    for mark, name in (
-        ("<|channel|>", "harmony"),
-        ("[TOOL_CALLS]", "mistral"),
-        ("<tool_call>", "hermes"),
-        ("<|python_tag|>", "llama3"),
-        ('"parameters":', "llama3"),
-    ):
-        if mark in template:
-            return name
-    return "none"
-
-
-def _call(form: CallFormat, function: Function) -> dict[str, object]:
-    schema = function.parameters or {"type": "object"}
-    content = {"type": "json_schema", "json_schema": schema}
-    return {"type": "tag", "begin": form.head.replace("NAME", function.name), "content": content, "end": form.tail}
-
-
-def _text(text: str) -> dict[str, object] | None:
-    return {"type": "const_string", "value": text} if text else None
-
-
-def _free(begin: str, end: str) -> dict[str, object]:
-    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-
-
-def _sequence(*parts: Mapping[str, object] | None) -> dict[str, object]:
-    return {"type": "sequence", "elements": [part for part in parts if part is not None]}
-
-
-ANALYSIS: dict[str, object] = {
-    "type": "optional",
-    "content": _free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
-}
-
-
-def _final(content: dict[str, object]) -> dict[str, object]:
-    """Return the format of a message on harmony's final channel."""
-    return {"type": "tag", "begin": "<|channel|>final<|message|>", "content": content, "end": ""}
-
-
-def _content(constraint: ConstraintConfig) -> dict[str, object]:
-    """Convert a constraint to a structural-tag format."""
-    kind, source = constraint.kind, constraint.source
-    if kind == "json_schema":
-        return {"type": "json_schema", "json_schema": json.loads(source)}
-    if kind == "structural_tag":
-        return json.loads(source)["format"]
-    if kind == "choice":
-        return {"type": "or", "elements": [_text(each) for each in json.loads(source)]}
-    return {"type": str(kind), "pattern" if kind == "regex" else "grammar": source}
+def _with_text(call: Any) -> Any:
+    """Return a call whose arguments are JSON text."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or isinstance(function.get("arguments"), str):
+        return call
+    text = json.dumps(function.get("arguments"), ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}

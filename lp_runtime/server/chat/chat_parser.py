@@ -1,26 +1,34 @@
-"""Streaming parsers that split a chat answer into reasoning, text and tool calls.
-
-Each model family has its own syntax for calls. Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}
-</tool_call>`. Llama 3 writes `{"name": ..., "parameters": {...}}` as the whole answer. Mistral writes
-`[TOOL_CALLS][{...}, ...]` or `[TOOL_CALLS]name[ARGS]{...}`. gpt-oss writes channels of OpenAI's harmony format.
-Reasoning is enclosed in `<think>` and `</think>`.
-"""
+"""Streaming parser that splits a chat answer into reasoning, text and tool calls."""
 
 from __future__ import annotations
 
-import re
+import json
+import secrets
+import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from lp_runtime.server.chat.call_reader import CallReader
-from lp_runtime.server.chat.json_scanner import JsonScanner
+import regex
 
-THINK, END_OF_THINK = "<think>", "</think>"
-NAMED_HEAD = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
-MAX_NAME_CHARS = 256  # of `name[ARGS]`; longer text is not a call
+from lp_runtime.server.chat.arguments import dumped, parameter_of
+from lp_runtime.server.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
+from lp_runtime.server.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.server.chat.text_reader import SPACE, Steps, TextReader
+
+Kind = Literal["reasoning", "content", "arguments"]
+
+ARGUMENTS = ("arguments", "parameters")
+STRING = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
+KNOWN_KEY = regex.compile(r'\s*"(name|arguments|parameters|type|id)"\s*:\s*')  # before an object is known to be a call
+NEXT_KEY = regex.compile(rf"\s*,\s*{STRING}\s*:\s*", regex.DOTALL)
+SCALAR = regex.compile(rf"{STRING}|[\w.+-]+", regex.DOTALL)
+COMMA, OPEN, CLOSE = regex.compile(r"\s*,"), regex.compile(r"\{"), regex.compile(r"\s*\}")
+START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis"
+RECIPIENT = regex.compile(r"to=functions\.([\w.-]+)")
+MESSAGE, MESSAGE_END = regex.compile(r"<\|message\|>"), regex.compile(r"<\|(?:end|call|return|start)\|>")
 
 
 @dataclass(frozen=True)
@@ -34,7 +42,7 @@ class Piece:
         call_id: in a call's first piece only.
     """
 
-    kind: Literal["reasoning", "content", "arguments"]
+    kind: Kind
     text: str
     call: int = 0
     name: str | None = None
@@ -42,269 +50,225 @@ class Piece:
 
 
 class ChatParser(ABC):
-    """State machine that splits one streamed answer into pieces.
+    """Splits one streamed answer into pieces."""
 
-    A state reads what it can from the buffer, and returns whether the next state can read on at once.
-    """
-
-    def __init__(self) -> None:
-        self.num_calls = 0
-        self._buffer = ""
-        self._pieces: list[Piece] = []
-        self._scanner: JsonScanner | None = None  # of the current call's arguments
-        self._state: Callable[[bool], bool] = self._start
+    num_calls = 0
 
     @abstractmethod
-    def _start(self, is_end: bool) -> bool:
-        """Run the first state."""
-
     def add(self, text: str) -> list[Piece]:
         """Append text; return the new pieces."""
-        return self._run(text, is_end=False)
 
+    @abstractmethod
     def finish(self) -> list[Piece]:
         """Return the remaining pieces at the end of the answer."""
-        return self._run("", is_end=True)
-
-    def _run(self, text: str, is_end: bool) -> list[Piece]:
-        self._buffer += text
-        while self._state(is_end):
-            pass
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def _emit(self, kind: Literal["reasoning", "content"], text: str) -> None:
-        if text:
-            self._pieces.append(Piece(kind, text))
-
-    def _begin_call(self, name: str) -> None:
-        self._pieces.append(Piece("arguments", "", self.num_calls, name, f"call_{uuid.uuid4().hex[:24]}"))
-        self.num_calls += 1
-        self._scanner = JsonScanner()
-
-    def _read_arguments(self) -> bool:
-        """Emit the arguments read so far; return whether they have ended."""
-        assert self._scanner is not None
-        num = self._scanner.add(self._buffer)
-        if num:
-            self._pieces.append(Piece("arguments", self._buffer[:num], self.num_calls - 1))
-        self._buffer = self._buffer[num:]
-        return self._scanner.is_done
-
-    def _until(self, kind: Literal["reasoning", "content"], marks: tuple[str, ...], is_end: bool) -> str | None:
-        """Emit text up to the first mark, and consume and return that mark; None if there is none yet."""
-        places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
-        if places:
-            place, mark = min(places)
-            self._emit(kind, self._buffer[:place])
-            self._buffer = self._buffer[place + len(mark) :]
-            return mark
-        num = len(self._buffer) if is_end else len(self._buffer) - held_back(self._buffer, marks)
-        self._emit(kind, self._buffer[:num])
-        self._buffer = self._buffer[num:]
-        return None
 
 
-def held_back(text: str, marks: tuple[str, ...]) -> int:
-    """Return how many characters at the end of a text may be the beginning of a mark."""
-    longest = max(map(len, marks), default=0) - 1
-    for num in range(min(longest, len(text)), 0, -1):
-        if any(mark.startswith(text[-num:]) for mark in marks):
-            return num
-    return 0
+class NotACallError(Exception):
+    """Raised when text that began like a call turns out to be none."""
 
 
-class TextParser(ChatParser):
-    """Parser for optional `<think>` reasoning, then text, then tool calls after a mark.
+class AnswerParser(ChatParser):
+    """Parser of an answer in a known format.
 
     Args:
-        has_reasoning: whether a reasoning part may come first.
+        form: format of calls; None if the answer is not searched for calls.
+        reasoning: marks of the reasoning part that may come first; None if there is none.
         is_thinking: whether the prompt has already opened the reasoning part.
-        marks: strings that begin calls; empty to look for none.
-        end: string that ends a call; empty if the closing brace does.
-        bare: whether an answer that begins with a call's JSON object is a call, without a mark.
         is_either: whether the answer, after its reasoning part, is either only calls or only text.
+        schemas: JSON schema of each tool's arguments, by its name.
     """
 
     def __init__(
         self,
-        has_reasoning: bool,
-        is_thinking: bool,
-        marks: tuple[str, ...] = (),
-        end: str = "",
-        bare: bool = False,
+        form: CallFormat | None,
+        reasoning: ReasoningFormat | None = None,
+        is_thinking: bool = False,
         is_either: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ):
-        self._marks = marks
-        self._end = end
-        self._bare = bare
-        self._is_thinking = is_thinking
-        self._has_reasoning, self._is_either = has_reasoning, is_either
-        self._call = CallReader()  # of the current object
-        super().__init__()
+        self._form, self._schemas = form, schemas or {}
+        self._reasoning, self._is_thinking = reasoning, is_thinking
+        self._is_either = is_either
+        self._marks = NEVER if form is None else call_patterns(form).marks
+        self._text, self._pieces = TextReader(), list[Piece]()
+        self._steps = self._answer()
 
-    def _start(self, is_end: bool) -> bool:
-        if not self._has_reasoning:
-            self._state = self._begin_text
-        elif self._is_thinking:
-            self._state = self._think
-        else:
-            stripped = self._buffer.lstrip()
-            if not is_end and THINK.startswith(stripped[: len(THINK)]) and len(stripped) < len(THINK):
-                return False
-            if stripped.startswith(THINK):
-                self._buffer, self._state = stripped[len(THINK) :], self._think
-            else:
-                self._state = self._begin_text
-        return True
+    def add(self, text: str) -> list[Piece]:
+        self._text.add(text)
+        return self._read()
 
-    def _think(self, is_end: bool) -> bool:
-        if self._until("reasoning", (END_OF_THINK,), is_end) is None:
-            return False
-        self._state = self._after_thinking
-        return True
+    def finish(self) -> list[Piece]:
+        self._text.end()
+        return self._read()
 
-    def _after_thinking(self, is_end: bool) -> bool:
-        self._buffer = self._buffer.lstrip()
-        if not self._buffer:
-            return False
-        self._state = self._begin_text
-        return True
+    def _read(self) -> list[Piece]:
+        next(self._steps, None)
+        pieces, self._pieces = self._pieces, []
+        return pieces
 
-    def _begin_text(self, is_end: bool) -> bool:
-        stripped = self._buffer.lstrip()
-        if (self._bare or self._is_either) and not stripped and not is_end:
-            return False
-        if self._bare and stripped.startswith("{"):
-            self._state = self._read_head
-        elif not self._is_either or stripped.startswith(self._marks):
-            self._state = self._text
-        elif not is_end and any(mark.startswith(stripped) for mark in self._marks):
-            return False
-        else:
-            self._only_text()
-        return True
+    def _content(self, text: str) -> None:
+        self._pieces.append(Piece("content", text))
 
-    def _only_text(self) -> None:
-        """Emit the buffer as text, and go on reading text."""
-        self._emit("content", self._buffer)
-        self._buffer = ""
-        if self._is_either:  # a mark inside the text is text
-            self._marks = ()
-        self._state = self._text
+    def _thought(self, text: str) -> None:
+        self._pieces.append(Piece("reasoning", text))
 
-    def _text(self, is_end: bool) -> bool:
-        if not self._marks:
-            self._emit("content", self._buffer)
-            self._buffer = ""
-            return False
-        if self._until("content", self._marks, is_end) is None:
-            return False
-        self._state = self._read_head
-        return True
+    def _arguments(self, text: str) -> None:
+        if text:
+            self._pieces.append(Piece("arguments", text, self.num_calls - 1))
 
-    def _read_head(self, is_end: bool) -> bool:
-        """Read a call's `name[ARGS]`, or start to read an object that may be a call."""
-        stripped = self._buffer.lstrip(" \t\r\n[,;")
-        if stripped.startswith("{"):
-            self._call, self._state = CallReader(), self._read_object
+    def _begin_call(self, name: str, call_id: str) -> None:
+        self._text.keep(False)
+        self._pieces.append(Piece("arguments", "", self.num_calls, name, call_id))
+        self.num_calls += 1
+
+    def _answer(self) -> Steps[None]:
+        """Read the answer."""
+        yield from self._think()
+        form = self._form
+        if form is not None and (yield from self._begins_with_a_call(form)):
+            yield from self._calls(form, "")
+        while (found := (yield from self._text.until(self._marks, self._content))) is not None:
+            assert form is not None
+            yield from self._calls(form, found.group())
+
+    def _think(self) -> Steps[None]:
+        """Read the reasoning part, if there is one."""
+        if self._reasoning is None:
+            return
+        begin, end = regex.escape(self._reasoning.begin), regex.escape(self._reasoning.end)
+        begun = yield from self._text.match(regex.compile(r"\s*" + begin))
+        if begun is not None or self._is_thinking:
+            yield from self._text.until(regex.compile(end), self._thought)
+            yield from self._text.match(SPACE)
+
+    def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
+        """Return whether the rest may be a call without a mark; if it can only be text, look for no more marks."""
+        bare = call_patterns(form).bare
+        if bare is not None and (yield from self._text.match(bare)) is not None:
             return True
-        named = NAMED_HEAD.match(self._buffer) if self._marks and not self._end else None
-        if named is not None:
-            self._begin_call(named.group(1))
-            self._buffer = self._buffer[named.end() :]
-            self._state = self._arguments
-            return True
-        is_object = bool(self._end or self._bare)
-        if is_end or (is_object and stripped) or len(self._buffer) > MAX_NAME_CHARS:  # not a readable call: text
-            self._only_text()
+        begin = regex.compile(rf"(?=\s*(?:{self._marks.pattern}))")
+        if self._is_either and (yield from self._text.match(begin)) is None:
+            self._marks = NEVER
         return False
 
-    def _read_object(self, is_end: bool) -> bool:
-        """Read an object; emit its arguments if it is a call, or else its text."""
-        call, is_known = self._call, self._call.name is not None
-        arguments, self._buffer = call.add(self._buffer), ""
-        if call.name is None:
-            if call.is_refused or is_end:
-                self._buffer = call.text
-                self._only_text()
-            return False
-        if not is_known:
-            self._begin_call(call.name)
-        if arguments:
-            self._pieces.append(Piece("arguments", arguments, self.num_calls - 1))
-        if call.is_done:
-            self._buffer, self._state = call.rest, self._after_call
-        return call.is_done
+    def _calls(self, form: CallFormat, mark: str) -> Steps[None]:
+        """Read the calls that follow a mark; what is not a call is text."""
+        patterns, num_before = call_patterns(form), self.num_calls
+        head = patterns.heads[mark]
+        while head is not None:
+            self._text.keep()
+            try:
+                yield from self._call(form, head)
+            except NotACallError:
+                self._text.rewind()
+                break
+            head = patterns.following
+        if self.num_calls > num_before:
+            yield from self._text.match_all(patterns.end)
+        elif self._is_either:
+            self._marks = NEVER
 
-    def _arguments(self, is_end: bool) -> bool:
-        if not self._read_arguments():
-            return False
-        self._state = self._after_call
-        return True
+    def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
+        """Read one call, after its mark; raise NotACallError if it is none."""
+        found = yield from self._text.match(head)
+        if found is None:
+            raise NotACallError
+        style = form.style
+        if style is not None:
+            yield from self._keyed(form, style, found["name"])
+            return
+        if form.is_object:
+            yield from self._object(form)
+        else:
+            self._begin_call(found["name"], new_call_id(form.call_id, found.groupdict()))
+            yield from self._text.json(self._arguments)
+        yield from self._text.match_all(call_patterns(form).tail)
 
-    def _after_call(self, is_end: bool) -> bool:
-        """Skip the end mark of a call."""
-        if self._end:
-            place = self._buffer.find(self._end)
-            if place < 0:
-                return False
-            self._buffer, self._state = self._buffer[place + len(self._end) :], self._between_calls
-            return True
-        self._state = self._between_calls
-        return True
+    def _object(self, form: CallFormat) -> Steps[None]:
+        """Read a JSON object with a name and arguments, in any order; other keys are skipped."""
+        text, name, early = self._text, None, list[str]()  # early: arguments that come before the name
+        yield from text.match(OPEN)
+        while name is None or not early:
+            key = yield from text.match(KNOWN_KEY)
+            if key is None:
+                raise NotACallError
+            if key[1] not in ARGUMENTS:
+                name = yield from self._name(key[1], name)
+            elif name is None:
+                yield from text.json(early.append)
+            else:
+                break
+            if (name is None or not early) and (yield from text.match(COMMA)) is None:
+                raise NotACallError
+        self._begin_call(name, new_call_id(form.call_id))
+        self._arguments("".join(early))
+        if not early:
+            yield from text.json(self._arguments)
+        while (yield from text.match(NEXT_KEY)) is not None:
+            yield from text.json(len)  # not shown
+        yield from text.match(CLOSE)
 
-    def _between_calls(self, is_end: bool) -> bool:
-        self._buffer = self._buffer.lstrip(" \n\t,;]" if not self._end else " \n\t")
-        if not self._buffer:
-            return False
-        if not self._end and self._buffer.startswith("{"):
-            self._state = self._read_head
-            return True
-        self._state = self._text
-        return True
+    def _name(self, key: str, name: str | None) -> Steps[str | None]:
+        """Read a value that comes before a call's arguments; return the call's name, if it is known then."""
+        value = yield from self._text.match(SCALAR)
+        if value is None or (key == "name" and value[1] is None):
+            raise NotACallError
+        return unescaped(value[1]) if key == "name" else name
+
+    def _keyed(self, form: CallFormat, style: ParameterStyle, name: str) -> Steps[None]:
+        """Read arguments that are written one after another, up to and including the call's tail."""
+        text, patterns, tail = self._text, argument_patterns(style), call_patterns(form).tail
+        found = yield from text.match(patterns.key)
+        is_ended = found is None and (yield from text.match_all(tail))
+        if found is None and not is_ended:
+            raise NotACallError
+        self._begin_call(name, new_call_id(form.call_id))
+        self._arguments("{")
+        while found is not None:
+            self._arguments(dumped(found["key"]) + ": ")
+            parameter = parameter_of(self._schemas.get(name), found["key"], found.groupdict().get("string"))
+            if patterns.close is not None:
+                yield from text.plain(patterns.close, parameter, self._arguments)
+            else:
+                yield from text.literal(patterns, parameter, self._arguments)
+            found = yield from text.match(patterns.key)
+            if found is not None:
+                self._arguments(", ")
+            else:
+                is_ended = yield from text.match_all(tail)
+        if is_ended or not text.is_over:  # arguments that are cut are left open
+            self._arguments("}")
 
 
-CHANNEL, MESSAGE, ENDS = "<|channel|>", "<|message|>", ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
-
-
-class HarmonyParser(ChatParser):
+class HarmonyParser(AnswerParser):
     """Parser for harmony's channels: analysis is reasoning, a message to functions.NAME is a call."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._kind: Literal["reasoning", "content"] = "content"
+    def _answer(self) -> Steps[None]:
+        head = list[str]()
+        while (yield from self._text.until(MESSAGE, head.append)) is not None:
+            header, recipient = "".join(head), RECIPIENT.search("".join(head))
+            head.clear()
+            if recipient is not None:
+                self._begin_call(recipient[1], new_call_id())
+                yield from self._text.json(self._arguments)
+            shown = len if recipient is not None else self._thought if ANALYSIS in header else self._content
+            yield from self._text.until(MESSAGE_END, shown)
 
-    def _start(self, is_end: bool) -> bool:
-        """Read a message's header, up to `<|message|>`."""
-        place = self._buffer.find(MESSAGE)
-        if place < 0:
-            return False
-        head, self._buffer = self._buffer[:place], self._buffer[place + len(MESSAGE) :]
-        recipient = re.search(r"to=functions\.([\w.-]+)", head)
-        if recipient is not None:
-            self._begin_call(recipient.group(1))
-            self._state = self._arguments
-        else:
-            self._kind = "reasoning" if f"{CHANNEL}analysis" in head else "content"
-            self._state = self._body
-        return True
 
-    def _body(self, is_end: bool) -> bool:
-        if self._until(self._kind, ENDS, is_end) is None:
-            return False
-        self._state = self._start
-        return True
+def new_call_id(text: str = LONG_ID, values: Mapping[str, str] | None = None) -> str:
+    """Return an id of a call; `values` are those of a format's placeholders, by their names in lower case."""
+    if text == SHORT_ID:
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+    if text == LONG_ID:
+        return f"call_{uuid.uuid4().hex[:24]}"
+    for name, value in (values or {}).items():
+        text = text.replace(f"${name.upper()}", value)
+    return text
 
-    def _arguments(self, is_end: bool) -> bool:
-        if not self._read_arguments():
-            return False
-        self._state = self._after_call
-        return True
 
-    def _after_call(self, is_end: bool) -> bool:
-        place = min((at for mark in ENDS if (at := self._buffer.find(mark)) >= 0), default=None)
-        if place is None:
-            return False
-        self._buffer, self._state = self._buffer[place:], self._start
-        return True
+def unescaped(text: str) -> str:
+    """Unescape a JSON string; models also write escapes that JSON does not have, such as Markdown's."""
+    try:
+        return json.loads(f'"{text}"', strict=False)
+    except ValueError:
+        return regex.sub(r"\\(.)", r"\1", text)

@@ -6,47 +6,33 @@ from collections.abc import Sequence
 
 
 class StopTrimmer:
-    """Filter for streamed text that holds back a suffix that may begin a stop string.
+    """Filter for streamed text that holds back a suffix that may be, or become, the stop string that ends it.
 
     Args:
         special_tokens: texts of special tokens; stop strings may contain them although the text does not show them.
-        is_cut: whether a stopped text ends exactly with its stop string; if not, its last token may continue past it.
     """
 
-    def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = (), is_cut: bool = True):
-        self._is_cut = is_cut
-        self._ends = [_without(stop, special_tokens) for stop in stops]  # what the text shows of each stop string
-        # Stop strings that show in full. What is left of the others may occur in a text that they have not ended.
-        self._whole = [end for end, stop in zip(self._ends, stops, strict=True) if end == stop]
+    def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = ()):
+        self._shown = {stop: _without(stop, special_tokens) for stop in stops}  # what the text shows of each
+        self._longest = max(map(len, self._shown.values()), default=0)
         self._held = ""
 
     def add(self, text: str) -> str:
         """Append text; return what can be shown now."""
         self._held += text
-        end = min((place for _, place in self._find_stops(self._held)), default=None)
-        if end is None:
-            longest = max(map(len, self._ends), default=0)
-            starts = range(max(0, len(self._held) - longest), len(self._held))
-            whole = len(self._held)
-            end = next((at for at in starts if any(stop.startswith(self._held[at:]) for stop in self._ends)), whole)
+        starts = range(max(0, len(self._held) - self._longest), len(self._held))
+        end = next((at for at in starts if self._may_end_at(self._held[at:])), len(self._held))
         text, self._held = self._held[:end], self._held[end:]
         return text
 
-    def finish(self, is_stopped: bool) -> str:
-        """Return the rest of the text; with `is_stopped`, without the stop string that ended it."""
+    def finish(self, stop: str | None) -> str:
+        """Return the rest of the text, without the stop string that ended it if that is one of `stops`."""
         text, self._held = self._held, ""
-        if is_stopped and not self._is_cut:
-            # Decoding stopped at the stop string that is complete first; of those in the text up to there, cut at the
-            # one that begins first.
-            text = text[: min((at + len(stop) for stop, at in self._find_stops(text)), default=len(text))]
-            text = text[: min((at for _, at in self._find_stops(text)), default=len(text))]
-        elif is_stopped:
-            text = text[: len(text) - max((len(end) for end in self._ends if text.endswith(end)), default=0)]
-        return text
+        return text if stop is None else text.removesuffix(self._shown.get(stop, ""))
 
-    def _find_stops(self, text: str) -> list[tuple[str, int]]:
-        """Return (stop string, offset of its first occurrence) for each one in the text."""
-        return [(stop, place) for stop in self._whole if (place := text.find(stop)) >= 0]
+    def _may_end_at(self, rest: str) -> bool:
+        """Whether the rest of the text may be the beginning of a stop string."""
+        return any(shown.startswith(rest) for shown in self._shown.values())
 
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:

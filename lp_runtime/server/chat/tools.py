@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from lp_runtime.errors import RequestError
 
 MAX_TOOLS = 128
-NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,64}$"
+NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
 class _Part(BaseModel):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.chat.chat_parser import Piece
 from lp_runtime.server.openai.responses import Choice, ChoicesForm
+from lp_runtime.text.token_text import TokenTexts
 
 
 class ChatForm(ChoicesForm):
     """The form of answers to POST /v1/chat/completions.
 
     Args:
-        token_bytes: returns a token's bytes, which may be only part of a character, for log-probabilities.
         max_calls: calls that an answer shows at most; None for no limit.
     """
 
@@ -23,13 +23,12 @@ class ChatForm(ChoicesForm):
     def __init__(
         self,
         model: str,
-        token_text: Callable[[int], str],
-        token_bytes: Callable[[int], bytes],
+        texts: TokenTexts,
         num_top: int | None,
         max_calls: int | None = None,
     ):
-        super().__init__(model, token_text, num_top)
-        self._token_bytes, self._max_calls = token_bytes, max_calls
+        super().__init__(model, texts, num_top)
+        self._max_calls = max_calls
 
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         for choice in choices:
@@ -62,6 +61,8 @@ class ChatForm(ChoicesForm):
                 parts[name] = parts.get(name, "") + piece.text
             elif self._max_calls is None or piece.call < self._max_calls:
                 parts.setdefault("tool_calls", []).append(_call(piece))
+        if "reasoning_content" in parts:
+            parts["reasoning"] = parts["reasoning_content"]  # vLLM's newer name
         return parts
 
     @staticmethod
@@ -74,14 +75,23 @@ class ChatForm(ChoicesForm):
         if self.num_top is None:
             return None
         content = []
-        for token, value in zip(choice.tokens[new], choice.logprobs[new], strict=True):
+        tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=True)
+        for place, (token, text, value) in enumerate(tokens, start=new.start or 0):
+            entry = {"token": text, "logprob": float(value), "bytes": list(self._bytes(choice, token, place == 0))}
             top = value.top if isinstance(value, Logprob) else ()
-            entries = [self._entry(other, each) for other, each in top]
-            content.append({**self._entry(token, float(value)), "top_logprobs": entries})
+            entries = [entry if other == token else self._entry(other, each) for other, each in top]
+            content.append({**entry, "top_logprobs": entries})
         return {"content": content}
 
+    def _bytes(self, choice: Choice, token: int, is_first: bool) -> bytes:
+        """Return the bytes that a token of the answer has added to its text."""
+        is_hidden = choice.job.request.skip_special_tokens and token in self.texts.special_ids
+        if is_hidden:
+            return b""
+        return self.texts.bytes_at_start(token) if is_first else self.texts.bytes_of(token)
+
     def _entry(self, token: int, value: float) -> dict[str, object]:
-        return {"token": self.token_text(token), "logprob": value, "bytes": list(self._token_bytes(token))}
+        return {"token": self.texts.label(token), "logprob": value, "bytes": list(self.texts.bytes_of(token))}
 
 
 def _call(piece: Piece) -> dict[str, Any]:

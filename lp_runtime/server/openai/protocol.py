@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -18,13 +18,15 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
-from lp_runtime.server.chat.messages import Message
+from lp_runtime.sampling.request_processors import AllowedTokens
+from lp_runtime.server.chat.messages import ContentPart, Message, joined
 from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
 from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
 
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_TOKEN_LIST = 1024  # entries of stop_token_ids and of bad_words
 MAX_COLUMNS = 256
 MAX_NGRAM_SIZE = 32
 MAX_BUDGET_TOKENS = 4096
@@ -51,21 +53,12 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "web_search_options": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "allowed_token_ids": ([],),
     "logits_processors": ([],),
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
-    "truncate_prompt_tokens": (),
     "return_tokens_as_token_ids": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
     "chat_template": (),
-    "chat_template_kwargs": ({},),
     "documents": ([],),
     "typical_p": (1.0,),
 }
@@ -88,7 +81,7 @@ class StreamOptions(_Body):
 
     include_usage: bool = False
     include_obfuscation: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False
 
 
 class Lookahead(_Body):
@@ -105,15 +98,24 @@ class Lookahead(_Body):
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
+class Prediction(_Body):
+    """OpenAI's predicted output: text that the answer probably contains much of."""
+
+    type: Literal["content"] = "content"
+    content: str | list[ContentPart]
+
+
 class Common(_Body):
     """Fields that completions, chats and responses share.
 
-    Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, max_time,
+    Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+    include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens, max_time,
     split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
-    model's generation_config.json. `user`, `metadata` and `store` to `prediction` do not affect decoding.
+    model's generation_config.json. `user`, `metadata` and `store` to `prompt_cache_retention` do not affect decoding.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
+    caps_length: ClassVar[bool] = False  # whether a length that does not fit into the context is shortened, not refused
 
     model: str | None = None
     max_tokens: int | None = None
@@ -136,12 +138,18 @@ class Common(_Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prediction: dict[str, object] | None = None
+    prediction: Prediction | None = None
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool = False
+    stop_token_ids: list[int] = Field(default=[], max_length=MAX_TOKEN_LIST)
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
+    bad_words: list[str] = Field(default=[], max_length=MAX_TOKEN_LIST)
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
     split_special_tokens: bool = False
     max_time: float | None = None
     cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
@@ -165,17 +173,21 @@ class Common(_Body):
         """Return the constraint of the answer's text; None for any text."""
         return constraint_of(self.response_format, self.structured_outputs)
 
+    def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
+        """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, as many as leave room for one new token."""
+        num = self.truncate_prompt_tokens
+        if num is None or (num == -1 and context_length is None):
+            return ids
+        num = context_length - 1 if num == -1 and context_length is not None else num
+        if num == 0:
+            raise RequestError("truncate_prompt_tokens=0: must be -1, or at least 1")
+        return ids[-num:]
+
     def stops(self) -> list[str] | None:
         """Return the stop strings, at most MAX_STOPS; None if none are given."""
         if self.stop is None:
             return None
-        stops = [self.stop] if isinstance(self.stop, str) else self.stop
-        if len(stops) > MAX_STOPS:
-            raise RequestError(f"stop: {len(stops)} strings are given; must be at most {MAX_STOPS}")
-        for stop in stops:
-            if any("\ud800" <= character <= "\udfff" for character in stop):
-                raise RequestError(f"stop={stop!r}: is not valid Unicode")
-        return stops
+        return check_stops("stop", [self.stop] if isinstance(self.stop, str) else self.stop)
 
     def options(self, sampling: SamplingConfig, defaults: Mapping[str, Any]) -> RequestOptions:
         """Return the options of the decoding request.
@@ -190,7 +202,13 @@ class Common(_Body):
             stop=self.stops(),
             max_time=self.max_time,
             constraint=self.constraint(),
+            stop_token_ids=self.stop_token_ids,
+            skip_special_tokens=self.skip_special_tokens,
         )
+        if self.prediction is not None:
+            options["prediction"] = joined(self.prediction.content)
+        if self.allowed_token_ids is not None:
+            options["processors"] = [AllowedTokens(self.allowed_token_ids)]
         if self.trace:
             if not self.stream:
                 raise RequestError("trace: only with stream=true")
@@ -228,6 +246,18 @@ class Common(_Body):
         return given
 
 
+def check_stops(name: str, stops: list[str]) -> list[str]:
+    """Return the stop strings of the field `name` if they are valid."""
+    if len(stops) > MAX_STOPS:
+        raise RequestError(f"{name}: {len(stops)} strings are given; must be at most {MAX_STOPS}")
+    for stop in stops:
+        if not stop:
+            raise RequestError(f"{name}={stop!r}: must be strings of at least one character")
+        if any("\ud800" <= character <= "\udfff" for character in stop):
+            raise RequestError(f"{name}={stop!r}: is not valid Unicode")
+    return stops
+
+
 def _same(value: object, other: object) -> bool:
     """Whether two JSON values are equal; unlike in Python, true differs from 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
@@ -251,8 +281,8 @@ class Completion(Common):
 
     def prompts(self) -> Sequence[str | list[int]]:
         """Return the prompts, as texts or token ids."""
-        if self.suffix:
-            raise RequestError("suffix: is not supported; leave it out or give an empty one")
+        if self.suffix and not isinstance(self.prompt, str):
+            raise RequestError("suffix: only with one prompt, as text")
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of={self.best_of}: is not supported; leave it out or give n={self.n}")
         if isinstance(self.prompt, str):
@@ -278,7 +308,51 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
-class Chat(Common):
+class Conversation(Common):
+    """Fields that chats and responses share: how the chat template is rendered, and how long the model reasons.
+
+    `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
+    """
+
+    chat_template_kwargs: dict[str, Any] = {}
+    enable_thinking: bool | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def effort(self) -> str | None:
+        """Return how much the model is to reason; None if not given."""
+        return None
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the chat template that the body gives."""
+        effort = self.effort()
+        given: dict[str, Any] = {}
+        if effort is not None:
+            given["reasoning_effort"] = effort
+        if effort == "none" or self.enable_thinking is not None:
+            given["enable_thinking"] = bool(self.enable_thinking)
+        return {**given, **self.chat_template_kwargs}
+
+    def reasoning_budget(self) -> int | None:
+        """Return how many tokens the reasoning part may have; None for no limit."""
+        return self.thinking_token_budget
+
+    @property
+    def continues_message(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.continue_final_message
+
+    def rendering(self) -> dict[str, bool]:
+        """Return which parts around the last message are rendered, as arguments of `apply_chat_template`."""
+        if not self.continues_message:
+            return {"add_generation_prompt": self.add_generation_prompt is not False}
+        if self.add_generation_prompt:
+            raise RequestError("continue_final_message: not with add_generation_prompt=true")
+        return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+class Chat(Conversation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
@@ -288,6 +362,10 @@ class Chat(Common):
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
+    reasoning_effort: str | None = None
+
+    def effort(self) -> str | None:
+        return self.reasoning_effort
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""

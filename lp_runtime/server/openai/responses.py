@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lp_runtime.model.tokenizer import TextStream
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.chat.chat_parser import ChatParser, Piece
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.text.token_text import TokenTexts
+from lp_runtime.utils.json_line import to_json
 
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
+COPIED = "text"  # source of drafts that are copied from the prompt, the text so far, or a prediction
 LAST_EVENT = "data: [DONE]\n\n"
 
 
@@ -26,18 +28,22 @@ class Choice:
 
     Attributes:
         prefix: text to show before the new text: the prompt with `echo`, else empty.
+        prefix_texts: texts of the prompt's tokens, which join to the prefix; only with `echo` and log-probabilities.
         is_prefix_shown: whether the prefix has been shown; streamed answers show it once, with the first text.
         offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
         text: text so far; only in answers that are not streamed.
         logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
+        token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
         reason: OpenAI's finish_reason; None before the end.
-        parser, raw: see `read_by`.
+        stop: the stop string that ended the text; None before the end, and without one.
+        parser: splits the text into reasoning, content and tool calls; None for plain text.
     """
 
     index: int
     job: Job
     trimmer: StopTrimmer
     prefix: str = ""
+    prefix_texts: Sequence[str] = ()
     is_prefix_shown: bool = False
     offset: int | None = None
     text: str = ""
@@ -45,18 +51,15 @@ class Choice:
     logprobs: list[float] = field(default_factory=list)
     found_by: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
+    token_texts: list[str] = field(default_factory=list)
     reason: str | None = None
+    stop: str | None = None
     parser: ChatParser | None = None
-    raw: TextStream | None = None
 
-    def read_by(self, parser: ChatParser | None, raw: TextStream | None) -> None:
-        """Attach the parser that splits the answer into reasoning, content and tool calls; None for plain text.
-
-        `raw` decodes tokens to text that includes special tokens, for a parser that needs them; else None.
-        """
-        self.parser, self.raw = parser, raw
-        if raw is not None:
-            self.trimmer = StopTrimmer(self.job.request.stop, is_cut=False)
+    @property
+    def num_final(self) -> int:
+        """Number of new tokens that can be shown: with log-probabilities, those whose text is final."""
+        return len(self.token_texts) if self.job.request.logprobs else len(self.tokens)
 
     def add(self, delta: Delta) -> str:
         """Append a delta; return the text that may be shown now."""
@@ -64,28 +67,20 @@ class Choice:
         self.logprobs += delta.logprobs or ()
         self.found_by += delta.found_by or ()
         self.sources += delta.sources or ()
-        text = delta.text
-        if self.raw is not None:
-            text = self.raw.add([token for token in delta.token_ids if token not in self.job.request.eos_token_ids])
-        return self.trimmer.add(text)
+        self.token_texts += delta.token_texts
+        return self.trimmer.add(delta.text)
 
     def finish(self) -> str:
-        """Set `reason` after the job has ended; return the remaining text to show."""
-        finish_reason = self.job.final_generation.finish_reason
-        self.reason = REASONS.get(finish_reason, "length")
-        rest = self.trimmer.add(self.raw.finish()) if self.raw is not None else ""
-        return rest + self.trimmer.finish(finish_reason == "stop")
+        """Set `reason` and `stop` after the job has ended; return the remaining text to show."""
+        generation = self.job.final_generation
+        self.reason, self.stop = REASONS.get(generation.finish_reason, "length"), generation.stop
+        return self.trimmer.finish(generation.stop)
 
     def pieces(self, text: str) -> list[Piece]:
         """Split new text into pieces of the answer; once the choice has ended, return all remaining pieces."""
         if self.parser is None:
             return [Piece("content", text)] if text else []
         return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
-
-
-def to_json(body: Mapping[str, object]) -> str:
-    """Serialize a body; lone surrogates sent by a client stay escaped, because UTF-8 cannot encode them."""
-    return json.dumps(body, ensure_ascii=False).encode(errors="backslashreplace").decode()
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
@@ -98,7 +93,7 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
-    num_fed, num_accepted = _num_drafted(choices)
+    num_fed, num_accepted = _num_drafted([choice for choice in choices if choice.job.request.prediction], COPIED)
     # Cached tokens of each prompt: those of its first sample only, because later samples may hit what it cached.
     cached: dict[int, int] = {}
     for choice in choices:
@@ -116,10 +111,16 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
     }
 
 
-def _num_drafted(choices: list[Choice]) -> tuple[int, int]:
-    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended."""
-    counts = [choice.job.generation.counts for choice in choices if choice.job.generation is not None]
-    return sum(int(each.fed.sum()) for each in counts), sum(int(each.accepted.sum()) for each in counts)
+def _num_drafted(choices: list[Choice], source: str | None = None) -> tuple[int, int]:
+    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended, of one source or of all."""
+    num_fed = num_accepted = 0
+    for choice in choices:
+        if choice.job.generation is not None:
+            counts = choice.job.generation.counts
+            rows = [row for row, name in enumerate(counts.sources) if source in (None, name)]
+            num_fed += int(counts.fed[rows].sum())
+            num_accepted += int(counts.accepted[rows].sum())
+    return num_fed, num_accepted
 
 
 def acceptance_of(choices: list[Choice]) -> dict[str, object]:
@@ -141,12 +142,15 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer: of a completion, a chat or a response.
 
-    `shows_tokens`: whether new tokens make an event even if they add no text, as with log-probabilities.
+    Attributes:
+        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
+        counts_each: whether every chunk of a stream has the usage so far, in forms that have chunks.
     """
 
-    def __init__(self, model: str, token_text: Callable[[int], str], shows_tokens: bool = False):
+    def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
         self.model = model
-        self.token_text = token_text
+        self.texts = texts
+        self.counts_each = False
         self.shows_tokens = shows_tokens
 
     @abstractmethod
@@ -187,8 +191,8 @@ class ChoicesForm(Form):
     kind: str
     chunk_kind: str
 
-    def __init__(self, model: str, token_text: Callable[[int], str], num_top: int | None):
-        super().__init__(model, token_text, num_top is not None)
+    def __init__(self, model: str, texts: TokenTexts, num_top: int | None):
+        super().__init__(model, texts, num_top is not None)
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.num_top = num_top
 
@@ -206,7 +210,7 @@ class ChoicesForm(Form):
         if choice.job.request.trace:  # our extension of the OpenAI API: where this step's tokens came from
             traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
-        yield self.chunk(delta)
+        yield self.chunk(delta, **({"usage": usage_of([choice])} if self.counts_each else {}))
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         if with_usage:
@@ -230,8 +234,8 @@ class CompletionForm(ChoicesForm):
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, model: str, token_text: Callable[[int], str], num_top: int | None, shows_new: bool = True):
-        super().__init__(model, token_text, num_top)
+    def __init__(self, model: str, texts: TokenTexts, num_top: int | None, shows_new: bool = True):
+        super().__init__(model, texts, num_top)
         self._shows_new = shows_new
 
     def opening(self, choices: list[Choice]) -> Iterator[str]:
@@ -242,45 +246,49 @@ class CompletionForm(ChoicesForm):
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
         shows_prefix, choice.is_prefix_shown = bool(choice.prefix) and not choice.is_prefix_shown, True
-        tokens, values = choice.tokens[new], list(choice.logprobs[new])
+        new_tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=False)
+        tokens: list[tuple[int, str, float | None]] = list(new_tokens)
         if not self._shows_new:
-            tokens, values, text = [], [], ""
+            tokens, text = [], ""
         if shows_prefix:
             text = choice.prefix + text
         logprobs = None
         if self.num_top is not None:
-            prompt: list[float | None] = []
-            if choice.prefix and choice.offset is None and choice.logprobs:
+            if choice.prefix_texts and choice.offset is None and choice.logprobs:
                 first = choice.logprobs[0]
-                prompt = [None, *(first.prompt if isinstance(first, Logprob) else ())]
-                tokens = [*choice.job.request.prompt_ids, *tokens]
-            logprobs = self._logprobs(choice, tokens, [*prompt, *values])
+                values = [None, *(first.prompt if isinstance(first, Logprob) else ())]
+                prompt = zip(choice.job.request.prompt_ids, choice.prefix_texts, values, strict=True)
+                tokens = [*prompt, *tokens]
+            logprobs = self._logprobs(choice, tokens)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
-    def _logprobs(self, choice: Choice, tokens: list[int], values: list[float | None]) -> dict[str, object]:
+    def _logprobs(self, choice: Choice, tokens: Sequence[tuple[int, str, float | None]]) -> dict[str, object]:
         """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
 
-        With `echo`, `tokens` begins with the prompt's, and the log-probability of its first token is None.
+        Args:
+            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, the
+                first without a log-probability.
         """
-        texts = [self.token_text(token) for token in tokens]
-        offset, offsets = choice.offset or 0, []
-        for text in texts:
-            offsets.append(offset)
-            offset += len(text)
+        ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
         if tokens:
-            choice.offset = offset
+            choice.offset = ends[-1]
         return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": [self._top(text, value) for text, value in zip(texts, values, strict=True)],
-            "text_offset": offsets,
+            "tokens": [text for _, text, _ in tokens],
+            "token_logprobs": [value for *_, value in tokens],
+            "top_logprobs": [self._top(*token) for token in tokens],
+            "text_offset": ends[:-1],
         }
 
-    def _top(self, text: str, value: float | None) -> dict[str, float] | None:
-        """Return the log-probabilities of the likeliest tokens and of the token itself, by text."""
+    def _top(self, token: int, text: str, value: float | None) -> dict[str, float] | None:
+        """Return the log-probabilities of the likeliest tokens and of the token itself, by text.
+
+        A token whose text another one has is shown by its id, as vLLM shows tokens with `return_tokens_as_token_ids`.
+        """
         if value is None:
             return None
         top: dict[str, float] = {}
-        for token, each in value.top if isinstance(value, Logprob) else ():
-            top.setdefault(self.token_text(token), each)
-        return top | {text: float(value)}  # if several tokens have this text, the sampled one's value counts
+        for other, each in value.top if isinstance(value, Logprob) else ():
+            label = text if other == token else self.texts.label(other)
+            is_taken = label in top or (label == text and other != token)
+            top[f"token_id:{other}" if is_taken else label] = each
+        return {**top, text: float(value)}

@@ -11,7 +11,7 @@ from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ToolUse, choose_tools
 from lp_runtime.server.openai.input_items import InputItem, messages_of
-from lp_runtime.server.openai.protocol import Common
+from lp_runtime.server.openai.protocol import Conversation
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 VERBOSITIES = (None, "medium")
@@ -26,7 +26,15 @@ class TextSettings(BaseModel):
     verbosity: str | None = None
 
 
-class Responses(Common):
+class ReasoningSettings(BaseModel):
+    """Settings of the answer's reasoning part."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    effort: str | None = None
+
+
+class Responses(Conversation):
     """The body of POST /v1/responses."""
 
     input: str | list[InputItem]
@@ -41,6 +49,10 @@ class Responses(Common):
     text: TextSettings | None = None
     include: list[str] | None = None
     truncation: str | None = None
+    reasoning: ReasoningSettings | None = None
+
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
 
     def check(self) -> None:
         """Raise RequestError if a field asks for something that is not supported."""

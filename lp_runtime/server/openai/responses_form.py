@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lp_runtime.server.chat.chat_parser import Piece
 from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
+from lp_runtime.text.token_text import TokenTexts
 
 # (type, id prefix) of an item, by the kind of its pieces.
 ITEMS = {"reasoning": ("reasoning", "rs_"), "content": ("message", "msg_"), "arguments": ("function_call", "fc_")}
@@ -63,8 +64,8 @@ class ResponsesForm(Form):
         max_calls: calls that an answer shows at most; None for no limit.
     """
 
-    def __init__(self, model: str, token_text: Callable[[int], str], body: Responses, max_calls: int | None = None):
-        super().__init__(model, token_text)
+    def __init__(self, model: str, texts: TokenTexts, body: Responses, max_calls: int | None = None):
+        super().__init__(model, texts)
         self._body, self._max_calls = body, max_calls
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._num_events = 0
@@ -168,11 +169,11 @@ class ResponsesForm(Form):
         }
 
     def _num_reasoning(self, choice: Choice) -> int:
-        """Return how many tokens the reasoning text has, counted by the characters of the first tokens."""
-        num_chars = sum(len(item.text) for item in self._items if item.piece.kind == "reasoning")
+        """Return how many tokens the reasoning text has, counted by the bytes of the first tokens."""
+        num_bytes = sum(len(item.text.encode()) for item in self._items if item.piece.kind == "reasoning")
         num = 0
-        while num_chars > 0 and num < len(choice.tokens):
-            num_chars -= len(self.token_text(choice.tokens[num]))
+        while num_bytes > 0 and num < len(choice.tokens):
+            num_bytes -= len(self.texts.bytes_of(choice.tokens[num]))
             num += 1
         return num
 

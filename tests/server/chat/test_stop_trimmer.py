@@ -24,47 +24,34 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(text=texts, stops=stops, cuts=cuts)
-def test_nothing_behind_a_stop_is_shown_and_nothing_before_it_is_lost(text, stops, cuts):
+def test_nothing_of_the_stop_string_is_shown_and_nothing_before_it_is_lost(text, stops, cuts):
     text = until_a_stop(text, stops)
-    first = min((place for stop in stops if (place := text.find(stop)) >= 0), default=None)
+    stop = max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
+    rest = text if stop is None else text.removesuffix(stop)
     trimmer, shown = StopTrimmer(stops), ""
     for piece in in_pieces(text, cuts):
         shown += trimmer.add(piece)
-        assert text.startswith(shown) and (first is None or len(shown) <= first)
-    shown += trimmer.finish(is_stopped=first is not None)
-    assert shown == text[:first]
-
-
-@given(text=texts, stops=stops, cuts=cuts)
-def test_a_last_token_may_spell_more_than_the_stop(text, stops, cuts):
-    """Nothing of a piece is shown that stands behind the stop string which ends in it."""
-    until, pieces, trimmer = until_a_stop(text, stops), [], StopTrimmer(stops, is_cut=False)
-    for piece in in_pieces(text, cuts):
-        pieces.append(piece)
-        if len("".join(pieces)) >= len(until):
-            break
-    has_stopped = any(stop in text for stop in stops)
-    shown = "".join(map(trimmer.add, pieces)) + trimmer.finish(has_stopped)
-    first = min((place for stop in stops if (place := until.find(stop)) >= 0), default=None)
-    assert shown == (until[:first] if has_stopped else "".join(pieces))
+        assert rest.startswith(shown)
+    assert shown + trimmer.finish(stop) == rest
 
 
 @given(text=st.text("ab#", max_size=12), stop=st.text("ab#", min_size=1, max_size=4), cuts=cuts)
 def test_a_stop_may_be_or_have_a_token_that_is_not_shown(text, stop, cuts):
     assume(HIDDEN in stop)
     text = until_a_stop(text, [stop])
-    first = text.find(stop) if stop in text else None
+    is_stopped = text.endswith(stop)
     trimmer = StopTrimmer([stop], [HIDDEN])
     shown = "".join(trimmer.add(piece.replace(HIDDEN, "")) for piece in in_pieces(text, cuts))
-    assert shown + trimmer.finish(is_stopped=first is not None) == text[:first].replace(HIDDEN, "")
+    shown += trimmer.finish(stop if is_stopped else None)
+    assert shown == (text.removesuffix(stop) if is_stopped else text).replace(HIDDEN, "")
 
 
 def test_what_may_be_the_beginning_of_a_stop_is_shown_where_another_ends_the_text():
     trimmer = StopTrimmer(["<|end|>", "<b>"], ["<|end|>"])
-    assert trimmer.add("a <") == "a " and trimmer.finish(is_stopped=True) == "<"
+    assert trimmer.add("a <") == "a " and trimmer.finish("<|end|>") == "<"
 
 
 def test_what_cannot_be_a_stop_is_shown_at_once():
     trimmer = StopTrimmer(["END"])
     assert [trimmer.add(piece) for piece in ("on", "e E", "N", "d", "EN", "D")] == ["on", "e ", "", "ENd", "", ""]
-    assert trimmer.finish(is_stopped=True) == ""
+    assert trimmer.finish("END") == ""

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
 
 import jsonschema
 import openai
 import pytest
 import xgrammar
-from support.serving import TEMPLATE, demo_model_that_chats, served
+from support.serving import TOOLS_TEMPLATE, demo_model_that_chats, served
 
 from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, ModelConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
@@ -19,11 +18,6 @@ from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.server.chat.chat_format import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
-TOOLS_TEMPLATE = (
-    "{% for t in tools or [] %}# tool: {{ t.function.name }} <tool_call>\n{% endfor %}"
-    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments.items() | list }}{% endfor %}"
-    "{% endfor %}" + TEMPLATE
-)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -46,9 +40,7 @@ CLOCK = {
 
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tools") / "model"
-    shutil.copytree(DEMO_MODEL, folder)
-    (folder / "chat_template.jinja").write_text(TOOLS_TEMPLATE)
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
@@ -255,24 +247,24 @@ def test_a_seed_gives_one_text_at_any_parallelism(runtime):
 
 
 @pytest.mark.parametrize(
-    ("template", "end", "text", "allowed"),
+    ("form", "end", "text", "allowed"),
     [
-        ("</think>", "assistant:", "<think>so</think>\n\nab", True),
-        ("</think>", "assistant:", "ab", True),
-        ("</think>", "assistant:<think>\n", "so</think>ab", True),
-        ("</think>", "assistant:<think>\n", "so</think>cd", False),
-        ("", "assistant:", "<think>so</think>ab", False),
+        (ChatFormat("</think>"), "assistant:", "<think>so</think>\n\nab", True),
+        (ChatFormat("</think>"), "assistant:", "ab", True),
+        (ChatFormat("</think>"), "assistant:<think>\n", "so</think>ab", True),
+        (ChatFormat("</think>"), "assistant:<think>\n", "so</think>cd", False),
+        (ChatFormat(""), "assistant:", "<think>so</think>ab", False),
         (
-            "<|channel|>",
+            ChatFormat("", "harmony"),
             "assistant",
             "<|channel|>analysis<|message|>so<|end|><|start|>assistant<|channel|>final<|message|>ab",
             True,
         ),
-        ("<|channel|>", "assistant", "<|channel|>final<|message|>cd", False),
+        (ChatFormat("", "harmony"), "assistant", "<|channel|>final<|message|>cd", False),
     ],
 )
-def test_constraints_begin_behind_reasoning(template, end, text, allowed):
-    config = ChatFormat(template).behind_reasoning(ConstraintConfig(choice=["ab"]), end)
+def test_constraints_begin_behind_reasoning(form, end, text, allowed):
+    config = form.behind_reasoning(ConstraintConfig(choice=["ab"]), end)
     texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
     info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
     matcher = xgrammar.GrammarMatcher(load_compiled(compile_constraint(config, info), info))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 
 import openai
 import pytest
+from support.serving import answering
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_parser import TextParser
+from lp_runtime.server.chat.chat_format import ChatFormat
 from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.openai.responses_api import Responses
@@ -21,38 +19,16 @@ from lp_runtime.server.openai.responses_form import ResponsesForm
 CALL = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
 TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"
 TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}}
+TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 
 
 def answered(max_calls=None, reason="stop"):
     """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
-    form = ResponsesForm("demo", chr, Responses(input="x", tools=[TOOL]), max_calls)
-    job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3]), generation=None)
+    form = ResponsesForm("demo", TEXTS, Responses(input="x", tools=[TOOL]), max_calls)
+    job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3], prediction=None), generation=None)
     choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
-    choice.read_by(TextParser(True, False, ("<tool_call>",), "</tool_call>"), None)
+    choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
     return form, choice
-
-
-@contextmanager
-def answering(text):
-    """Answer every request with a text of events; yield the URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Type", "text/event-stream")
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, *args):
-            pass
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-        thread.join()
 
 
 def test_whole():

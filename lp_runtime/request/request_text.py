@@ -1,0 +1,55 @@
+"""The text of a request's new tokens, as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lp_runtime.model.hf.types import Tokenizer
+from lp_runtime.request.request import Request
+from lp_runtime.text.detokenizer import Detokenizer, common_length
+from lp_runtime.text.stop_strings import StopMatch, StopStrings
+
+
+class RequestText:
+    """The text of one request: deltas that end with the stop string, if any.
+
+    Attributes:
+        stop: the stop string that ended the text; None before, and without one.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        context = request.text_context
+        self.stop: str | None = None
+        self._detokenizer = Detokenizer(tokenizer, context, request.skip_special_tokens, request.logprobs)
+        self._stop_strings = StopStrings(tokenizer, request.stop, context, request.reasoning) if request.stop else None
+        self._hidden = frozenset() if request.skip_special_tokens else request.eos_token_ids
+        self._num_hidden = 0  # tokens at the end that show no text, although special tokens do
+        self._num_texts = 0  # texts of tokens that were returned
+
+    def add(self, token_ids: Sequence[int]) -> tuple[str, Sequence[str]]:
+        """Append a step's tokens; return the text that they complete, and the texts of the tokens that it completes."""
+        match = None if self._stop_strings is None else self._stop_strings.find(token_ids)
+        shown = [token for token in token_ids if token not in self._hidden]
+        self._num_hidden += len(token_ids) - len(shown)
+        if match is None:
+            return self._detokenizer.add(shown), self._texts()
+        return self._last(shown, match), self._texts()
+
+    def finish(self) -> tuple[str, Sequence[str]]:
+        """Return the rest of the text and of the tokens' texts, after the last token."""
+        text = "" if self.stop is not None else self._detokenizer.finish()
+        return text, [*self._texts(), *[""] * self._num_hidden]
+
+    def _last(self, token_ids: Sequence[int], match: StopMatch) -> str:
+        """Append the last tokens; return their text, without the characters that follow the stop string."""
+        self.stop = match.string
+        before = self._detokenizer.peek(token_ids[:-1])
+        text = self._detokenizer.add(token_ids) + self._detokenizer.finish()
+        num_last = len(text) - common_length(before, text)  # characters of the last token; none if it is special
+        return text[: len(text) - min(match.num_after, num_last)]
+
+    def _texts(self) -> Sequence[str]:
+        """Return the texts of tokens that are final and were not returned yet."""
+        texts = self._detokenizer.token_texts[self._num_texts :]
+        self._num_texts += len(texts)
+        return texts

@@ -1,0 +1,1 @@
+"""Request and response bodies of Anthropic's Messages API."""

@@ -1,0 +1,177 @@
+"""Messages and content blocks of the Messages API, and their conversion to the messages of a chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+
+from lp_runtime.errors import RequestError
+
+BILLING_HEADER = "x-anthropic-billing-header:"  # begins a system block of Claude Code that is not for the model
+REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as in Claude Code's own messages to the model
+# Types of blocks by the role of their message; redacted_thinking has no readable text and is ignored.
+TYPES = {
+    "system": ("text",),
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "tool_result": ("text",),
+}
+
+
+class Part(BaseModel):
+    """Base of parts of a body; unknown fields are ignored, because clients send back parts of earlier answers."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class TextBlock(Part):
+    """A text."""
+
+    type: Literal["text"]
+    text: str
+
+
+class ThinkingBlock(Part):
+    """The reasoning of an earlier answer."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Part):
+    """A call of an earlier answer."""
+
+    type: Literal["tool_use"]
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Part):
+    """The result of a call; `is_error` has no effect, because templates have no place for it."""
+
+    type: Literal["tool_result"]
+    tool_use_id: str
+    content: str | list[Block] | None = None
+
+
+class OtherBlock(Part):
+    """A block of another type."""
+
+    type: str
+
+
+def _tag(block: Any) -> str:
+    """Return a block's union tag; because of its brackets, server/errors.py keeps it out of messages."""
+    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    return f"[{kind}]" if kind in ("text", "thinking", "tool_use", "tool_result") else "[other]"
+
+
+Block = Annotated[
+    Annotated[TextBlock, Tag("[text]")]
+    | Annotated[ThinkingBlock, Tag("[thinking]")]
+    | Annotated[ToolUseBlock, Tag("[tool_use]")]
+    | Annotated[ToolResultBlock, Tag("[tool_result]")]
+    | Annotated[OtherBlock, Tag("[other]")],
+    Discriminator(_tag),
+]
+
+
+class Turn(Part):
+    """A message of a conversation."""
+
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+def conversation_of(system: str | Sequence[Block], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+    """Convert a system prompt and turns to the messages that chat templates expect.
+
+    Consecutive turns of one role become one message. Many templates accept a system message only as the first, so later
+    system turns become text of the user, inside REMINDER.
+    """
+    messages: list[dict[str, Any]] = []
+    if text := _text_of(_without_header(_checked(system, "system", "system"))):
+        messages.append({"role": "system", "content": text})
+    names: dict[str, str] = {}  # of tools, by the id of their call
+    for number, turn in enumerate(turns):
+        place = f"messages.{number}"
+        blocks = _checked(turn.content, turn.role, place)
+        if turn.role == "assistant":
+            _append(messages, _answer_of(blocks))
+            names |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
+        else:
+            # Results come first: they have to follow their calls.
+            messages += [_result_of(block, names, place) for block in blocks if isinstance(block, ToolResultBlock)]
+            if text := _text_of(blocks):
+                is_first = not messages or messages[-1]["role"] == "system"
+                _append(messages, _message_of(turn.role, text, is_first))
+    if not messages:
+        raise RequestError("messages: have no text")
+    return messages
+
+
+def _checked(content: str | Sequence[Block], role: str, place: str) -> Sequence[Block]:
+    """Return a message's content as blocks, whose types are those of the role."""
+    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
+    for block in blocks:
+        if block.type not in TYPES[role]:
+            allowed = " or ".join(TYPES[role])
+            raise RequestError(f"{place}: a block of type {block.type!r} is not supported in {role}; must be {allowed}")
+    return blocks
+
+
+def _without_header(blocks: Sequence[Block]) -> Sequence[Block]:
+    """Return the blocks of a system prompt without Claude Code's billing header.
+
+    The header differs between conversations, so prompts that begin with it would share no prefix in the cache.
+    """
+    return [each for each in blocks if not (isinstance(each, TextBlock) and each.text.startswith(BILLING_HEADER))]
+
+
+def _text_of(blocks: Sequence[Block]) -> str:
+    return "".join(block.text for block in blocks if isinstance(block, TextBlock))
+
+
+def _message_of(role: str, text: str, is_first: bool) -> dict[str, Any]:
+    """Return the message of a text of the user or the system; `is_first`: whether only system messages precede it."""
+    if role == "system" and not is_first:
+        return {"role": "user", "content": REMINDER.format(text)}
+    return {"role": role, "content": text}
+
+
+def _answer_of(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Return the message of an earlier answer."""
+    message: dict[str, Any] = {"role": "assistant", "content": _text_of(blocks)}
+    if thinking := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
+        message["reasoning_content"] = thinking
+    calls = [block for block in blocks if isinstance(block, ToolUseBlock)]
+    if calls:  # templates only check whether the key exists
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.input}}
+            for call in calls
+        ]
+    return message
+
+
+def _result_of(block: ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
+    """Return the message of a call's result; `names` has the tool's name by the call's id."""
+    if block.tool_use_id not in names:
+        raise RequestError(f"{place}: tool_result of tool_use_id={block.tool_use_id!r}: there is no such tool_use")
+    text = _text_of(_checked(block.content or "", "tool_result", place))
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": text}
+
+
+def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
+    """Append a message, or join it to the last one if that has the same role."""
+    if not messages or messages[-1]["role"] != message["role"]:
+        messages.append(message)
+        return
+    last = messages[-1]
+    last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+    if "reasoning_content" in message:
+        last["reasoning_content"] = last.get("reasoning_content", "") + message["reasoning_content"]
+    if "tool_calls" in message:
+        last["tool_calls"] = [*last.get("tool_calls", ()), *message["tool_calls"]]

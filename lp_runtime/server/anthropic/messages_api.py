@@ -1,0 +1,139 @@
+"""The request body of POST /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.errors import RequestError
+from lp_runtime.server.anthropic.blocks import Block, Part, Turn, conversation_of
+from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, ToolUse, choose_tools
+from lp_runtime.server.openai.protocol import Conversation, check_stops
+from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
+
+CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class AnthropicTool(Part):
+    """A tool that the client runs; tools that Anthropic's servers run have other types and are refused."""
+
+    type: str | None = None
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def tool(self) -> Tool:
+        """Convert the tool to the form of /v1/chat/completions."""
+        if self.type not in (None, "custom") or self.input_schema is None:
+            raise RequestError(f"tool {self.name!r}: only tools of type custom, with an input_schema, are supported")
+        parameters, strict = self.input_schema, self.strict
+        return Tool(
+            function=Function(name=self.name, description=self.description, parameters=parameters, strict=strict)
+        )
+
+
+class ToolChoice(Part):
+    """Which tools the answer may or must call."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class OutputConfig(Part):
+    """Settings of the answer; `effort` is the template's variable `reasoning_effort`."""
+
+    effort: str | None = None
+    format: ResponseFormat | None = None
+
+
+class Thinking(Part):
+    """Whether and how long the model reasons."""
+
+    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=0)
+
+
+class Messages(Conversation):
+    """The body of POST /v1/messages.
+
+    `thinking` turns the template's thinking on or off, if the template can, and `budget_tokens` bounds it. The fields
+    after it concern Anthropic's own machines. A last message of the assistant is continued. Extensions of the API are
+    those of Conversation.
+    """
+
+    caps_length: ClassVar[bool] = True
+
+    messages: list[Turn] = Field(min_length=1)
+    system: str | list[Block] = ""
+    stop_sequences: list[str] | None = None
+    tools: list[AnthropicTool] = Field(default=[], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = ToolChoice(type="auto")
+    output_config: OutputConfig | None = None
+    thinking: Thinking | None = None
+    cache_control: dict[str, object] | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+
+    def check(self) -> None:
+        """Raise RequestError if a field asks for something that is not supported."""
+        refused = {
+            f"n={self.n}: must be 1": self.n != 1,
+            "stop: is not a field of messages; give stop_sequences": self.stop is not None,
+            "trace: is not supported in messages": self.trace,
+            "mcp_servers: is not supported; leave it out or give []": bool((self.model_extra or {}).get("mcp_servers")),
+        }
+        for message, is_refused in refused.items():
+            if is_refused:
+                raise RequestError(message)
+
+    def effort(self) -> str | None:
+        """Return how much the model is to reason; None if not given."""
+        return None if self.output_config is None else self.output_config.effort
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """Return the variables of the chat template that the body gives."""
+        given = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
+        return {**given, **super().template_kwargs()}
+
+    def reasoning_budget(self) -> int | None:
+        """Return how many tokens the reasoning part may have; None for no limit."""
+        own = super().reasoning_budget()
+        return self.thinking.budget_tokens if own is None and self.thinking is not None else own
+
+    @property
+    def continues_message(self) -> bool:
+        """Whether the answer continues the last message."""
+        return self.messages[-1].role == "assistant"
+
+    def stops(self) -> list[str] | None:
+        """Return the stop strings; None if none are given."""
+        return None if self.stop_sequences is None else check_stops("stop_sequences", self.stop_sequences)
+
+    def constraint(self) -> ConstraintConfig | None:
+        """Return the constraint of the answer's text; None for any text."""
+        if self.output_config is None or self.output_config.format is None:
+            return super().constraint()
+        return constraint_of(self.output_config.format, self.structured_outputs)
+
+    def conversation(self) -> list[dict[str, object]]:
+        """Return the conversation as the messages that chat templates expect."""
+        self.check()
+        return conversation_of(self.system, self.messages)
+
+    def tool_use(self) -> ToolUse:
+        """Return which tools the answer may or must call."""
+        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools]
+        if choice.type == "any" and not tools:
+            raise RequestError("tool_choice=any: there are no tools")
+        is_parallel = not choice.disable_parallel_tool_use
+        if choice.type == "tool":
+            return choose_tools(tools, NamedFunction(name=choice.name or ""), is_parallel)
+        return choose_tools(tools, CHOICES[choice.type], is_parallel)
+
+    def length(self) -> int | None:
+        """Return how many tokens to generate at most; None for the default."""
+        return self.max_tokens

@@ -1,0 +1,161 @@
+"""Answer bodies of POST /v1/messages: blocks of thinking, text and tool use, whole or as events."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from pydantic_core import from_json
+
+from lp_runtime.server.anthropic.error_body import error_body
+from lp_runtime.server.chat.chat_parser import Piece
+from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event
+from lp_runtime.text.token_text import TokenTexts
+
+
+@dataclass
+class OutputBlock:
+    """A block of an answer, which grows while the answer is decoded.
+
+    Attributes:
+        piece: the block's first piece, which determines its type.
+        text: text of all pieces so far; of a call, the JSON of its input.
+    """
+
+    piece: Piece
+    text: str = ""
+
+    def body(self) -> dict[str, object]:
+        """Return the block as JSON. Nothing verifies reasoning that is sent back, so its signature is empty."""
+        piece = self.piece
+        if piece.kind == "reasoning":
+            return {"type": "thinking", "thinking": self.text, "signature": ""}
+        if piece.kind == "content":
+            return {"type": "text", "text": self.text}
+        return {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": _object_of(self.text)}
+
+    def delta(self, text: str) -> dict[str, object]:
+        """Return the delta that appends a text."""
+        if self.piece.kind == "reasoning":
+            return {"type": "thinking_delta", "thinking": text}
+        if self.piece.kind == "content":
+            return {"type": "text_delta", "text": text}
+        return {"type": "input_json_delta", "partial_json": text}
+
+
+class MessagesForm(Form):
+    """The form of answers to POST /v1/messages.
+
+    Args:
+        max_tokens: the request's; an answer with a lower limit had no more room in the model's context.
+        max_calls: calls that an answer shows at most; None for no limit.
+    """
+
+    def __init__(self, model: str, texts: TokenTexts, max_tokens: int | None, max_calls: int | None = None):
+        super().__init__(model, texts)
+        self._max_tokens, self._max_calls = max_tokens, max_calls
+        self._id = f"msg_{uuid.uuid4().hex}"
+        self._blocks: list[OutputBlock] = []
+
+    def whole(self, choices: list[Choice]) -> dict[str, object]:
+        (choice,) = choices
+        for _ in self.grown(choice, choice.text, slice(None)):
+            pass
+        content = [block.body() for block in self._blocks]
+        return {**self._message(choice), "content": content, **self._end(choice), "metrics": acceptance_of(choices)}
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        (choice,) = choices
+        yield _event("message_start", message=self._message(choice))
+        yield _event("ping")
+
+    def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
+        for piece in choice.pieces(text):
+            if self._max_calls is not None and piece.call >= self._max_calls:
+                continue
+            if not self._blocks or piece.kind != self._blocks[-1].piece.kind or piece.name is not None:
+                yield from self._end_block()
+                block = OutputBlock(piece)
+                self._blocks.append(block)
+                yield self._block_event("content_block_start", content_block=block.body())
+            if piece.text:
+                block = self._blocks[-1]
+                block.text += piece.text
+                yield self._block_event("content_block_delta", delta=block.delta(piece.text))
+
+    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+        (choice,) = choices
+        yield from self._end_block()
+        end = self._end(choice)
+        usage = end.pop("usage")
+        yield _event("message_delta", delta=end, usage=usage, metrics=acceptance_of(choices))
+        yield _event("message_stop")
+
+    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
+        """Yield the event for an error after the answer began."""
+        details = error["error"]
+        assert isinstance(details, Mapping)  # the body of an ApiError
+        status = 400 if details["type"] == "invalid_request_error" else 500
+        yield event(error_body(status, str(details["message"])), "error")
+
+    def _end_block(self) -> Iterator[str]:
+        """End the current block, if there is one."""
+        if not self._blocks:
+            return
+        if self._blocks[-1].piece.kind == "reasoning":
+            yield self._block_event("content_block_delta", delta={"type": "signature_delta", "signature": ""})
+        yield self._block_event("content_block_stop")
+
+    def _block_event(self, kind: str, **fields: object) -> str:
+        return _event(kind, index=len(self._blocks) - 1, **fields)
+
+    def _message(self, choice: Choice) -> dict[str, object]:
+        """Return the answer without blocks."""
+        head = {"id": self._id, "type": "message", "role": "assistant", "model": self.model, "content": []}
+        return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage_of(choice)}
+
+    def _end(self, choice: Choice) -> dict[str, object]:
+        """Return the fields that are known at the end of a choice."""
+        stop = choice.stop
+        return {"stop_reason": self._stop_reason(choice), "stop_sequence": stop, "usage": _usage_of(choice)}
+
+    def _stop_reason(self, choice: Choice) -> str:
+        if choice.reason == "length":
+            is_capped = self._max_tokens is not None and choice.job.request.max_new_tokens < self._max_tokens
+            return "model_context_window_exceeded" if is_capped else "max_tokens"
+        if choice.stop is not None:
+            return "stop_sequence"
+        return "tool_use" if any(block.piece.kind == "arguments" for block in self._blocks) else "end_turn"
+
+
+def _event(kind: str, **fields: object) -> str:
+    return event({"type": kind, **fields}, kind)
+
+
+def _usage_of(choice: Choice) -> dict[str, object]:
+    """Return Anthropic's `usage`, whose input_tokens leave out those that were read from the cache.
+
+    How many those are is known at the end only.
+    """
+    num_prompt, generation = len(choice.job.request.prompt_ids), choice.job.generation
+    num_cached = 0 if generation is None else generation.cached_tokens
+    return {
+        "input_tokens": num_prompt - num_cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": num_cached,
+        "output_tokens": len(choice.tokens),
+    }
+
+
+def _object_of(text: str) -> dict[str, object]:
+    """Parse a call's input; of one that is cut off, what is complete; of one that is no JSON object, an empty one."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            value = from_json(text, allow_partial=True)
+        except ValueError:
+            return {}
+    return value if isinstance(value, dict) else {}

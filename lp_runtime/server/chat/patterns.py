@@ -1,0 +1,116 @@
+"""Patterns that read a format of tool calls, made from its description."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import regex
+
+from lp_runtime.server.chat.formats import CallFormat, ParameterStyle
+
+Pattern = Any  # the package regex has no type hints
+
+PLACEHOLDERS = {
+    "$NAME": r"(?P<name>[\w.:/-]+?)",
+    "$INDEX": r"(?P<index>\d+)",
+    "$ID": r"(?P<id>[\w.:-]+?)",
+    "$KEY": r"(?P<key>[^<>\"]+?)",
+    "$STRING": r"(?P<string>true|false)",
+}
+WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
+ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
+NEVER = regex.compile(r"(?!)")
+
+
+class CallPatterns(NamedTuple):
+    """Patterns of a format's calls."""
+
+    marks: Pattern  # what begins calls, anywhere in an answer
+    bare: Pattern | None  # what begins an answer whose calls have no mark; None if they have one
+    heads: dict[str, Pattern]  # what comes between a mark and the first call's arguments, or its JSON object
+    following: Pattern | None  # what comes before the next call's; None if it needs a mark
+    tail: list[Pattern]  # what comes after a call's arguments; the first must
+    end: list[Pattern]  # what may come after the last call
+
+
+class ArgumentPatterns(NamedTuple):
+    """Patterns of arguments that are not one JSON object."""
+
+    key: Pattern  # what comes before a value
+    close: Pattern | None  # what comes after a plain value; None if values are literals
+    value: Pattern  # the first token of a literal
+    inner: Pattern  # a token inside the brackets of a literal
+    quotes: dict[str, Pattern]  # what ends a text in a literal, or is an escape in it, by its quotation mark
+
+
+@functools.cache
+def call_patterns(form: CallFormat) -> CallPatterns:
+    """Return the patterns of a format's calls."""
+    marks = [mark for mark in (form.mark, *(mark for mark, _ in form.also)) if mark]
+    is_list = bool(form.begin) or not form.mark
+    between = r"[\s,;]*" if is_list else r"\s*"
+    return CallPatterns(
+        marks=regex.compile(any_of(marks)) if marks else NEVER,
+        bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
+        heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
+        following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
+        tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
+        end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
+    )
+
+
+def first_head(form: CallFormat, mark: str) -> str:
+    """Return the pattern of what comes between a mark and the first call's arguments, or its object."""
+    if form.is_object:
+        return r"[\s\[]*" + before_arguments(form)
+    text = form.begin + form.head
+    known = mark if mark in text else form.mark
+    return r"\s*" + lenient(text.partition(known)[2] if known else text) + before_arguments(form)
+
+
+def before_arguments(form: CallFormat) -> str:
+    """Return the pattern of what ends a head: the arguments, or an object, must follow."""
+    if form.style is None:
+        return r"\s*(?=\{)"
+    return r"\s*(?=<)" if form.style.close else ""
+
+
+@functools.cache
+def argument_patterns(style: ParameterStyle) -> ArgumentPatterns:
+    """Return the patterns of a style of arguments."""
+    quotes = [quote for quote in ('"', style.quote) if quote]
+    token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<word>{WORD})|(?P<mark>"
+    quote = f"(?:{any_of(quotes)})?"
+    key = rf"[\s,]*{quote}(?P<key>{WORD}(?: +{WORD})*){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
+    close = None
+    if style.close:
+        # The line breaks of a description are not part of the value; others are.
+        line_break = "\n?" if style.open.endswith("\n") else ""
+        key = r"\s*" + lenient(style.open.rstrip("\n")) + line_break
+        close = regex.compile(line_break + regex.escape(style.close.strip("\n")))
+    return ArgumentPatterns(
+        key=regex.compile(key),
+        close=close,
+        value=regex.compile(token + r"[\[{(]))"),
+        inner=regex.compile(token + r"[\[{()}\],:]))"),
+        quotes={quote: regex.compile(regex.escape(quote) + ESCAPE * (len(quote) == 1), regex.S) for quote in quotes},
+    )
+
+
+def lenient(text: str) -> str:
+    """Return the pattern of a description's text, which accepts any white space where the text has some."""
+    parts = regex.split(r"(\s+|\$[A-Z]+)", text)
+    known = {part: r"\s*" if part.isspace() else regex.escape(part) for part in parts}
+    return "".join(PLACEHOLDERS.get(part, known[part]) for part in parts)
+
+
+def pieces(before: str, text: str) -> list[Pattern]:
+    """Return the patterns of the marks in a text, each after `before`."""
+    return [regex.compile(before + regex.escape(piece)) for piece in regex.findall(r"<[^>]*>|[^<\s]+", text)]
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """Return the pattern of any of some texts."""
+    return "|".join(map(regex.escape, sorted(texts, key=len, reverse=True)))

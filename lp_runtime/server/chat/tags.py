@@ -1,0 +1,193 @@
+"""Structural tags (xgrammar's) of tool calls and of reasoning, from the descriptions of formats."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
+from lp_runtime.errors import RequestError
+from lp_runtime.server.chat.arguments import resolved
+from lp_runtime.server.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
+from lp_runtime.server.chat.tools import Function
+
+Tag = dict[str, Any]
+
+AFTER_REASONING = r"\n{0,2}"
+PATTERNS = {"$INDEX": "[0-9]{1,3}", "$ID": "[a-zA-Z0-9]{9}"}
+MAX_SPACES = 2  # in a row, between the parts of arguments
+MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
+
+
+def calls(form: CallFormat, functions: Sequence[Function], is_parallel: bool) -> Tag:
+    """Return the tag of at least one call of some functions, and at most one without `is_parallel`."""
+    return sequence(
+        text(form.begin),
+        {
+            "type": "tags_with_separator",
+            "tags": [_call(form, function) for function in functions],
+            "separator": form.separator or "",
+            "at_least_one": True,
+            "stop_after_first": not is_parallel or form.separator is None,
+        },
+        text(form.end),
+    )
+
+
+def _call(form: CallFormat, function: Function) -> Tag:
+    """Return the tag of a call of one function."""
+    head, _, tail = form.call.replace("$NAME", function.name).partition("$ARGS")
+    begin, *others = re.split(r"(\$INDEX|\$ID)", head)
+    parts = [{"type": "regex", "pattern": PATTERNS[part]} if part in PATTERNS else text(part) for part in others]
+    content = sequence(*parts, _arguments(form.style, function.parameters or {"type": "object"}))
+    return {"type": "tag", "begin": begin, "content": content, "end": tail}
+
+
+def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
+    """Return the tag of a function's arguments."""
+    if style is None:
+        return {"type": "json_schema", "json_schema": schema}
+    if style.schema_style:
+        more = {"style": style.schema_style, "max_whitespace_cnt": MAX_SPACES}
+        return {"type": "json_schema", "json_schema": schema, **more}
+    return _members(schema, schema, style, MAX_DEPTH)
+
+
+# Literals: styles that xgrammar's JSON schemas do not know.
+
+
+def _members(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
+    """Return the tag of an object's members, in the order of the schema; those not required may be missing."""
+    required, properties = schema.get("required") or [], schema.get("properties") or {}
+    if not isinstance(required, list) or not isinstance(properties, Mapping):
+        raise RequestError("tools: properties of a schema must be an object, and required a list")
+    rest: Tag | None = None  # members after the current one, each after a separator
+    starts: list[Tag] = []  # alternatives: which member is the first
+    num_chars = 0
+    for key, value in reversed(list(properties.items())):
+        member = sequence(text(style.open.replace("$KEY", key)), _value(value, root, style, depth - 1))
+        starts = [sequence(member, rest), *([] if key in required else starts)]
+        following = sequence(text(style.separator), member)
+        rest = sequence(following if key in required else {"type": "optional", "content": following}, rest)
+        num_chars += len(json.dumps(member))
+        if num_chars * len(starts) > MAX_SOURCE_CHARS:
+            raise RequestError(f"tools: a schema with {len(properties)} properties is too large for this tool format")
+    if not starts:
+        return text("")
+    members = _one_of(starts)
+    return members if any(key in required for key in properties) else {"type": "optional", "content": members}
+
+
+def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
+    """Return the tag of a literal."""
+    if not depth:
+        raise RequestError(f"tools: a schema is nested deeper than {MAX_DEPTH}, or refers to itself")
+    if not isinstance(schema, Mapping):
+        schema = {}
+    if isinstance(schema.get("$ref"), str):
+        return _value(resolved(schema["$ref"], root), root, style, depth - 1)
+    if (choices := _choices(schema, style)) is not None:
+        tags = [text(each) if isinstance(each, str) else _value(each, root, style, depth - 1) for each in choices]
+        return _one_of(tags)
+    found = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
+    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+    return found or {"type": "json_schema", "json_schema": {**definitions, **schema}}
+
+
+def _quoted(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag | None:
+    """Return the tag of a literal that is, or may have, a text between marks that JSON does not have."""
+    kind = schema.get("type")
+    if kind == "string":
+        return {"type": "tag", "begin": style.quote, "content": _characters(schema), "end": style.quote}
+    if kind == "object" and schema.get("properties"):
+        return sequence(text("{"), _members(schema, root, style, depth - 1), text("}"))
+    if kind == "array" and isinstance(schema.get("items"), Mapping):
+        return _items(schema, _value(schema["items"], root, style, depth - 1), style)
+    return None
+
+
+def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | None:
+    """Return the alternatives of a schema, as literals or schemas; None if it has none."""
+    kind, constants = schema.get("type"), {"boolean": [True, False], "null": [None]}
+    values = schema.get("enum", [schema["const"]] if "const" in schema else constants.get(str(kind)))
+    if values and isinstance(values, list):
+        return [_literal(value, style) for value in values]
+    for name in ("anyOf", "oneOf"):
+        if schema.get(name) and isinstance(schema[name], list):
+            return schema[name]
+    return [{**schema, "type": each} for each in kind] if kind and isinstance(kind, list) else None
+
+
+def _characters(schema: Mapping[str, Any]) -> Tag:
+    """Return the tag of a text between quotation marks."""
+    if "pattern" in schema:
+        return {"type": "regex", "pattern": schema["pattern"]}
+    if "minLength" in schema or "maxLength" in schema:
+        return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"}
+    return {"type": "any_text"}
+
+
+def _items(schema: Mapping[str, Any], item: Tag, style: ParameterStyle) -> Tag:
+    """Return the tag of a list."""
+    least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
+    if not isinstance(least, int) or not isinstance(most, int):
+        raise RequestError("tools: minItems and maxItems of a schema must be integers")
+    if most == 0:
+        return text("[]")
+    others = {"type": "repeat", "min": max(least - 1, 0), "max": most - 1 if most > 0 else -1}
+    members = sequence(item, {**others, "content": sequence(text(style.separator), item)})
+    return sequence(text("["), members if least else {"type": "optional", "content": members}, text("]"))
+
+
+def _literal(value: object, style: ParameterStyle) -> str:
+    """Return a value as a literal."""
+    if isinstance(value, str) and len(style.quote) > 1:
+        return style.quote + value + style.quote
+    if len(style.quote) == 1 and (value is None or isinstance(value, bool)):
+        return str(value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+# Parts of tags.
+
+
+def _one_of(elements: list[Tag]) -> Tag:
+    return {"type": "or", "elements": elements} if len(elements) > 1 else elements[0]
+
+
+def text(value: str) -> Tag:
+    return {"type": "const_string", "value": value}
+
+
+def sequence(*parts: Tag | None) -> Tag:
+    """Return the tag of some parts in a row; empty texts are left out."""
+    shown = [part for part in parts if part is not None and part != text("")]
+    if len(shown) < 2:
+        return shown[0] if shown else text("")
+    return {"type": "sequence", "elements": shown}
+
+
+def free(begin: str, end: str) -> Tag:
+    """Return the tag of any text between two marks."""
+    return {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
+
+
+def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
+    """Return the tag of a reasoning part; `is_open`: whether the prompt has opened it, else it may be missing."""
+    begin = "" if is_open else reasoning.begin
+    part = sequence(free(begin, reasoning.end), {"type": "regex", "pattern": AFTER_REASONING})
+    return part if is_open else {"type": "optional", "content": part}
+
+
+def content(constraint: ConstraintConfig) -> Tag:
+    """Convert a constraint to a structural tag's format."""
+    kind, source = constraint.kind, constraint.source
+    if kind == "json_schema":
+        return {"type": "json_schema", "json_schema": json.loads(source)}
+    if kind == "structural_tag":
+        return json.loads(source)["format"]
+    if kind == "choice":
+        return {"type": "or", "elements": [text(each) for each in json.loads(source)]}
+    return {"type": str(kind), "pattern" if kind == "regex" else "grammar": source}

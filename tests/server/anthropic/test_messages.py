@@ -1,0 +1,283 @@
+"""POST /v1/messages and /v1/messages/count_tokens, asked by the official anthropic client."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import anthropic
+import jsonschema
+import openai
+import pytest
+from support.processes import PATIENCE
+from support.serving import TOOLS_TEMPLATE, demo_model_that_chats, served
+
+from lp_runtime import LookaheadRuntime
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+
+MESSAGES = [{"role": "user", "content": "Write a loop."}]
+SCHEMA = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "type": "object",
+    "properties": {"utc": {"type": "boolean"}, "zone": {"enum": ["here", "there"]}},
+    "required": ["utc", "zone"],
+    "additionalProperties": False,
+}
+CLOCK = {"name": "clock", "description": "the time", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
+ALARM = {"name": "alarm", "type": "custom", "input_schema": {"type": "object"}}
+LONG = 3000  # tokens of an answer that does not end while a test looks at it
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
+    config = RuntimeConfig(
+        ModelConfig(path=str(folder)),
+        LookaheadConfig(7, 5, 7, prior="none"),
+        device="cpu",
+        dtype="float32",
+        prefix_cache_bytes=None,
+    )
+    with LookaheadRuntime.from_config(config) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def url(runtime):
+    with served(runtime) as (url, _):
+        yield url
+
+
+@pytest.fixture
+def client(url):
+    return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+
+
+@pytest.fixture
+def other(url):
+    """The openai client, for comparison."""
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def asked(**more) -> dict:
+    return {"model": "demo", "max_tokens": 24, "messages": MESSAGES, "extra_body": {"temperature": 0}} | more
+
+
+def num_input(usage) -> int:
+    return usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_text_is_that_of_a_chat(client, other):
+    blocks = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief.", "cache_control": {"type": "x"}}]
+    turns = [
+        {"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "a loop."}]},
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "ok"}]},
+        {"role": "user", "content": "Another."},
+    ]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        *MESSAGES,
+        {"role": "assistant", "content": "ok"},
+        {"role": "user", "content": "Another."},
+    ]
+    expected = other.chat.completions.create(model="demo", messages=chat, max_tokens=24, temperature=0)
+    done = client.messages.create(**asked(system=blocks, messages=turns))
+    assert (done.type, done.role, done.model) == ("message", "assistant", "demo")
+    (block,) = done.content
+    assert (block.type, block.text) == ("text", expected.choices[0].message.content)
+    assert (done.stop_reason, done.stop_sequence, done.usage.output_tokens) == ("max_tokens", None, 24)
+    assert num_input(done.usage) == expected.usage.prompt_tokens
+    count = client.messages.count_tokens(model="demo", system=blocks, messages=turns)
+    assert count.input_tokens == expected.usage.prompt_tokens
+
+
+def test_a_last_message_of_the_assistant_is_continued(client, other):
+    turns = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
+    expected = other.chat.completions.create(
+        model="demo", messages=turns, max_tokens=24, temperature=0, extra_body={"continue_final_message": True}
+    )
+    done = client.messages.create(**asked(messages=turns))
+    assert done.content[0].text == expected.choices[0].message.content
+    count = client.messages.count_tokens(model="demo", messages=turns)
+    assert count.input_tokens == num_input(done.usage) == expected.usage.prompt_tokens
+
+
+def test_a_stream(client):
+    whole = client.messages.create(**asked())
+    events = list(client.messages.create(**asked(stream=True)))
+    deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
+    assert [event.type for event in events] == [
+        *("message_start", "content_block_start", *["content_block_delta"] * len(deltas)),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert len(deltas) > 3 and "".join(deltas) == whole.content[0].text
+    assert events[0].message.content == [] and events[0].message.usage.output_tokens == 0
+    with client.messages.stream(**asked()) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].text == whole.content[0].text and final.stop_reason == whole.stop_reason
+    assert (num_input(final.usage), final.usage.output_tokens) == (num_input(whole.usage), 24)
+
+
+def test_a_stop_sequence_is_named_and_not_shown(client):
+    text = client.messages.create(**asked()).content[0].text
+    stop = text[10:14]
+    asks = asked(stop_sequences=["never there", stop])
+    with client.messages.stream(**asks) as stream:
+        streamed = stream.get_final_message()
+    for done in (client.messages.create(**asks), streamed):
+        assert (done.stop_reason, done.stop_sequence) == ("stop_sequence", stop)
+        assert done.content[0].text == text[: text.index(stop)]
+
+
+def test_a_tool_that_must_be_used(client, other):
+    asks = asked(tools=[CLOCK, ALARM], tool_choice={"type": "tool", "name": "clock"}, max_tokens=90)
+    done = client.messages.create(**asks)
+    (call,) = done.content
+    assert (done.stop_reason, call.type, call.name) == ("tool_use", "tool_use", "clock")
+    jsonschema.validate(call.input, SCHEMA)
+    events = list(client.messages.create(**asks, stream=True))
+    parts = [event.delta.partial_json for event in events if event.type == "content_block_delta"]
+    assert len(parts) > 1 and json.loads("".join(parts)) == call.input
+    assert events[1].content_block.name == "clock" and events[1].content_block.input == {}
+    assert events[-2].delta.stop_reason == "tool_use"
+    one = asked(tools=[CLOCK, ALARM], tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_tokens=90)
+    (call,) = client.messages.create(**one).content
+    assert call.type == "tool_use"
+    # The next turn, in a chat's form.
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12:00"}]}
+    turns = [*MESSAGES, {"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
+    function = {"name": call.name, "arguments": json.dumps(call.input)}
+    chat = [
+        *MESSAGES,
+        {"role": "assistant", "tool_calls": [{"id": call.id, "type": "function", "function": function}]},
+        {"role": "tool", "tool_call_id": call.id, "content": "12:00"},
+    ]
+    tool = {"name": "clock", "description": "the time", "parameters": SCHEMA}
+    expected = other.chat.completions.create(
+        model="demo", messages=chat, tools=[{"type": "function", "function": tool}], max_tokens=9, temperature=0
+    )
+    answer = client.messages.create(**asked(messages=turns, tools=[CLOCK], max_tokens=9))
+    assert answer.content[0].text == expected.choices[0].message.content
+    assert num_input(answer.usage) == expected.usage.prompt_tokens
+    count = client.messages.count_tokens(model="demo", messages=turns, tools=[CLOCK])
+    assert count.input_tokens == expected.usage.prompt_tokens
+
+
+def test_an_output_format(client):
+    form = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
+    done = client.messages.create(**asked(output_config=form, max_tokens=90))
+    jsonschema.validate(json.loads(done.content[0].text), SCHEMA)
+    assert done.stop_reason == "end_turn"
+
+
+def test_an_answer_that_fills_the_context(client, runtime):
+    """Clients ask for the most tokens that any model of theirs can write."""
+    context = runtime.info.context_length
+    question = [{"role": "user", "content": "x " * (context - 40)}]
+    num_prompt = client.messages.count_tokens(model="demo", messages=question).input_tokens
+    body = {"temperature": 0, "ignore_eos": True}
+    done = client.messages.create(**asked(messages=question, max_tokens=20_000, extra_body=body))
+    assert done.stop_reason == "model_context_window_exceeded"
+    assert done.usage.output_tokens == context - num_prompt
+    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
+        client.messages.create(**asked(messages=[{"role": "user", "content": "x " * context}]))
+
+
+def test_usage_tells_cached_tokens_apart(client):
+    question = [{"role": "user", "content": "Write code that is short and correct. " * 12}]
+    usages = [client.messages.create(**asked(messages=question)).usage for _ in range(2)]
+    assert usages[0].cache_read_input_tokens < usages[1].cache_read_input_tokens
+    assert num_input(usages[0]) == num_input(usages[1]) and usages[1].input_tokens > 0
+
+
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages.0: a block of type 'image' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "a block of type 'document' is not"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages: have no text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text: must be given"),
+        ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role='bot': must be 'user', 'assistant' or"),
+        ({"thinking": {"type": "always"}}, "thinking.type='always': must be 'enabled', 'adaptive',"),
+        ({"system": [IMAGE]}, "system: a block of type 'image' is not supported in system; must be text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool 'web_search': only tools of type"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "nope"}}, "'nope' is not the name of any"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice=any: there are no tools"),
+        ({"stop_sequences": ["x", ""]}, "stop_sequences='': must be strings of at least one character"),
+        ({"system": 5}, "system=5: must be a string or a list"),
+        ({"extra_body": {"stop": "x"}}, "stop: is not a field of messages; give stop_sequences"),
+        ({"extra_body": {"mcp_servers": [{}]}}, "mcp_servers: is not supported"),
+        ({"extra_body": {"n": 2}}, "n=2: must be 1"),
+    ],
+)
+def test_what_is_refused(client, more, message):
+    with pytest.raises(anthropic.BadRequestError) as refused:
+        client.messages.create(**asked(**more))
+    error = refused.value.body["error"]
+    assert error["type"] == "invalid_request_error" and message in error["message"] and "\n" not in error["message"]
+
+
+def test_another_model_is_not_found(client):
+    for ask in (client.messages.create, client.messages.count_tokens):
+        options = asked(model="claude") if ask == client.messages.create else {"model": "claude", "messages": MESSAGES}
+        with pytest.raises(anthropic.NotFoundError) as refused:
+            ask(**options)
+        assert refused.value.body == {
+            "type": "error",
+            "error": {"type": "not_found_error", "message": "model 'claude': must be demo"},
+        }
+
+
+def test_keys_and_fields(runtime, caplog):
+    """A key in x-api-key is accepted; unknown fields are named once, or refused with strict_fields."""
+    body = {"messages": MESSAGES, "max_tokens": 2, "context_management": {}, "thinking": {"type": "adaptive"}}
+    headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
+    with served(runtime, api_keys={"a": "secret"}) as (url, _):
+
+        def ask(key: str) -> urllib.request.Request:
+            data = json.dumps(body).encode()
+            return urllib.request.Request(f"{url}/v1/messages?beta=true", data, headers | {"x-api-key": key})
+
+        with caplog.at_level(logging.WARNING, "lp_runtime"):
+            for _ in range(2):
+                with urllib.request.urlopen(ask("secret")) as answer:
+                    assert answer.headers["request-id"] == answer.headers["x-request-id"]
+                    assert json.load(answer)["usage"]["output_tokens"] == 2
+        assert sum("context_management" in record.message for record in caplog.records) == 1
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(ask("guess"))
+        assert json.load(refused.value)["error"]["type"] == "authentication_error"
+    with served(runtime, strict_fields=True) as (url, _):
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        with pytest.raises(anthropic.BadRequestError, match="context_management: is not a known field"):
+            client.messages.create(**asked(extra_body={"context_management": {}}))
+
+
+def test_an_error_during_a_stream(runtime):
+    started = threading.Event()
+
+    def stream(url: str) -> None:
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE)
+        slow = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
+        for event in client.messages.create(**asked(max_tokens=LONG, stream=True, extra_body=slow)):
+            if event.type == "content_block_delta":
+                started.set()
+
+    with ThreadPoolExecutor(1) as pool:
+        with served(runtime, shutdown_timeout=0.1) as (url, _):
+            streamed = pool.submit(stream, url)
+            assert started.wait(PATIENCE)
+        with pytest.raises(anthropic.APIStatusError) as failed:
+            streamed.result(PATIENCE)
+    assert failed.value.body == {
+        "type": "error",
+        "error": {"type": "api_error", "message": "the server is shutting down"},
+    }

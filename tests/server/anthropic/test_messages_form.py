@@ -1,0 +1,136 @@
+"""The form of answers to POST /v1/messages: thinking, text and calls in one answer, and the turns that come in."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import anthropic
+import pytest
+from support.serving import answering
+
+from lp_runtime.errors import RequestError
+from lp_runtime.server.anthropic.messages_api import Messages
+from lp_runtime.server.anthropic.messages_form import MessagesForm
+from lp_runtime.server.chat.chat_format import ChatFormat
+from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.server.openai.responses import Choice
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"]}}</tool_call>'
+TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"
+INPUT = {"a": [1, "x"]}
+TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
+
+
+def answered(text=TEXT, max_calls=None, reason="stop"):
+    """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
+    form = MessagesForm("demo", TEXTS, 1000, max_calls)
+    request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000)
+    choice = Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(()), reason=reason)
+    choice.text, choice.tokens = text, [ord(each) for each in text]
+    choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
+    return form, choice
+
+
+def test_whole():
+    form, choice = answered()
+    answer = form.whole([choice])
+    assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use", "tool_use"]
+    assert answer["content"][0] == {"type": "thinking", "thinking": "so it is", "signature": ""}
+    assert answer["content"][1] == {"type": "text", "text": "I look."}
+    assert [block["input"] for block in answer["content"][2:]] == [INPUT] * 2
+    assert answer["content"][2]["id"] != answer["content"][3]["id"] and answer["stop_reason"] == "tool_use"
+    form, choice = answered(max_calls=1)
+    assert len(form.whole([choice])["content"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "expected"),
+    [(len('"]}}</tool_call>'), {"a": [1]}), (len('1, "x"]}}</tool_call>'), {"a": []})],
+)
+def test_a_call_that_is_cut_off_has_what_is_complete(num_cut, expected):
+    form, choice = answered(TEXT[: len(TEXT) - num_cut], reason="length")
+    answer = form.whole([choice])
+    assert answer["content"][3]["input"] == expected and answer["stop_reason"] == "max_tokens"
+
+
+def test_an_empty_answer_has_no_blocks():
+    form, choice = answered("")
+    answer = form.whole([choice])
+    assert (answer["content"], answer["stop_reason"]) == ([], "end_turn")
+
+
+def test_events_through_the_clients_own_accumulation():
+    """The anthropic client puts the events together to the whole answer."""
+    form, choice = answered()
+    choice.reason = None
+    lines = list(form.opening([choice]))
+    for place in range(0, len(TEXT), 5):
+        lines += form.grown(choice, TEXT[place : place + 5], slice(0))
+    choice.reason = "stop"
+    lines += form.grown(choice, "", slice(0))
+    lines += form.closing([choice], False)
+    events = [line.split("\n", 1) for line in lines]
+    bodies = [json.loads(data.removeprefix("data: ")) for _, data in events]
+    assert [f"event: {body['type']}" for body in bodies] == [name for name, _ in events]
+    assert [body["type"] for body in bodies[:2]] == ["message_start", "ping"]
+    kinds = [body["type"].removeprefix("content_block_") for body in bodies[2:-2]]
+    places = [body["index"] for body in bodies[2:-2]]
+    assert places == sorted(places) and [kinds.count(kind) for kind in ("start", "stop")] == [4, 4]
+    for index in range(4):
+        mine = [kind for kind, place in zip(kinds, places, strict=True) if place == index]
+        assert mine == ["start", *["delta"] * (len(mine) - 2), "stop"]
+    with answering("".join(lines)) as url:
+        client = anthropic.Anthropic(base_url=url, api_key="none")
+        with client.messages.stream(model="demo", max_tokens=9, messages=[{"role": "user", "content": "x"}]) as stream:
+            final = stream.get_final_message()
+    thinking, text, *calls = final.content
+    assert (thinking.thinking, thinking.signature, text.text) == ("so it is", "", "I look.")
+    assert [call.input for call in calls] == [INPUT] * 2 and final.stop_reason == "tool_use"
+    assert (final.usage.input_tokens, final.usage.output_tokens) == (3, len(TEXT))
+
+
+@pytest.mark.parametrize(
+    ("more", "variables", "budget"),
+    [
+        ({}, {}, None),
+        ({"thinking": {"type": "enabled", "budget_tokens": 7}}, {"enable_thinking": True}, 7),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, None),
+        ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}, None),
+    ],
+)
+def test_thinking_becomes_variables_of_the_template(more, variables, budget):
+    body = Messages(messages=[{"role": "user", "content": "x"}], **more)
+    assert (body.template_kwargs(), body.reasoning_budget()) == (variables, budget)
+
+
+def test_turns_become_messages():
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": INPUT, "caller": {"type": "direct"}}
+    turns = [
+        {"role": "system", "content": "Then this."},
+        {"role": "user", "content": "x"},
+        {"role": "system", "content": [{"type": "text", "text": "Now that."}]},
+        {"role": "assistant", "content": [{"type": "thinking", "thinking": "so", "signature": ""}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "I look."}, use, use | {"id": "d"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "text", "text": "What is it?"},
+                {"type": "tool_result", "tool_use_id": "d", "content": [{"type": "text", "text": "2"}]},
+                {"type": "tool_result", "tool_use_id": "c", "is_error": True},
+            ],
+        },
+    ]
+    header = {"type": "text", "text": "x-anthropic-billing-header: cc_version=2; cch=1;"}
+    body = Messages(system=[header, {"type": "text", "text": "First this."}], messages=turns)
+    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": INPUT}} for each in ("c", "d")]
+    assert body.conversation() == [
+        {"role": "system", "content": "First this.\n\nThen this."},
+        {"role": "user", "content": "x\n\n<system-reminder>\nNow that.\n</system-reminder>"},
+        {"role": "assistant", "content": "I look.", "reasoning_content": "so", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "d", "name": "f", "content": "2"},
+        {"role": "tool", "tool_call_id": "c", "name": "f", "content": ""},
+        {"role": "user", "content": "What is it?"},
+    ]
+    with pytest.raises(RequestError, match="messages.1: tool_result of tool_use_id='d': there is no such tool_use"):
+        Messages(messages=[turns[1], turns[5]]).conversation()

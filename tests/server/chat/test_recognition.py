@@ -1,0 +1,110 @@
+"""Chat templates whose tool calls are in no form that is known for certain, and those that bring their own parser."""
+
+from __future__ import annotations
+
+import pytest
+from support.tool_answers import parts_of, tools_of
+from support.tool_formats import SAMPLES, template
+
+from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.model.chat_template import ChatTemplate
+from lp_runtime.server.chat.chat_format import ChatFormat
+from lp_runtime.server.chat.tools import ToolUse
+
+CALLS = [("f", {"a": [1, "x"]})]
+BARE = '{% for c in m.tool_calls or [] %}{"name": "{{ c.function.name }}", "arguments": {{ ARGS }}}{% endfor %}'
+TAKES_TOOLS = "{{ tools }}"
+
+
+@pytest.mark.parametrize(
+    ("source", "name", "logged"),
+    [
+        (TAKES_TOOLS + "<tool_call>", "hermes", "tool_format=hermes"),
+        (TAKES_TOOLS + "<tool_call><function=x><parameter=y>", "qwen3_coder", "tool_format=qwen3_coder"),
+        (TAKES_TOOLS + "<tool_call><arg_key><arg_value>", "glm", "tool_format=glm"),
+        (TAKES_TOOLS + "<|python_tag|>", "llama3", "tool_format=llama3"),
+        (TAKES_TOOLS + "[TOOL_CALLS]", "mistral", "tool_format=mistral"),
+        (TAKES_TOOLS + "# user", None, "set tool_format"),
+        ("# user", None, ""),
+        # Calls in a form that has a known mark, but is another.
+        (
+            template("A:", "<tool_call>{{ (m.tool_calls or [{}])[0].function.name }} {}", "").text,
+            None,
+            "set tool_format",
+        ),
+        (
+            template(
+                "A:", "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}{% endfor %}", ""
+            ).text,
+            "hermes",
+            "",
+        ),
+        # Without the mark that the template asks the model to write.
+        (
+            template("A:", BARE.replace("ARGS", "c.function.arguments"), "", "{# functools[ #}").text,
+            "phi4_mini",
+            "phi4",
+        ),
+    ],
+)
+def test_what_is_guessed_is_logged(source, name, logged, caplog):
+    form = ChatFormat(source)
+    assert form.tool_format == name and form.takes_tools == (source != "# user")
+    assert logged in caplog.text if logged else not caplog.text
+    if name is None:
+        with pytest.raises(RequestError, match="serve with tool_format"):
+            form.constraint(ToolUse(tools_of(CALLS), must_call=True), None, "")
+
+
+def test_marks_may_be_in_the_vocabulary():
+    assert ChatFormat(ChatTemplate(TAKES_TOOLS, tokens=["<|tool_call_start|>"])).tool_format == "lfm2"
+
+
+def test_arguments_of_the_history_are_text_if_the_template_joins_them():
+    message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "ß"}}}]}
+    (shown,) = ChatFormat(SAMPLES["deepseek_v3"].template.text).history([message])
+    assert shown["tool_calls"][0]["function"]["arguments"] == '{"a": "ß"}'
+    assert ChatFormat(SAMPLES["deepseek_v31"].template.text).history([message]) == [message]
+
+
+RESPONSE_TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "A:",
+    "fields": {
+        "thinking": {"open": "(", "close": ")", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"@(?P<name>\w+) ",
+            "close": ";",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+
+
+def own_parser(prompt_end="A:"):
+    form = ChatFormat(ChatTemplate("{{ tools }}", response_template=RESPONSE_TEMPLATE))
+    assert form.tool_format is None and form.shows_special_tokens(False)
+    return form.parser(tools_of(CALLS), prompt_end)
+
+
+@pytest.mark.parametrize(
+    ("prompt_end", "text", "parts"),
+    [
+        ("A:", '(hm)so @f {"a": [1, "x"]};@f {"a": [1, "x"]};', ("hm", "so ", CALLS * 2)),
+        ("A:(", 'hm)@f {"a": [1, "x"]};<end>', ("hm", "", CALLS)),
+        ("A:", "text", ("", "text", [])),
+        ("A:", "so @f nonsense; and", ("", "so nonsense; and", [])),
+    ],
+)
+def test_a_model_may_bring_its_own_parser(prompt_end, text, parts):
+    assert parts_of(own_parser(prompt_end), list(text)) == parts
+
+
+def test_the_own_parser_must_be_there_and_readable():
+    with pytest.raises(ConfigError, match="no response template"):
+        ChatFormat("{{ tools }}", "response_template")
+    with pytest.raises(ConfigError, match="response template: .*fields"):
+        ChatFormat(ChatTemplate("{{ tools }}", response_template={"version": 1}))

@@ -1,0 +1,98 @@
+"""Constraints of calls whose arguments are literals, which xgrammar's JSON schemas do not know."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+import xgrammar
+from support.constrained_texts import INFO, texts_of
+from support.tool_answers import parts_of
+
+from lp_runtime.constraints.compiled import compile_constraint, load_compiled
+from lp_runtime.errors import RequestError
+from lp_runtime.server.chat.chat_format import ChatFormat
+from lp_runtime.server.chat.tools import Tool, ToolUse
+
+STYLES = ("gemma", "functiongemma", "pythonic")
+PROPERTIES = {
+    "string": {"type": "string", "minLength": 2, "maxLength": 4},
+    "pattern": {"type": "string", "pattern": "[ab]{2}c"},
+    "constant": {"const": "it's"},
+    "numbers": {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 9},
+        "minItems": 2,
+        "maxItems": 3,
+    },
+    "no items": {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+    "union": {"anyOf": [{"type": "null"}, {"type": "boolean"}, {"$ref": "#/$defs/deep"}]},
+    "object": {
+        "type": "object",
+        "properties": {"a": {"enum": ["x"]}, "b": {"type": "boolean"}, "c": {"type": "null"}},
+        "required": ["b"],
+        "additionalProperties": False,
+    },
+}
+
+
+def drawn(name, schema, num=6):
+    """Yield arguments of random calls under a schema."""
+    tools = [Tool(function={"name": "f", "parameters": schema})]
+    form = ChatFormat("", name, "none")
+    for text in texts_of(form.constraint(ToolUse(tools, True, False), None, ""), num):
+        ((_, arguments),) = parts_of(form.parser(tools, ""), [text])[2]
+        yield arguments
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_literals_follow_their_schemas(name):
+    definitions = {"deep": {"type": "object", "properties": {"t": {"type": "string"}}, "additionalProperties": False}}
+    for key, value in PROPERTIES.items():
+        schema = {"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": False}
+        schema["$defs"] = definitions
+        for arguments in drawn(name, schema):
+            jsonschema.validate(arguments, schema)
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "member", "separator"),
+    [
+        ("gemma", "<|tool_call>call:f{%s}<tool_call|>", '%s:<|"|>%s<|"|>', ","),
+        ("pythonic", "[f(%s)]", '%s="%s"', ", "),
+    ],
+)
+@pytest.mark.parametrize("required", ["", "b", "ac"])
+def test_members_that_are_not_required_may_be_missing(name, call, member, separator, required):
+    schema = {"properties": {key: {"enum": [key]} for key in "abc"}, "required": list(required)}
+    tools = [Tool(function={"name": "f", "parameters": schema})]
+    compiled = compile_constraint(ChatFormat("", name).constraint(ToolUse(tools, True), None, ""), INFO)
+    for keys in ("", "a", "b", "c", "ab", "ac", "bc", "abc", "ba", "aa"):
+        matcher = xgrammar.GrammarMatcher(load_compiled(compiled, INFO))
+        is_allowed = matcher.accept_string(call % separator.join(member % (key, key) for key in keys))
+        is_valid = set(required) <= set(keys) and list(keys) == sorted(set(keys))
+        assert (is_allowed and matcher.is_completed()) == is_valid, keys
+
+
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        ({"type": "object", "properties": {"a": {"$ref": "#"}}}, "refers to itself"),
+        ({"properties": "a"}, "must be an object"),
+        ({"properties": {}, "required": 5}, "a list"),
+        ({"properties": {"a": {"type": "array", "items": {}, "minItems": "x"}}}, "must be integers"),
+        ({"properties": {f"p{each}": {"enum": ["x" * 99] * 9} for each in range(99)}}, "99 properties is too large"),
+    ],
+)
+def test_schemas_that_are_refused(schema, message):
+    form = ChatFormat("", "gemma", "none")
+    with pytest.raises(RequestError, match=message):
+        form.constraint(ToolUse([Tool(function={"name": "f", "parameters": schema})], True), None, "")
+
+
+def test_a_literal_is_json():
+    text = '<|tool_call>call:f{a:NaN,b:{c:1,"e":"\\u00e9"},<|"|>g h<|"|>:true,i:-1.5e3}<tool_call|>'
+    ((_, arguments),) = parts_of(ChatFormat("", "gemma").parser(True, ""), list(text))[2]
+    assert arguments["a"] == "NaN" and arguments["b"]["e"] == "é" and arguments["g h"] is True
+    assert json.dumps(arguments["i"]) == "-1500.0"

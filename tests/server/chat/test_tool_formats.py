@@ -1,0 +1,111 @@
+"""Every tool format: whole answers, streams cut anywhere, constrained answers, and calls of the history."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+import xgrammar
+from support.constrained_texts import texts_of
+from support.tool_answers import (
+    TOOLS,
+    constrained_calls,
+    cut_answers,
+    follows_schemas,
+    history_of,
+    parts_of,
+    read_recorded,
+    tools_of,
+    wrong_random_answers,
+)
+from support.tool_formats import SAMPLES
+
+from lp_runtime import ConstraintConfig
+from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
+from lp_runtime.server.chat import formats
+from lp_runtime.server.chat.chat_format import ChatFormat
+from lp_runtime.server.chat.tools import ToolUse
+
+NUM_RANDOM = 8  # answers of each format and test; tests/support/tool_answers.py draws more
+
+
+def test_the_settings_name_the_formats():
+    assert set(TOOL_FORMATS) == {"auto", "none", "response_template", *formats.FORMATS}
+    assert set(REASONINGS) == {"auto", "none", *formats.REASONINGS}
+    assert set(SAMPLES) == set(formats.FORMATS)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_template_is_recognized(name):
+    assert ChatFormat(SAMPLES[name].template.text).tool_format == name
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_recorded_answer_whole_and_cut_anywhere(name):
+    sample, form = SAMPLES[name], ChatFormat(SAMPLES[name].template.text)
+    for texts in ([sample.answer], *cut_answers(name)):
+        assert read_recorded(name, form, texts) == sample.parts, texts
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_calls_of_the_history(name):
+    calls, form = SAMPLES[name].parts[2], ChatFormat(SAMPLES[name].template.text)
+    assert parts_of(form.parser(tools_of(calls), ""), [history_of(name, form, calls)])[2] == calls
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_random_answers(name):
+    assert not wrong_random_answers(name, NUM_RANDOM, seed=1)
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+@pytest.mark.parametrize("is_parallel", [True, False])
+def test_a_constrained_call_is_read_back(name, is_parallel):
+    """Random text under the constraint of calls is taken apart to calls of the tools, with valid arguments."""
+    wrong, counts = constrained_calls(name, is_parallel, NUM_RANDOM)
+    assert not wrong and (max(counts) > 1) == (is_parallel and formats.FORMATS[name].separator is not None)
+
+
+# Formats that xgrammar has built in, which are written independently of ours.
+BUILT_IN = {
+    "hermes": "qwen_3",
+    "qwen3_coder": "qwen_3_coder",
+    "glm": "glm_4_7",
+    "deepseek_v3": "deepseek_r1",
+    "deepseek_v31": "deepseek_v3_1",
+    "deepseek_v32": "deepseek_v3_2",
+    "deepseek_v4": "deepseek_v4",
+    "kimi_k2": "kimi",
+    "minimax_m2": "minimax",
+    "harmony": "harmony",
+    "llama3": "llama",
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_calls_of_xgrammars_formats_are_read(name):
+    shown = ToolUse(TOOLS).shown()
+    tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
+    prompt_end = "<think>" if name == "minimax_m2" else ""
+    for text in texts_of(ConstraintConfig(structural_tag=tag.model_dump()), NUM_RANDOM):
+        if text:  # harmony's may be empty
+            _, content, calls = parts_of(ChatFormat("</think>", name).parser(TOOLS, prompt_end), [text])
+            assert len(calls) == 1 and not content.strip() and follows_schemas(calls), text
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_a_call_or_a_text(name):
+    """Random text under the constraint of calls and of text is calls alone or text alone, and both occur."""
+    form, num_calls = ChatFormat("", name, "none"), 0
+    text_schema = {"type": "object", "properties": {"c": {"enum": ["<tool_call>", "[TOOL_CALLS]"]}}, "required": ["c"]}
+    use, only = ToolUse(TOOLS), ConstraintConfig(json_schema=text_schema)
+    for text in texts_of(form.constraint(use, only, "", may_think=False), NUM_RANDOM):
+        _, content, calls = parts_of(form.parser(TOOLS, "", is_either=True), [text])
+        num_calls += bool(calls)
+        if not calls:
+            jsonschema.validate(json.loads(content), text_schema)
+        assert not (calls and content.strip()), text
+    assert 0 < num_calls < NUM_RANDOM
+    must = ToolUse(TOOLS, must_call=True)
+    assert form.constraint(must, ConstraintConfig(regex="a"), "") == form.constraint(must, None, "")

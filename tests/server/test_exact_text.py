@@ -1,0 +1,106 @@
+"""Text of a tokenizer that strips the first space of a text, through every field of an answer that shows text."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+import torch
+from support.serving import served
+from support.tokenizer_kinds import tokenizer_of
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from lp_runtime import LookaheadRuntime
+
+PROMPT = "the answer is"
+TEMPLATE = "{% for m in messages %}<s>{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("llama2")
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory, tokenizer):
+    folder = tmp_path_factory.mktemp("llama2") / "model"
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), bos_token_id=1, eos_token_id=2, **shape)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    with LookaheadRuntime(folder, device="cpu", dtype="float32") as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def client(runtime):
+    with served(runtime) as (url, _):
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def biased(tokenizer, *pieces: str) -> dict[str, float]:
+    """A logit_bias by which the first of the pieces is always chosen; the others come next in this order."""
+    return {str(tokenizer.convert_tokens_to_ids(piece)): 100.0 - place for place, piece in enumerate(pieces)}
+
+
+def completion(client, **options):
+    return client.completions.create(model="demo", prompt=PROMPT, temperature=0, **options).choices[0]
+
+
+def chat(client, **options):
+    messages = [{"role": "user", "content": PROMPT}]
+    return client.chat.completions.create(model="demo", messages=messages, temperature=0, **options).choices[0]
+
+
+def word_of(tokenizer) -> str:
+    """A piece that begins with a space, and is another piece without it."""
+    vocabulary = tokenizer.get_vocab()
+    return next(
+        piece for piece in sorted(vocabulary) if piece[0] == "▁" and piece[1:].isalpha() and piece[1:] in vocabulary
+    )
+
+
+def test_a_completion_keeps_its_first_space_and_a_chat_does_not(client, tokenizer):
+    word = word_of(tokenizer)
+    text = " " + word[1:]
+    asked = {"max_tokens": 3, "logit_bias": biased(tokenizer, word)}
+    choice = completion(client, **asked, logprobs=5)
+    assert choice.text == text * 3 == "".join(choice.logprobs.tokens)
+    assert choice.logprobs.text_offset == [0, len(text), 2 * len(text)]
+    assert {len(top) for top in choice.logprobs.top_logprobs} == {6}, "the biased token is not among the likeliest"
+    content = chat(client, **asked, logprobs=True)
+    assert content.message.content == (text * 3)[1:] == "".join(each.token for each in content.logprobs.content)
+    assert b"".join(bytes(each.bytes) for each in content.logprobs.content).decode() == (text * 3)[1:]
+
+
+def test_echo_is_the_text_of_prompt_and_new_tokens(client, tokenizer):
+    asked = {"max_tokens": 2, "logit_bias": biased(tokenizer, word_of(tokenizer)), "echo": True}
+    choice = completion(client, **asked, logprobs=0)
+    assert choice.text == PROMPT + 2 * (" " + word_of(tokenizer)[1:]) == "".join(choice.logprobs.tokens)
+    assert all(
+        choice.text[offset:].startswith(token)
+        for offset, token in zip(choice.logprobs.text_offset, choice.logprobs.tokens, strict=True)
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_matches_at_the_first_new_character(client, tokenizer, stream):
+    word = word_of(tokenizer)
+    asked = {"max_tokens": 9, "logit_bias": biased(tokenizer, word), "stop": [" " + word[1:]]}
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = list(client.completions.create(model="demo", prompt=PROMPT, temperature=0, **asked, **options))
+        assert "".join(chunk.choices[0].text for chunk in chunks if chunk.choices) == ""
+        assert chunks[-1].usage.completion_tokens == 1
+    else:
+        choice = completion(client, **asked, logprobs=0)
+        assert (choice.text, choice.finish_reason, len(choice.logprobs.tokens)) == ("", "stop", 1)
+
+
+@pytest.mark.parametrize("choices", [[" yes", " no"], ["yes", "no"], ["  yes"], [" \u00e9\U0001f600", "\u00e91"]])
+def test_a_choice_is_one_of_those_given(client, choices):
+    """Spaces at the beginning included, in completions and in chats."""
+    asked = {"max_tokens": 30, "extra_body": {"structured_outputs": {"choice": choices}}}
+    assert completion(client, **asked).text in choices
+    assert chat(client, **asked).message.content in choices

@@ -1,0 +1,154 @@
+"""Fields that vLLM's API has and OpenAI's has not."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from support.serving import demo_model_that_chats, served
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.model.loading.loader import load_tokenizer
+
+PROMPT = "def binary_search(items, target):\n"
+TEMPLATE = (
+    '{% for m in messages %}# {{ m.role }}: {{ m.content + "\\n" }}{% endfor %}'
+    "{% if add_generation_prompt %}# assistant:{% if enable_thinking is not defined or enable_thinking %}<think>"
+    "{% else %}<think></think>{% endif %}{% endif %}"
+    "{# effort: {{ reasoning_effort }} </think> #}"
+)
+MESSAGES = [{"role": "user", "content": "Write a loop."}]
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory):
+    folder = demo_model_that_chats(tmp_path_factory.mktemp("fields") / "model", TEMPLATE)
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7)) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def tokenizer(runtime):
+    return load_tokenizer(runtime.config.model)
+
+
+@pytest.fixture(scope="module")
+def client(runtime):
+    with served(runtime) as (url, _):
+        yield openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+
+def complete(client, prompt=PROMPT, **fields):
+    options = {name: fields.pop(name) for name in ("stop", "stream", "stream_options", "suffix") if name in fields}
+    return client.completions.create(
+        model="demo", prompt=prompt, max_tokens=24, temperature=0, **options, extra_body=fields
+    )
+
+
+def chat(client, messages=MESSAGES, max_tokens=24, **fields):
+    options = {"model": "demo", "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    return client.chat.completions.create(**options, extra_body=fields).choices[0]
+
+
+@pytest.fixture(scope="module")
+def plain(runtime):
+    return runtime.generate(PROMPT, 24)
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_ends_the_text(client, tokenizer, plain, ignore_eos):
+    token = plain.token_ids[5]
+    num = plain.token_ids.index(token) + 1
+    done = complete(client, stop_token_ids=[token], ignore_eos=ignore_eos)
+    assert (done.usage.completion_tokens, done.choices[0].finish_reason) == (num, "stop")
+    assert done.choices[0].text == tokenizer.decode(plain.token_ids[:num])
+
+
+def test_the_stop_string_may_be_shown(client, plain):
+    stop = plain.text[20:24]
+    end = plain.text.index(stop) + len(stop)
+    assert complete(client, stop=[stop], include_stop_str_in_output=True).choices[0].text == plain.text[:end]
+    chunks = complete(client, stop=[stop], include_stop_str_in_output=True, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == plain.text[:end]
+
+
+def test_only_allowed_tokens_are_chosen(client, tokenizer, plain):
+    allowed = sorted(set(plain.token_ids[:4]))
+    text = complete(client, allowed_token_ids=allowed).choices[0].text
+    assert set(tokenizer(text, add_special_tokens=False).input_ids) and set(text) <= set(tokenizer.decode(allowed))
+
+
+def test_bad_words_do_not_occur(client, plain):
+    word = next(word for word in plain.text.split() if word.isalpha())
+    text = complete(client, bad_words=[word]).choices[0].text
+    assert text != plain.text and word not in text.split()
+
+
+@pytest.mark.parametrize("num", [3, 1000])
+def test_a_prompt_is_cut_to_its_last_tokens(client, tokenizer, num):
+    ids = tokenizer(PROMPT).input_ids[-num:]
+    cut, expected = complete(client, truncate_prompt_tokens=num), complete(client, prompt=ids)
+    assert cut.choices[0].text == expected.choices[0].text
+    assert cut.usage.prompt_tokens == len(ids)
+
+
+def test_each_chunk_may_count_tokens(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = complete(client, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens
+
+
+def test_thinking_is_turned_off_by_the_template(client, caplog):
+    answers = [
+        chat(client, **fields)
+        for fields in (
+            {"enable_thinking": False},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "none"},
+        )
+    ]
+    assert len({answer.message.content for answer in answers}) == 1 and answers[0].message.content
+    assert not hasattr(answers[0].message, "reasoning_content")
+    thinking = chat(client).message
+    assert thinking.reasoning_content and thinking.reasoning == thinking.reasoning_content
+    for _ in range(2):
+        assert chat(client, chat_template_kwargs={"no_such_variable": 1}).message.reasoning == thinking.reasoning
+    assert caplog.text.count("no_such_variable") == 1, "named once"
+
+
+def test_reasoning_ends_when_its_budget_is_used_up(client, runtime, tokenizer):
+    plain = chat(client, max_tokens=60).message.reasoning
+    for num in (0, 1, 7):
+        message = chat(client, max_tokens=60, thinking_token_budget=num).message
+        reasoning = getattr(message, "reasoning", "")
+        assert message.content and plain.startswith(reasoning)
+        assert len(tokenizer(reasoning, add_special_tokens=False).input_ids) <= num
+
+
+def test_stop_strings_have_no_effect_in_the_reasoning_part(client):
+    whole = chat(client, max_tokens=60, thinking_token_budget=12).message
+    stop = whole.reasoning[:2]
+    message = chat(client, max_tokens=60, thinking_token_budget=12, stop=[stop]).message
+    assert message.reasoning == whole.reasoning
+    assert message.content == whole.content.partition(stop)[0]
+
+
+def test_an_answer_continues_the_last_message(client, tokenizer):
+    messages = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
+    fields = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
+    answer = chat(client, messages, **fields)
+    text = "# user: Write a loop.\n# assistant: for i in"
+    assert answer.message.content == complete(client, prompt=text).choices[0].text
+    with pytest.raises(openai.BadRequestError, match="continue_final_message: not with add_generation_prompt=true"):
+        chat(client, messages, continue_final_message=True, add_generation_prompt=True)
+
+
+def test_a_prediction_is_copied(client, plain):
+    """The text is the same, in fewer steps."""
+    guessed = complete(client, prediction={"type": "content", "content": plain.text})
+    assert guessed.choices[0].text == plain.text
+    alone = complete(client)
+    steps = [each.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] for each in (guessed, alone)]
+    assert steps[0] < steps[1]
+    details = guessed.usage.completion_tokens_details
+    assert details.accepted_prediction_tokens > 0
