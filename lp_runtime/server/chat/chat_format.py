@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.server.chat import tags
 from lp_runtime.server.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
@@ -51,11 +51,20 @@ class ChatFormat:
             self._uses_own_parser |= name is None
         elif self._uses_own_parser:
             raise ConfigError("tool_format=response_template: the model has no response template")
+        if self._uses_own_parser:
+            self._check_own_parser()
         self.reasoning = REASONINGS.get(reasoning)
         if reasoning == "auto" and not self.is_harmony:
             self.reasoning = reasoning_of(self._template.source)
         if tool_format == "auto" and found.takes_tools:
             self._report(found.is_certain)
+
+    def _check_own_parser(self) -> None:
+        """Refuse a response template that transformers cannot read."""
+        try:
+            self._template.response_parser("", [])
+        except ValueError as error:
+            raise ConfigError(f"the model's response template: {first_line(error)}") from error
 
     def _report(self, is_certain: bool) -> None:
         """Log if it is not certain how the model writes calls."""

@@ -103,6 +103,8 @@ def test_a_model_may_bring_its_own_parser(prompt_end, text, parts):
     assert parts_of(own_parser(prompt_end), list(text)) == parts
 
 
-def test_the_own_parser_must_be_there():
+def test_the_own_parser_must_be_there_and_readable():
     with pytest.raises(ConfigError, match="no response template"):
         ChatFormat("{{ tools }}", "response_template")
+    with pytest.raises(ConfigError, match="response template: .*fields"):
+        ChatFormat(ChatTemplate("{{ tools }}", response_template={"version": 1}))
