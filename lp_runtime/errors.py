@@ -18,6 +18,10 @@ class LengthError(RequestError):
     """A request whose prompt and new tokens are more than the model's context or a replica's cache can hold."""
 
 
+class RequestMemoryError(RequestError):
+    """A request for which a replica's memory did not suffice."""
+
+
 class ConfigError(LookaheadError, ValueError):
     """A setting that is unknown, out of range, or contradicts another."""
 
@@ -70,6 +74,18 @@ class ShardError(Exception):
     that handles a LookaheadError: the replica's processes end, and it is started again whole."""
 
 
+class PassFailedError(Exception):
+    """A forward pass that has failed on another shard of the replica; this shard has left it, and awaits the next one.
+
+    Attributes:
+        num_calls: by shard, all-reduces and all-gathers that it had begun.
+    """
+
+    def __init__(self, num_calls: list[int]):
+        self.num_calls = num_calls
+        super().__init__("a forward pass has failed on another shard")
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its class if the message is empty."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
@@ -77,19 +93,20 @@ def first_line(error: BaseException) -> str:
 
 
 @contextmanager
-def unforeseen_as(kind: type[LookaheadError], what: str) -> Iterator[None]:
+def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn any exception of the block that is not a LookaheadError into one, with a message of one line.
 
     Args:
         kind: class of the error to raise.
         what: what the message begins with.
+        passing: classes of further exceptions to leave unchanged.
 
     Raises:
         LookaheadError: the block's own, or one of class `kind`.
     """
     try:
         yield
-    except LookaheadError:
-        raise
     except Exception as error:
+        if isinstance(error, (LookaheadError, *passing)):
+            raise
         raise kind(f"{what}: {type(error).__name__}: {first_line(error)}") from error

@@ -3,7 +3,7 @@
 
     python scripts/check_docs.py        prints FILE:LINE: what is wrong; exits with 1 if anything is
 
-Pages are README.md, CONTRIBUTING.md, CHANGELOG.md and docs/**/*.md. Checked in them:
+Pages are TOP_PAGES and docs/**/*.md. Checked in them:
 
 - a relative link or figure leads to a file of the repository, and an anchor to a heading of that file;
 - a path in `code` or in a code block that begins with a folder of the repository (FOLDERS) is there;
@@ -32,6 +32,7 @@ FOLDERS = (
     *("lp_runtime", "tests", "scripts", "benchmarks", "examples", "experiments"),
     *("conf", "launch", "docs", ".ci"),
 )
+TOP_PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
 MAX_ROWS = 10  # of a table in docs/results/
 MAX_README_LINES = 120
 
@@ -220,7 +221,7 @@ def check_page(page: Path, root: Path = ROOT) -> list[str]:
 
 def pages(root: Path = ROOT) -> list[Path]:
     """Return the pages of the documentation that are there."""
-    top = [root / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    top = [root / name for name in TOP_PAGES]
     return [page for page in top if page.exists()] + sorted((root / "docs").rglob("*.md"))
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = ROOT / "scripts" / "prose_ceilings.toml"
-CHECKED = ("lp_runtime", "docs", "README.md", "CONTRIBUTING.md", "examples")
+CHECKED = ("lp_runtime", "docs", "README.md", "CONTRIBUTING.md", "SECURITY.md", "examples")
 MAX_FIRST_SENTENCE = 110  # characters of a docstring's first sentence
 LONG_FIRST = "a long first sentence"
 OPENING = "an opening without a verb or a noun"

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
-import subprocess
-import sys
+import ast
+import json
+import re
+import runpy
 from pathlib import Path
 
+import jsonschema
 import pytest
+from support.examples import EXAMPLES, load_example
+from support.serving import served
 from transformers import AutoModelForCausalLM
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
-
-
-def load_example(name: str):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(("W", "N", "G"), [(5, 3, 5), (7, 5, 7), (1, 2, 1), (15, 5, 15)])
@@ -37,8 +33,59 @@ def test_lookahead_in_150_lines_takes_the_steps_of_the_engine(tiny_model_dir, W,
             assert (tokens, lookahead.num_steps) == (generation.token_ids, generation.steps)
 
 
-@pytest.mark.parametrize("name", ["minimal", "lookahead_in_150_lines"])
-def test_an_example_runs(name):
-    done = subprocess.run([sys.executable, EXAMPLES / f"{name}.py"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "64 tokens in " in done.stdout + done.stderr
+def test_minimal(capsys):
+    load_example("minimal").main(1)
+    assert "64 tokens in " in capsys.readouterr().err
+
+
+def test_lookahead_in_150_lines_on_the_demo_model(capsys):
+    runpy.run_path(str(EXAMPLES / "lookahead_in_150_lines.py"), run_name="__main__")
+    assert "64 tokens in " in capsys.readouterr().out
+
+
+def test_streaming(capsys):
+    example = load_example("streaming")
+    example.main()
+    out = capsys.readouterr().out
+    assert all(prompt in out for prompt in example.PROMPTS) and out.count("(cancelled)") == 1
+
+
+def test_drop_in(capsys, demo_model_dir):
+    load_example("drop_in").main(str(demo_model_dir))
+    assert "the same tokens: yes" in capsys.readouterr().err
+
+
+def test_structured_output(capsys):
+    example = load_example("structured_output")
+    example.main()
+    in_json, word = capsys.readouterr().out.splitlines()
+    jsonschema.validate(ast.literal_eval(in_json), example.SCHEMA)
+    assert word in ("yes", "no")
+
+
+def test_server_client(capsys, demo_model_dir):
+    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
+        load_example("server_client").main(url)
+    err = capsys.readouterr().err
+    assert "48 tokens" in err and "'mean_acceptance_length': " in err
+
+
+def test_batch_with_resume(capsys, tmp_path):
+    example, prompts, output = load_example("batch_with_resume"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def f(", "class A", "import ")))
+    example.main(prompts, output)
+    whole = output.read_text()
+    first, second, _ = whole.splitlines(keepends=True)
+    output.write_text(first + second[:9])  # as if it had been killed while it wrote
+    example.main(prompts, output)
+    assert output.read_text() == whole
+    assert [json.loads(line)["index"] for line in whole.splitlines()] == [0, 1, 2]
+    assert capsys.readouterr().err.count("2 of 3 prompts to decode") == 1
+
+
+def test_every_example_is_run():
+    """Those of launchers: tests/launchers/test_torchrun.py and test_ray_launcher.py."""
+    tests = Path(__file__).parent
+    files = (Path(__file__), tests / "launchers" / "test_torchrun.py", tests / "launchers" / "test_ray_launcher.py")
+    run = {name for path in files for name in re.findall(r'load_example\("(\w+)"\)|"(\w+)\.py"', path.read_text())}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} <= {name for names in run for name in names}

@@ -408,9 +408,20 @@ def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
 
 
 def test_a_request_that_does_not_fit_into_memory_is_refused(single):
-    builder = RequestBuilder(
-        single.config, replace(single.info, capacity=20), lambda: single.tokenizer, single.compiler
+    assert single.info.cache_bytes_per_token > 0
+    info = replace(single.info, capacity=20, cache_bytes_per_token=1 << 28)
+    builder = RequestBuilder(single.config, info, lambda: single.tokenizer, single.compiler)
+
+    def refusal(ids: list[int], max_new_tokens: int | None) -> str:
+        with pytest.raises(RequestError) as caught:
+            builder.build(ids, max_new_tokens)
+        return str(caught.value)
+
+    are_more = "are more than the 20 (5.00 GiB) that a replica's cache can hold"
+    assert refusal(IDS, 18) == (
+        f"no room in memory: 3 tokens + max_new_tokens=18 (5.25 GiB) {are_more}: give max_new_tokens=17 or less"
     )
-    with pytest.raises(RequestError, match=r"no room in memory: 3 tokens \+ max_new_tokens=18 .* 20 "):
-        builder.build(IDS, 18)
+    assert refusal([5] * 20, None) == (
+        f"no room in memory: 20 tokens + max_new_tokens=1 (5.25 GiB) {are_more}: shorten the prompt"
+    )
     assert builder.build(IDS, 17).max_new_tokens == 17

@@ -29,11 +29,12 @@ from lp_runtime.bench.command import bench
 from lp_runtime.calibration.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.distributed import devices
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival, Engine
@@ -357,6 +358,18 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
         for num_local, owns_device in ((1, False), (8, True), (8, False))
     )
     assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
+
+
+@pytest.mark.parametrize("num_cores", [1, 2])
+def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypatch):
+    options: list[dict] = []
+    monkeypatch.setattr(devices, "num_cores", lambda: num_cores)
+    monkeypatch.setattr(torch.cuda, "Event", lambda **given: options.append(given) or Event(**given))
+    config = RuntimeConfig(dtype="float32", compile="off", cache_dir=None)
+    loaded = load_replica(config, 0, 1, owns_process=False)
+    with join_group(config, loaded, ReplicaContext(owns_process=False)) as replica:
+        list(replica.decode(Request(PROMPT, PLAIN, 2)))
+    assert [each for each in options if "blocking" in each] == [{"blocking": num_cores < 2}]
 
 
 @pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_runner"])

@@ -121,8 +121,10 @@ def module_of(name: str) -> str:
 def test_every_folder_is_installed():
     """An editable install finds folders that a wheel would lack."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in PACKAGE.rglob("*.py")}
-    assert set(named) == folders | {"lp_runtime.conf"}
+    files = [*PACKAGE.rglob("*.py"), PACKAGE / "demo_model" / "config.json"]
+    folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in files}
+    conf = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in (ROOT / "conf").rglob("*.yaml")}
+    assert set(named) == folders | {f"lp_runtime.{folder}" for folder in conf}
 
 
 def folder_of(module: str) -> str:

@@ -24,8 +24,9 @@ from common import Results
 
 from lp_runtime import ConstraintConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.constraints.compiled import compile_constraint, library
+from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars, Vocabulary
+from lp_runtime.constraints.library import library
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter

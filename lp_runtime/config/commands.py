@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Optional
 
 from lp_runtime.config.checks import require_choice, require_int, require_number
@@ -139,21 +139,34 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
-        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
+        _check_server(self)
 
 
-def _check_server(
-    url: str | None, path: str | None, api_key: str | None, api_key_file: str | None, served_name: str | None
-) -> None:
-    """Raise ConfigError if a setting of the server has no `url`, or contradicts it."""
-    if url is None:
-        for name, value in (("api_key", api_key), ("api_key_file", api_key_file), ("served_name", served_name)):
-            if value is not None:
+def _check_server(config: ChatConfig | BenchConfig) -> None:
+    """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
+    if config.url is None:
+        for name in ("api_key", "api_key_file", "served_name"):
+            if getattr(config, name) is not None:
                 raise ConfigError(f"{name}: only with url")
-    elif path is not None:
+        return
+    if config.api_key is not None and config.api_key_file is not None:
+        raise ConfigError(f"api_key_file={config.api_key_file}: not with api_key")
+    if config.model.path is not None:
+        path = config.model.path
         raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
-    elif api_key is not None and api_key_file is not None:
-        raise ConfigError(f"api_key_file={api_key_file}: not with api_key")
+    defaults = type(config)()
+    for each in fields(RuntimeConfig):
+        if each.name != "sampling":  # sent with each request
+            _check_default(each.name, getattr(config, each.name), getattr(defaults, each.name))
+
+
+def _check_default(name: str, value: object, default: object) -> None:
+    """Raise ConfigError if a setting of a runtime, or a setting of a group of them, is not the default."""
+    if is_dataclass(value):
+        for each in fields(value):
+            _check_default(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
+    elif value != default:
+        raise ConfigError(f"{name}={value}: not with url; it is a setting of the server")
 
 
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
@@ -252,7 +265,7 @@ class BenchConfig(RuntimeConfig):
 
     def _check_load(self) -> None:
         """Check the settings of a load: their range, and that there is a server."""
-        _check_server(self.url, self.model.path, self.api_key, self.api_key_file, self.served_name)
+        _check_server(self)
         require_int("load_seed", self.load_seed, 0)
         require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
         if self.concurrency is not None:

@@ -37,6 +37,8 @@ class ModelConfig:
     """Branch, tag or commit of a hub id."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+    use_safetensors: bool = True
+    """Read weights from safetensors files only. false: read pickled weights too, from a model that has nothing else."""
     attn_implementation: str = "auto"
     """Attention implementation that the model is loaded with: auto (transformers' choice), sdpa or eager."""
     device_map: Any = None
@@ -127,7 +129,8 @@ class FailureConfig:
     """Seconds without an answer to a ping after which a decoding replica counts as lost, whatever it is computing
     (local and ray)."""
     restarts: int = 3
-    """Number of times that each lost replica is restarted, >= 0 (local and ray); torchrun has its own setting."""
+    """Number of times that each lost replica is restarted within an hour, >= 0 (local and ray); torchrun has its own
+    setting."""
 
     def __post_init__(self) -> None:
         require_seconds("failure.timeout", self.timeout)

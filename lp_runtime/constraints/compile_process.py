@@ -17,7 +17,8 @@ from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary, library
+from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, describe_vocabulary
+from lp_runtime.constraints.library import library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.child_process import python_command

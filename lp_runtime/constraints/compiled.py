@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import zlib
 from collections.abc import Collection
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
+from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
 from lp_runtime.constraints.grammar_checks import check_dead_ends
-from lp_runtime.constraints.schema_checks import check_schema
+from lp_runtime.constraints.library import library
+from lp_runtime.constraints.structural_tags import structural_tag_grammar
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
 from lp_runtime.text.token_text import TokenTexts
 
@@ -34,17 +35,6 @@ class CompiledConstraint:
     key: str
     data: bytes
     has_special_tokens: bool = False
-
-
-@functools.cache
-def library() -> ModuleType:
-    """Import xgrammar; raise ConfigError if it is not installed."""
-    try:
-        import xgrammar
-    except ImportError as error:
-        message = "constraints need the package xgrammar: pip install 'lp-runtime[constraints]'"
-        raise ConfigError(message) from error
-    return xgrammar
 
 
 def describe_vocabulary(
@@ -83,6 +73,7 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
     try:
         grammar = _grammar(config)
         check_dead_ends(kind, grammar)
+        # With its cache, xgrammar prints and reads the grammar first, which changes U+0080 to U+00FF.
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
     except ConstraintError:
@@ -125,18 +116,16 @@ def _grammar(config: ConstraintConfig) -> Any:
     """Convert a constraint to an xgrammar Grammar."""
     Grammar, kind, source = library().Grammar, config.kind, config.source
     if kind == "json_schema":
-        check_schema(json.loads(source))
-        is_any = config.whitespace == "any"
-        grammar = Grammar.from_json_schema(source, any_whitespace=is_any, strict_mode=True)
+        grammar = json_grammar(exact_schema(json.loads(source)), config.whitespace == "any")
     elif kind == "regex":
-        grammar = Grammar.from_regex(source)
+        grammar = Grammar.from_regex(exact_regex(source))
     elif kind == "grammar":
-        grammar = Grammar.from_ebnf(source)
+        grammar = Grammar.from_ebnf(exact_ebnf(source))
     elif kind == "choice":
         texts = " | ".join(_quoted(text) for text in json.loads(source))
         grammar = Grammar.from_ebnf(f"root ::= {texts}")
     else:
-        grammar = Grammar.from_structural_tag(_with_checked_schemas(json.loads(source), config.whitespace == "fixed"))
+        grammar = structural_tag_grammar(json.loads(source), config.whitespace == "fixed")
     if config.reasoning_end is None:
         return grammar
     begin, end = config.reasoning_begin or "", config.reasoning_end
@@ -145,21 +134,6 @@ def _grammar(config: ConstraintConfig) -> Any:
         free = {"type": "optional", "content": free}
     before = Grammar.from_structural_tag({"type": "structural_tag", "format": free})
     return Grammar.concat(before, Grammar.from_ebnf("root ::= [ \\n\\t]{0,8}"), grammar)
-
-
-def _with_checked_schemas(value: Any, is_fixed: bool) -> Any:
-    """Check a structural tag's JSON schemas; with `is_fixed`, replace them by fixed-whitespace grammars."""
-    if isinstance(value, list):
-        return [_with_checked_schemas(each, is_fixed) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if value.get("type") == "json_schema" and value.get("style", "json") == "json" and "json_schema" in value:
-        check_schema(value["json_schema"])
-        if not is_fixed:
-            return value
-        grammar = library().Grammar.from_json_schema(json.dumps(value["json_schema"]), any_whitespace=False)
-        return {"type": "grammar", "grammar": str(grammar)}
-    return {name: _with_checked_schemas(each, is_fixed) for name, each in value.items()}
 
 
 def _quoted(text: str) -> str:

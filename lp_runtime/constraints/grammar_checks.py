@@ -9,14 +9,24 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from lp_runtime.constraints.exact_regexes import (
+    MAX_CODE_POINT,
+    UNESCAPED_IN_JSON,
+    UNICODE,
+    complement,
+    exact_regex,
+    intersection,
+)
 from lp_runtime.errors import ConstraintError
 
 # Kinds of grammar expressions, with xgrammar's numbers (GrammarExprType in its cpp/grammar_impl.h).
 BYTES, CLASS, CLASS_STAR, EMPTY, RULE_REF, SEQUENCE, CHOICES, TAG_DISPATCH, REPEAT = range(9)
 TOKEN_TAG_DISPATCH, REGEX = 11, 12
-MAX_CODE_POINT = 0x10FFFF
-Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
-ESCAPED_IN_JSON: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))  # control characters, quote and backslash
+
+
+def has_automaton(grammar: Any) -> bool:
+    """Whether a grammar has a regular expression that xgrammar compiles to an automaton."""
+    return any(code == REGEX for code, _ in _expressions(json.loads(grammar.serialize_json())))
 
 
 def check_dead_ends(kind: str | None, grammar: Any) -> None:
@@ -29,25 +39,29 @@ def check_dead_ends(kind: str | None, grammar: Any) -> None:
         raise ConstraintError(f"constraint.{kind}: {dead_end}")
 
 
+def _expressions(content: Any) -> list[tuple[int, Sequence[int]]]:
+    """Return (kind, values) of the expressions of a serialized grammar."""
+    data = content["grammar_expr_data"]
+    return [(data[start], data[start + 2 : start + 2 + data[start + 1]]) for start in content["grammar_expr_indptr"]]
+
+
 class GrammarParts:
     """Analysis of a grammar: which expressions a text can complete, and which it can begin.
 
     Args:
         grammar: xgrammar's Grammar, not optimized.
-        excluded: characters that are allowed nowhere in a text.
 
     Attributes:
         can_end: whether some text satisfies the grammar.
         can_begin: whether at least the first character of some text matches the grammar.
     """
 
-    def __init__(self, grammar: Any, excluded: Ranges = ()):
+    def __init__(self, grammar: Any):
         content = json.loads(grammar.serialize_json())
-        self._data, self._starts = content["grammar_expr_data"], content["grammar_expr_indptr"]
+        self._expressions = _expressions(content)
         self._bodies: list[int] = [rule[1] for rule in content["rules"]]
         self._names: list[str] = [rule[0] for rule in content["rules"]]
         self._root: int = content["root_rule_id"]
-        self._excluded = excluded
         self._regexes = self._parsed_regexes(grammar)
         self._rule_users = self._users()
         self._ending: set[int] = set()  # rules that some text can complete
@@ -75,7 +89,7 @@ class GrammarParts:
             inner = self._regexes.get(expression)
             if inner is not None and inner.dead_end() is not None:
                 return self._no_character(rule)
-            code, values = self._parts(expression)
+            code, values = self._expressions[expression]
             if code in (SEQUENCE, CHOICES):
                 todo += [(each, rule) for each in values]
             for each in self._references(code, values):
@@ -87,24 +101,18 @@ class GrammarParts:
                     todo.append((self._bodies[each], each))
         return None
 
-    def _parts(self, expression: int) -> tuple[int, Sequence[int]]:
-        """Return (kind, values) of an expression."""
-        start = self._starts[expression]
-        return self._data[start], self._data[start + 2 : start + 2 + self._data[start + 1]]
-
     def _parsed_regexes(self, grammar: Any) -> dict[int, GrammarParts]:
         """Analyze each embedded regular expression, except those that xgrammar cannot convert to a grammar."""
         found = {}
-        for expression in range(len(self._starts)):
-            code, values = self._parts(expression)
+        for expression, (code, values) in enumerate(self._expressions):
             if code != REGEX:
                 continue
             in_json, pattern = values[0], bytes(value % 256 for value in values[1:]).decode(errors="replace")
             try:
-                parsed = type(grammar).from_regex(pattern)
-            except RuntimeError:  # xgrammar's automata support more than its grammars, such as (?i)
+                parsed = type(grammar).from_regex(exact_regex(pattern, UNESCAPED_IN_JSON if in_json else UNICODE))
+            except (RuntimeError, ValueError):  # xgrammar's automata support more than its grammars, such as (?i)
                 continue
-            found[expression] = GrammarParts(parsed, ESCAPED_IN_JSON if in_json else ())
+            found[expression] = GrammarParts(parsed)
         return found
 
     def _users(self) -> list[list[int]]:
@@ -113,7 +121,7 @@ class GrammarParts:
         for rule, body in enumerate(self._bodies):
             todo = [body]
             while todo:
-                code, values = self._parts(todo.pop())
+                code, values = self._expressions[todo.pop()]
                 todo += values if code in (SEQUENCE, CHOICES) else ()
                 for each in self._references(code, values):
                     users[each].append(rule)
@@ -130,9 +138,7 @@ class GrammarParts:
 
     def _ends(self, expression: int) -> bool:
         """Whether some text can complete an expression, given the rules in `_ending` so far."""
-        code, values = self._parts(expression)
-        if code == BYTES:
-            return not self._excluded or all(map(self._allows, values))
+        code, values = self._expressions[expression]
         if code == CLASS:
             return self._has_character(values)
         if code == RULE_REF:
@@ -146,9 +152,9 @@ class GrammarParts:
 
     def _begins(self, expression: int) -> bool:
         """Whether some text can begin an expression, completed or not, given the rules in `_beginning` so far."""
-        code, values = self._parts(expression)
+        code, values = self._expressions[expression]
         if code == BYTES:
-            return any(map(self._allows, values[:1]))
+            return bool(values)
         if code in (CLASS, CLASS_STAR):
             return self._has_character(values)
         if code in (RULE_REF, REPEAT):
@@ -177,16 +183,10 @@ class GrammarParts:
             return values[2 : 2 * values[0] + 1 : 2]
         return values[:1] if code == RULE_REF or (code == REPEAT and values[2] != 0) else ()
 
-    def _allows(self, byte: int) -> bool:
-        """Whether a byte of a literal is not excluded."""
-        return not any(first <= byte <= last for first, last in self._excluded)
-
     def _has_character(self, values: Sequence[int]) -> bool:
-        """Whether a character class contains a character that is not excluded."""
+        """Whether a character class contains a character."""
         is_negated, ranges = values[0], list(zip(values[1::2], values[2::2], strict=True))
-        if is_negated:
-            return _is_partly_outside(0, MAX_CODE_POINT, [*ranges, *self._excluded])
-        return any(_is_partly_outside(first, min(last, MAX_CODE_POINT), self._excluded) for first, last in ranges)
+        return bool(complement(ranges) if is_negated else intersection(ranges, [(0, MAX_CODE_POINT)]))
 
     def _no_character(self, rule: int) -> str:
         return f"the rule {self._names[rule]} has a position where no character is allowed"
@@ -195,7 +195,7 @@ class GrammarParts:
         """Describe why no text can complete an expression of a rule."""
         passed = {rule}
         while True:
-            code, values = self._parts(expression)
+            code, values = self._expressions[expression]
             if code in (SEQUENCE, CHOICES):
                 expression = next(each for each in values if not self._ends(each))
             elif code not in (RULE_REF, REPEAT):
@@ -206,12 +206,3 @@ class GrammarParts:
                 rule = values[0]
                 passed.add(rule)
                 expression = self._bodies[rule]
-
-
-def _is_partly_outside(first: int, last: int, ranges: Ranges) -> bool:
-    """Whether any code point from `first` to `last` is outside all ranges."""
-    for lower, upper in sorted(ranges):
-        if lower > first:
-            break
-        first = max(first, upper + 1)
-    return first <= last

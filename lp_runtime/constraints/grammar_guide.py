@@ -17,9 +17,9 @@ from lp_runtime.constraints.compiled import (
     CompiledConstraint,
     describe_vocabulary,
     forced_bytes,
-    library,
     load_compiled,
 )
+from lp_runtime.constraints.library import library
 from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
 from lp_runtime.text.token_text import TokenTexts
@@ -265,7 +265,7 @@ class Grammars:
         """Create the guide of a request, at the state before its first new token.
 
         Args:
-            context: the tokens that the constrained text continues; none if it is a text of its own.
+            context: the tokens that the constrained text continues; none if it is a separate text.
         """
         vocabulary = self.vocabulary(constraint.has_special_tokens)
         if constraint.key not in self._loaded:

@@ -46,6 +46,10 @@ ANNOTATIONS = (
     "definitions",
     "components",
 )
+# Where schemas are inside a schema: in mappings, in lists, or directly.
+MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
 MAX_DEPTH = 100  # nesting of schemas
 TYPES: dict[str, Callable[[object], bool]] = {
     "string": lambda value: isinstance(value, str),
@@ -74,19 +78,20 @@ def check_schema(schema: object) -> None:
         todo += [(f"{place}/{name}", inner, depth + 1) for name, inner in _inner(each)]
 
 
-def _refuse(place: str, reason: str) -> ConstraintError:
+def refusal(place: str, reason: str) -> ConstraintError:
+    """Return the error that refuses the schema at a place (JSON pointer)."""
     return ConstraintError(f"constraint.json_schema: {place}: {reason}")
 
 
 def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """Yield (relative location, schema) of the schemas directly inside a schema."""
-    for name in ("properties", "patternProperties", "$defs", "definitions"):
+    for name in MAPPINGS:
         if isinstance(schema.get(name), Mapping):
             yield from ((f"{name}/{key}", each) for key, each in schema[name].items())
-    for name in ("anyOf", "oneOf", "allOf", "prefixItems"):
+    for name in LISTS:
         if isinstance(schema.get(name), list):
             yield from ((f"{name}/{number}", each) for number, each in enumerate(schema[name]))
-    for name in ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems"):
+    for name in SINGLES:
         if name in schema:
             yield name, schema[name]
 
@@ -95,9 +100,9 @@ def _check_one(place: str, schema: Mapping[str, Any]) -> None:
     """Check one schema, without the schemas inside it."""
     for name in UNSUPPORTED:
         if schema.get(name, False) is not False:
-            raise _refuse(f"{place}/{name}", "is not supported")
+            raise refusal(f"{place}/{name}", "is not supported")
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) != 1:
-        raise _refuse(f"{place}/allOf", "is supported with one schema only")
+        raise refusal(f"{place}/allOf", "is supported with one schema only")
     combination = next((name for name in COMBINATIONS if name in schema), None)
     if combination is not None:
         _refuse_together(place, schema, combination, lambda name: name not in ANNOTATIONS)
@@ -112,7 +117,7 @@ def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, exclud
     """Check that a schema has no excluded keyword next to `keyword`."""
     excluded = next((name for name in schema if name != keyword and excludes(name)), None)
     if excluded is not None:
-        raise _refuse(f"{place}/{excluded}", f"is not supported together with {keyword}")
+        raise refusal(f"{place}/{excluded}", f"is not supported together with {keyword}")
 
 
 def _check_values(place: str, schema: Mapping[str, Any]) -> None:
@@ -126,14 +131,14 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     kinds = [kinds] if isinstance(kinds, str) else kinds
     for value in values:
         if isinstance(kinds, list) and not any(kind in TYPES and TYPES[kind](value) for kind in kinds):
-            raise _refuse(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, kinds))}")
+            raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, kinds))}")
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:
     """Check that `properties` has all required properties."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(required, list) or not isinstance(properties, Mapping):
-        raise _refuse(place, "properties must be an object, and required a list")
+        raise refusal(place, "properties must be an object, and required a list")
     missing = next((name for name in required if name not in properties), None)
     if missing is not None:
-        raise _refuse(f"{place}/required", f"{missing!r} is not among the properties")
+        raise refusal(f"{place}/required", f"{missing!r} is not among the properties")

@@ -18,6 +18,8 @@ log = logging.getLogger(__name__)
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers without access to the GPUs
 DRIVER_CONTROL = Path("/dev/nvidiactl")  # only visible with access to the GPUs
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds of CPU time, or "max", in each period
+CORES_PER_REPLICA = 2  # to poll for the end of a pass: one polls, one is for the process's other threads
 MIN_DRIVERS = {12: 525, 13: 580}  # minimum driver major version, by CUDA major version
 WHEELS = "https://download.pytorch.org/whl"
 
@@ -109,16 +111,35 @@ def check_one_each(numbers: Sequence[int]) -> None:
             )
 
 
+def num_cores() -> int:
+    """Return the number of CPU cores that this process may use: its affinity, limited by the container's quota."""
+    found = len(os.sched_getaffinity(0))
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return min(found, max(1, int(quota) // int(period)))  # int("max") raises ValueError
+    except (OSError, ValueError):
+        return found
+
+
+def must_sleep(num_local: int, owns_device: bool) -> bool:
+    """Whether a process should sleep while it waits for its GPU, because there are too few cores to poll.
+
+    Waking up takes an estimated 20 to 50 us. Args as in `load_replica`.
+    """
+    is_pinned = owns_device and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)  # to cores of its own, as by srun
+    return num_cores() < CORES_PER_REPLICA * (1 if is_pinned else num_local)
+
+
 def warn_of_few_cores(num_local: int) -> None:
     """Warn if this process may use fewer CPU cores than there are GPU processes on this machine.
 
     A replica keeps a core busy while it waits for its GPU. A replica that waits for a core delays every replica's step.
     """
-    num_cores = len(os.sched_getaffinity(0))
-    if num_cores < num_local:
+    found = num_cores()
+    if found < num_local:
         log.warning(
             "%d cores for %d processes that each keep one busy: steps will be slow; allow %d or more (4 for each GPU)",
-            num_cores,
+            found,
             num_local,
             num_local,
         )

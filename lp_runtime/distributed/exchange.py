@@ -72,17 +72,20 @@ class Exchange:
     `start` begins an exchange and `finish` ends it. If the results are on a GPU, `start` does not wait: the gather is
     queued after the kernels that compute the results, and `finish` waits once.
 
+    `sleeps` is whether a wait for the GPU sleeps instead of polling.
+
     Attributes:
         capacity: largest number of nodes that a replica may own in a step.
         width: integers per node result.
         bytes_sent: bytes that this replica has sent so far; 0 for a single replica.
     """
 
-    def __init__(self, group: Group, capacity: int, width: int = 1):
+    def __init__(self, group: Group, capacity: int, width: int = 1, sleeps: bool = False):
         self.group = group
         self.capacity = capacity
         self.width = width
         self.bytes_sent = 0
+        self._sleeps = sleeps
         device = group.device
         self._on_gpu = device.type == "cuda"
         size = 0 if group.is_alone else HEADER + capacity * width
@@ -146,7 +149,7 @@ class Exchange:
             capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
             with torch.inference_mode(False):  # later calls may be outside inference mode and must be able to write it
                 self._pinned = torch.empty(capacity, dtype=torch.int64, pin_memory=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event(blocking=self._sleeps)
         assert self._copied is not None
         host_values = self._pinned[: values.numel()].view(values.shape)
         host_values.copy_(values, non_blocking=True)

@@ -24,13 +24,16 @@ ALIGNMENT = 16  # bytes: torch's one-shot kernel reads in units of this size
 class Reducer(ABC):
     """Combines tensors of a replica's shards during a forward pass.
 
-    All shards must make the same calls in the same order; all get bitwise equal results.
+    All shards must make the same calls in the same order; all get bitwise equal results. A call that waits on the host
+    raises PassFailedError if another shard gives up the pass. One that waits on the GPU cannot be given up.
 
     Attributes:
-        can_capture: whether CUDA graphs may contain the calls.
+        can_capture: whether CUDA graphs may contain the calls; they then wait on the GPU.
+        num_calls: calls so far that wait on the GPU.
     """
 
     can_capture = False
+    num_calls = 0
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -101,14 +104,16 @@ class CollectiveReducer(Reducer):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
+        self.num_calls += 1
         with peers():
             self._group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found = tensor.new_empty((self._num_shards, *tensor.shape))
+        found, tensor = tensor.new_empty((self._num_shards, *tensor.shape)), tensor.contiguous()
+        self.num_calls += 1
         with peers():
-            self._group.allgather([list(found.unbind())], [tensor.contiguous()]).wait()
+            self._group.allgather([list(found.unbind())], [tensor]).wait()
         return found
 
 
@@ -134,6 +139,12 @@ class OneShotReducer(Reducer):
         self._buffer = buffer
         self._group_name = group_name
         self.max_numbers = len(buffer)
+        self._num_shots = 0
+
+    @property
+    def num_calls(self) -> int:  # type: ignore[override]  # an attribute of the base class
+        """See Reducer."""
+        return self._num_shots + self._others.num_calls
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         size, flat = tensor.numel(), tensor.contiguous().view(-1)
@@ -141,6 +152,7 @@ class OneShotReducer(Reducer):
         if tensor.dtype != self._buffer.dtype or size > self.max_numbers or not is_aligned:
             return self._others.all_reduce(tensor)
         buffer = self._buffer[:size]  # torch sums all elements of the buffer
+        self._num_shots += 1
         total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce_copy(buffer, flat, "sum", self._group_name)
         return total.view(tensor.shape)
 

@@ -26,7 +26,7 @@ from lp_runtime.distributed.process_group import environment, new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.shared_memory import FOLDER, SharedMemoryTransport
-from lp_runtime.errors import LaunchError, first_line
+from lp_runtime.errors import LaunchError, PassFailedError, ShardError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store
@@ -125,6 +125,34 @@ class ShardLink:
             found = torch.empty(self.place.num_shards, dtype=torch.int64)
             self._transport.all_gather(found, torch.tensor([number]))
             return int(found.min())
+
+    def end_pass(self) -> None:
+        """Wait until every shard has ended the pass on its host.
+
+        Raises:
+            PassFailedError: if it has failed on another shard.
+            ShardError: if it has, and this replica cannot go on, or if another shard is gone.
+        """
+        try:
+            self.smallest(self.reducer.num_calls)
+        except PassFailedError as error:
+            self._check_matched(error.num_calls)
+            raise
+
+    def fail_pass(self) -> None:
+        """Give up a pass that has failed here: the others' calls, `end_pass` at the latest, raise PassFailedError.
+
+        Raises:
+            ShardError: if the others cannot leave the pass, or one of them is gone.
+        """
+        with peers():
+            num_calls = self._transport.fail(self.reducer.num_calls)
+        self._check_matched(num_calls)
+
+    def _check_matched(self, num_calls: list[int]) -> None:
+        """Raise ShardError if a GPU waits for another shard's call that will not come."""
+        if self.reducer.can_capture and len(set(num_calls)) > 1:
+            raise ShardError(f"a pass has failed on some GPUs of the replica, after {num_calls} sums")
 
     def peer_buffer(self, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor | None:
         """Allocate memory that all shards' GPUs can read (torch's symmetric memory). All shards must call it.

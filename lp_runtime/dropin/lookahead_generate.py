@@ -27,7 +27,7 @@ from lp_runtime.dropin.generate_call import GenerateCall
 from lp_runtime.dropin.recorder import Recorder
 from lp_runtime.dropin.runner_cache import RunnerKeeper, runner_of
 from lp_runtime.engine.engine import Engine
-from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.errors import ConfigError, RequestError, RequestMemoryError, first_line
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.checks.make_runner import check_runner
 from lp_runtime.model.hf.config import attention_settings
@@ -226,7 +226,10 @@ class _Rows:
     def decode(self) -> torch.Tensor | object:
         """Decode all rows and return the output of `generate`."""
         call = self._call
-        rows = self._decode_rows()
+        try:
+            rows = self._decode_rows()
+        except RequestMemoryError as error:
+            raise torch.OutOfMemoryError(str(error)) from error  # as `generate` does
         if call.streamer is not None:
             call.streamer.end()
         if call.cache is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.running_request import RunningRequest, never_cancel
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
@@ -37,7 +37,7 @@ class Batch:
         delivery: (key, event) pairs on their way to the caller.
     """
 
-    def __init__(self, close: Callable[[RunningRequest], None]):
+    def __init__(self, close: Callable[[RunningRequest, bool], None]):
         self._close = close
         self.running: dict[Hashable, RunningRequest] = {}
         self.prefilling: dict[Hashable, tuple[RunningRequest, Generator[None, None, StepOutput | None]]] = {}
@@ -66,13 +66,13 @@ class Batch:
         if output is not None:
             self.delivery.add((key, output))
         if isinstance(output, LookaheadError):
-            self._close(self.running.pop(key))
+            self._close(self.running.pop(key), isinstance(output, RequestMemoryError))
         elif self.running[key].is_finished:
             running = self.running.pop(key)
-            self._close(running)
+            self._close(running, False)
             self.delivery.add((key, running.report()))
 
     def close(self) -> None:
         """Close all requests."""
         for running in (*self.running.values(), *(running for running, _ in self.prefilling.values())):
-            self._close(running)
+            self._close(running, False)

@@ -7,6 +7,7 @@ in one forward pass. `Engine._step` is the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lp_runtime.calibration.calibration import Calibration
@@ -23,6 +24,7 @@ from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival, Batch
 from lp_runtime.engine.delivery import Delivery
+from lp_runtime.engine.memory import unshared_error
 from lp_runtime.engine.running_request import (
     Callbacks,
     MakeExchange,
@@ -32,11 +34,11 @@ from lp_runtime.engine.running_request import (
     capacity_of,
     never_cancel,
 )
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.forward.step_inputs import StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Event, StepOutput
@@ -45,6 +47,7 @@ from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
+from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 
 class Engine:
@@ -111,17 +114,25 @@ class Engine:
     def _open(
         self, request: Request, callbacks: Callbacks, spec: SamplerSpec | None = None, stop: Stop | None = None
     ) -> RunningRequest:
-        model = self._model
-        spec = spec or make_sampler_spec(model, request, self._plain_kinds)
-        prefix = PromptPrefix(model.slots.prefixes, request, self._group, self._draft_pool)
-        decoder = self.open_decoder(request, spec, stop, prefix.tag)
-        text = (*request.prompt_ids, *request.committed) if request.committed else ()
-        slot = model.slots.acquire(capacity_of(request, decoder), text)
-        return RunningRequest(model, self._peers, request, decoder, slot, prefix, callbacks)
+        model, group = self._model, self._group
+        with out_of_memory_as(lambda reason: unshared_error(model, request, group, reason)), ExitStack() as opened:
+            spec = spec or make_sampler_spec(model, request, self._plain_kinds)
+            prefix = PromptPrefix(model.slots.prefixes, request, group, self._draft_pool)
+            decoder = self.open_decoder(request, spec, stop, prefix.tag)
+            opened.callback(self.close_decoder, decoder)
+            text = (*request.prompt_ids, *request.committed) if request.committed else ()
+            slot = model.slots.acquire(capacity_of(request, decoder), text)
+            opened.callback(model.slots.release, slot)
+            running = RunningRequest(model, self._peers, request, decoder, slot, prefix, callbacks)
+            opened.pop_all()  # closed by `_close` from here on
+        return running
 
-    def _close(self, running: RunningRequest) -> None:
+    def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
+        """Release what a request holds; with `frees_memory` also free what no running request needs."""
         self.close_decoder(running.decoder, running.keep_prefix())
         self._model.slots.release(running.slot)
+        if frees_memory:
+            self._model.free_memory()
 
     # Decoding.
 
@@ -135,6 +146,8 @@ class Engine:
     ) -> Iterator[Event]:
         """Decode one request; yield a StepOutput per step, then a Report.
 
+        If memory runs out on any replica, all of them raise RequestMemoryError, and can decode the next request.
+
         Args:
             spec: how successors are sampled; None for what the request and the model's own defaults say.
             stop: a stop condition in addition to the request's, see DecodingState; None for none.
@@ -142,6 +155,7 @@ class Engine:
         """
         running = self._open(request, Callbacks(should_cancel, observe), spec, stop)
         delivery: Delivery[Event] = Delivery()
+        lacks_memory = False
         try:
             prefilled = result_of(running.prefill())
             if prefilled is not None:
@@ -149,17 +163,18 @@ class Engine:
             while not running.is_finished:
                 if not delivery.is_deferred:
                     yield from delivery.deliver()
-                (output,) = yield from self._step([running], delivery)
+                (output,) = yield from self._try_step([running], delivery)
                 if isinstance(output, LookaheadError):
                     raise output
                 delivery.add(output)
             yield from delivery.deliver()
             yield running.report()
-        except Exception:
+        except Exception as error:
+            lacks_memory = isinstance(error, RequestMemoryError)
             yield from delivery.deliver()  # what was committed before the failure
             raise
         finally:
-            self._close(running)
+            self._close(running, lacks_memory)
 
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass, on a lone replica. Ends with the last request.
@@ -176,7 +191,7 @@ class Engine:
                 yield from self._prefill_some(batch)
                 if batch.running:
                     keys = list(batch.running)
-                    outputs = yield from self._step(list(batch.running.values()), batch.delivery)
+                    outputs = yield from self._try_step(list(batch.running.values()), batch.delivery)
                     for key, output in zip(keys, outputs, strict=True):
                         batch.handle_output(key, output)
                 elif not batch.prefilling:
@@ -214,6 +229,18 @@ class Engine:
 
     # The step.
 
+    def _try_step(
+        self, batch: list[RunningRequest], delivery: Delivery[Any]
+    ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
+        """Run `_step`; if memory runs out where it cannot tell whose step failed, all requests end with an error."""
+        try:
+            return (yield from self._step(batch, delivery))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        return [running.unshared_error(reason) for running in batch]
+
     def _step(
         self, batch: list[RunningRequest], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
@@ -236,14 +263,35 @@ class Engine:
         _lap(batch, "other")
         return steps
 
-    def _forward(self, batch: list[RunningRequest], steps: list[Step]) -> list[StepLogits]:
-        """Run the forward pass; on a GPU, launch it and return."""
+    def _forward(self, batch: list[RunningRequest], steps: list[Step]) -> list[StepLogits | LookaheadError]:
+        """Run the forward pass; on a GPU, launch it and return. A request for which memory ran out gets an error."""
         if self._model.timer is not None:
             self._model.timer.start()
-        return self._model.forward_batch([running.inputs(step) for running, step in zip(batch, steps, strict=True)])
+        inputs = [running.inputs(step) for running, step in zip(batch, steps, strict=True)]
+        if len(batch) == 1 or self._model.supports_batching:
+            return self._feed(batch, inputs)
+        return [
+            running.attempt(lambda each=each: self._model.forward(each).copy())  # type: ignore[misc]
+            for running, each in zip(batch, inputs, strict=True)
+        ]
+
+    def _feed(self, batch: list[RunningRequest], inputs: list[StepInputs]) -> list[StepLogits | LookaheadError]:
+        """Feed the requests' shares in one pass; while memory does not suffice, leave out the youngest, the last."""
+        lengths = [len(each.slot.tokens) for each in inputs]
+        found = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
+        if not isinstance(found, LookaheadError):
+            return list(found)
+        if len(batch) > 1 and lengths != [len(each.slot.tokens) for each in inputs]:  # re-fed, and committed in part
+            return [running.unshared_error("its batch lacks memory") for running in batch]
+        inputs[-1].slot.drop()
+        if len(batch) == 1:
+            return [found]
+        for each in inputs[:-1]:
+            each.slot.cache.truncate(each.slot.cache.length)  # a strict step may have written parts of its tree
+        return [*self._feed(batch[:-1], inputs[:-1]), found]
 
     def _sample(
-        self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits]
+        self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits | LookaheadError]
     ) -> list[Samples | LookaheadError]:
         """Sample the successors of the nodes that this replica owns; on a GPU, launch that and return."""
         samples = [running.sample(step, each) for running, step, each in zip(batch, steps, logits, strict=True)]

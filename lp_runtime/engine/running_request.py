@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,7 +19,8 @@ from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.errors import LookaheadError
+from lp_runtime.engine.memory import memory_error, unshared_error
+from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -30,6 +32,7 @@ from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.utils.generators import result_of
+from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
 
@@ -37,6 +40,7 @@ CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
 # what this replica sampled). The last step may commit fewer tokens than it accepted.
 Observer = Callable[[list[int], Step, int, Samples], None]
 MakeExchange = Callable[[Group, int, int], Exchange]  # arguments: group, capacity in nodes, integers per node
+T = TypeVar("T")
 
 
 def never_cancel() -> bool:
@@ -122,6 +126,26 @@ class RunningRequest:
         """Tokens that the slot must hold: the prompt, the output and one step's."""
         return capacity_of(self._request, self.decoder)
 
+    # Out of memory.
+
+    def attempt(self, work: Callable[[], T]) -> T | RequestMemoryError:
+        """Call `work`; if memory runs out, free what can be freed, and return the error that ends the request.
+
+        The replica must report that error in the next exchange, so that all replicas end the request with it.
+        """
+        try:
+            return work()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = first_line(error)
+        # Not in the handler: there, the exception still holds the tensors of the failed pass.
+        return memory_error(self._model, self._request, self.decoder.state.new_tokens, reason)
+
+    def unshared_error(self, reason: str) -> LookaheadError:
+        """Return the error to raise if memory has run out where peers do not expect an error of this replica."""
+        return unshared_error(self._model, self._request, self._group, reason)
+
     # Prefill.
 
     def prefill(self) -> Generator[None, None, StepOutput | None]:
@@ -130,33 +154,37 @@ class RunningRequest:
         Yields between chunks, when other requests may be fed. Returns None if an earlier attempt delivered the output,
         or if the request was cancelled.
         """
-        chunks = self._resume() if self._request.committed else self._prefill()
+        with out_of_memory_as(self.unshared_error):
+            output = yield from self._timed(self._resume() if self._request.committed else self._prefill())
+        self.timer = StepTimer()
+        return output
+
+    def _timed(self, chunks: Generator[None, None, StepOutput | None]) -> Generator[None, None, StepOutput | None]:
+        """Yield after each chunk, and add the time that it takes to the prefill's."""
         while True:
             started = time.perf_counter()
             try:
                 next(chunks)
             except StopIteration as end:
-                output = end.value
-                break
+                output: StepOutput | None = end.value
+                return output
             finally:
                 self._model.synchronize()  # or the next request would be charged for the end of this one's chunk
                 self._prefill_seconds += time.perf_counter() - started
             yield
-        self.timer = StepTimer()
-        return output
 
-    def _resume(self) -> Generator[None, None, None]:
+    def _resume(self) -> Generator[None, None, StepOutput | None]:
         """Feed those tokens of the prompt and of an earlier attempt that are not in the slot."""
         resume = Resume(self._model, self._request, self.slot, self.decoder.sampler, self._group)
-        if not (yield from resume.in_step(self.capacity, self._callbacks.should_cancel)):
+        if not (yield from resume.in_step(self.capacity, self._callbacks.should_cancel, self.attempt)):
             self._ended_by = CANCEL
+        return None
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and agree on the first new token."""
-        model, prompt = self._model, self._request.prompt_ids
-        model.begin(self.slot, self.capacity, prompt_length=len(prompt))
-        prompt = prompt[self._prefix.read_into(self.slot) :]
-        step = self.decoder.propose_prefill()
+        model, step = self._model, self.decoder.propose_prefill()
+        error = _error_of(self.attempt(self._begin))
+        prompt = self._request.prompt_ids[self._prefix.num_read :]
         scorer: PromptScorer | None = None
         harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
@@ -172,18 +200,24 @@ class RunningRequest:
             chunks = self._prefill_past_point(prompt, num_before)
             num_chunks = -(-num_before // chunk_tokens) - (num_before - len(prompt)) // chunk_tokens
         for num_left in range(num_chunks - 1, 0, -1):
-            next(chunks)
+            error = error or _error_of(self.attempt(lambda: next(chunks)))
             yield
-            if self._agree_to_cancel(step, num_left):
+            if self._agree_to_cancel(step, num_left, error):
                 self._ended_by = CANCEL
                 return None
-        samples = self.sample(step, StepLogits(result_of(chunks)))
+        logits = self.attempt(lambda: StepLogits(result_of(chunks))) if error is None else error
+        samples = self.sample(step, logits)
         self.start_exchange(step, samples)
         output = self.advance(step, samples, self.finish_exchange())
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
+
+    def _begin(self) -> None:
+        """Make the slot hold the part of the prompt that comes from the prefix cache."""
+        self._model.begin(self.slot, self.capacity, prompt_length=len(self._request.prompt_ids))
+        self._prefix.read_into(self.slot)
 
     def _prefill_past_point(self, prompt: tuple[int, ...], num_before: int) -> Generator[None, None, torch.Tensor]:
         """Feed a prompt as `prefill_in_chunks` does, and store the prefix of its first `num_before` tokens."""
@@ -192,14 +226,19 @@ class RunningRequest:
         yield
         return (yield from self._model.prefill_in_chunks(self.slot, prompt[num_before:]))
 
-    def _agree_to_cancel(self, step: Step, num_left: int) -> bool:
-        """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas."""
-        if self._group.is_alone:
-            return self._callbacks.should_cancel()
-        # An exchange like the prefill's own, so that replicas at different chunks see that their digests differ.
-        control = CANCEL * self._callbacks.should_cancel()
-        outcome = self._exchange.all_gather(step.shares, self._no_values(step), step.digest ^ num_left, control)
-        return bool(outcome.control & CANCEL)
+    def _agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
+        """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas.
+
+        `error` comes from this replica's chunk, None if it was fed. An error of any replica is raised on all of them.
+        """
+        control = CANCEL * self._callbacks.should_cancel() | FAILED * (error is not None)
+        if not self._group.is_alone:
+            # An exchange like the prefill's own, so that replicas at different chunks see that their digests differ.
+            digest = step.digest ^ num_left
+            control = self._exchange.all_gather(step.shares, self._no_values(step), digest, control).control
+        if control & FAILED:
+            raise shared_error(error, self._group)
+        return bool(control & CANCEL)
 
     def _no_values(self, step: Step) -> torch.Tensor:
         """Return zeros of the shape of what this replica exchanges in a step."""
@@ -222,10 +261,15 @@ class RunningRequest:
         """Return what this replica feeds to the model."""
         return step.inputs(self._group.rank, self.slot)
 
-    def sample(self, step: Step, logits: StepLogits) -> Samples | LookaheadError:
-        """Choose the successors of the nodes that this replica owns; return the error if a processor fails."""
+    def sample(self, step: Step, logits: StepLogits | LookaheadError) -> Samples | LookaheadError:
+        """Choose the successors of the nodes that this replica owns.
+
+        Return the error if the forward pass has failed, which is then given as `logits`, or if sampling fails.
+        """
+        if isinstance(logits, LookaheadError):
+            return logits
         try:
-            return self.decoder.sample(step, self._group.rank, logits)
+            return self.attempt(lambda: self.decoder.sample(step, self._group.rank, logits))
         except LookaheadError as error:
             return error
 
@@ -311,6 +355,11 @@ class RunningRequest:
         tag = self._prefix.next_tag(state.digest) if has_tables else 0
         self._prefix.keep(self.slot, tag)
         return tag
+
+
+def _error_of(result: object) -> RequestMemoryError | None:
+    """Return the result of `RunningRequest.attempt` if it is an error, else None."""
+    return result if isinstance(result, RequestMemoryError) else None
 
 
 def capacity_of(request: Request, decoder: Decoder) -> int:

@@ -12,11 +12,14 @@ from collections import deque
 from collections.abc import Generator, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
@@ -30,6 +33,7 @@ from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.utils.json_line import to_json
 from lp_runtime.utils.prompt_file import Prompt
 
+GROUPS = {"loading": ModelConfig, "lookahead": LookaheadConfig, "sampling": SamplingConfig}  # in a file of settings
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
 
 
@@ -173,6 +177,14 @@ def _settings_path(output: Path) -> Path:
     return output.with_name(output.name + ".settings")
 
 
+def _setting_of(settings: Mapping[str, Any], key: str) -> object:
+    """Return a setting of a file; a setting that the file's version did not have yet has its default."""
+    value = settings.get(key, getattr(GenerateConfig, key, None))
+    if key in GROUPS and isinstance(value, dict):
+        return json.loads(json.dumps(asdict(GROUPS[key]()) | value, default=str))
+    return value
+
+
 class OutputFile:
     """A file of results, with the settings that produced them in PATH.settings.
 
@@ -221,7 +233,7 @@ class OutputFile:
         except (ValueError, TypeError) as error:
             raise ConfigError(f"output={self._path}: {self._settings_path.name} is not readable") from error
         for key in [*self._settings, *before]:  # some settings are left out where they are not used
-            was, value = before.get(key), self._settings.get(key)
+            was, value = _setting_of(before, key), self._settings.get(key)
             if was != value and key not in self._free and key != "seed":
                 raise ConfigError(
                     f"output={self._path}: holds results of other settings"

@@ -316,6 +316,13 @@ class ModelRunner:
             inputs.slot.commit(inputs.tree.pending, commit)
         return found
 
+    def free_memory(self) -> None:
+        """Free what no running request needs: free slots, cached prefixes, and torch's unused blocks, on all shards."""
+        self.slots.clear()
+        if self.slots.prefixes is not None:
+            self.slots.prefixes.clear()
+        self.feed("empty_cache", [])
+
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)

@@ -92,18 +92,17 @@ class PromptPrefix:
         self.num_shared = min(shared)
         self.tag = tag if len(set(tags)) == 1 else 0
 
-    def read_into(self, slot: CacheSlot) -> int:
-        """Commit the prefix to an empty slot; return its number of tokens."""
+    def read_into(self, slot: CacheSlot) -> None:
+        """Commit the prefix to an empty slot."""
         if self._cache is None or self._request.prompt_logprobs:
-            return 0
+            return
         prefix = self._agreed
         if self._is_alone:  # look again: other requests may have stored more since, and no peer relies on the length
             prompt = self._request.prompt_ids
             prefix = self._cache.find(prompt, self._request.cache_salt, len(prompt))
             self.num_shared = prefix.num_shared
+        self.num_read = prefix.num_tokens  # set even if memory runs out: peers expect this replica to read as much
         slot.restore(prefix)
-        self.num_read = prefix.num_tokens
-        return self.num_read
 
     @property
     def num_to_point(self) -> int:

@@ -10,8 +10,10 @@ from collections.abc import Callable, Generator, Iterator
 
 import numpy as np
 
+from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.errors import LookaheadError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -36,7 +38,12 @@ class Resume:
         self._sampler = sampler
         self._group = group
 
-    def in_step(self, capacity: int, should_cancel: Callable[[], bool]) -> Generator[None, None, bool]:
+    def in_step(
+        self,
+        capacity: int,
+        should_cancel: Callable[[], bool],
+        attempt: Callable[[Callable[[], bool | None]], bool | LookaheadError | None],
+    ) -> Generator[None, None, bool]:
         """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.
 
         Yields between chunks, when other slots may be fed. Returns True once all replicas are done; False if they
@@ -45,22 +52,32 @@ class Resume:
         Args:
             capacity: tokens that must fit into the slot.
             should_cancel: asked after each chunk; if it is true on any replica, all stop.
+            attempt: calls a function that feeds a chunk; returns its result, or the error that ends the request on all
+                replicas.
         """
-        request, model = self._request, self._model
-        read_for_resume(model, self._slot, request, capacity)
-        chunks: Iterator[None] = model.resume(self._slot, request.prompt_ids, request.committed, capacity)
-        if self._sampler.is_ordered and self._group.rank == 0:
-            chunks = self._replay(capacity)
+        chunks = self._chunks(capacity)
         while True:
-            is_done = next(chunks, True) is True
+            found = attempt(lambda: next(chunks, True))
+            is_done, error = found is True, found if isinstance(found, LookaheadError) else None
             if not is_done:
                 yield
-            row = np.array([is_done, should_cancel()], np.int64)
-            are_done, are_cancelled = gather_rows(row, self._group).T.astype(np.bool_)
+            row = np.array([is_done, should_cancel(), error is not None], np.int64)
+            are_done, are_cancelled, have_failed = gather_rows(row, self._group).T.astype(np.bool_)
+            if have_failed.any():
+                raise shared_error(error, self._group)
             if are_done.all():
                 return True
             if are_cancelled.any():
                 return False
+
+    def _chunks(self, capacity: int) -> Iterator[None]:
+        """Feed this replica's missing tokens in chunks."""
+        request, model = self._request, self._model
+        read_for_resume(model, self._slot, request, capacity)
+        if self._sampler.is_ordered and self._group.rank == 0:
+            yield from self._replay(capacity)
+        else:
+            yield from model.resume(self._slot, request.prompt_ids, request.committed, capacity)
 
     def _replay(self, capacity: int) -> Generator[None, None, None]:
         """Feed prompt and committed tokens, and repeat the earlier attempt's calls of ordered processors."""

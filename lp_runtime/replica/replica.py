@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.devices import check_one_each, gpu_number, warn_of_few_cores
-from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.devices import check_one_each, gpu_number, must_sleep, warn_of_few_cores
+from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
@@ -33,7 +33,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
@@ -43,6 +43,7 @@ from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
 from lp_runtime.replica.profiler import check_folder, profiled
+from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
@@ -66,6 +67,7 @@ class ReplicaInfo:
         dtype: torch's name of the model's dtype, without "torch.".
         self_check: largest relative difference that the start-up self-check saw.
         capacity: tokens of prompts and outputs together that fit into every replica's memory at start; None if unknown.
+        cache_bytes_per_token: bytes of a token's keys and values on a replica's first GPU; 0 if unknown.
         not_captured: why passes are not captured on some replica's GPU; None if all capture them, and on CPUs.
     """
 
@@ -79,19 +81,22 @@ class ReplicaInfo:
     capacity: int | None
     supports_batching: bool = False
     not_captured: str | None = None
+    cache_bytes_per_token: int = 0
 
 
 @dataclass(frozen=True)
 class LoadedModel:
     """A loaded and checked model, with the measurements that this process made of it.
 
-    Measurements are added to `known` as they are made, and reused when the replica joins another group.
+    Measurements are added to `known` as they are made, and reused when the replica joins another group. `sleeps` is
+    whether the process sleeps while it waits for its GPU; see `must_sleep`.
     """
 
     model: ModelRunner
     info: ReplicaInfo
     known: Measured
     progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
+    sleeps: bool = False
 
 
 class Replica:
@@ -112,7 +117,8 @@ class Replica:
         self._draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
-        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, grammars=grammars)
+        exchange = partial(Exchange, sleeps=loaded.sleeps)
+        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, exchange, grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
@@ -127,14 +133,28 @@ class Replica:
         return self._background.paused()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
-        """Decode one request in step with the other replicas of the group; see Engine.run."""
-        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
-        if self._profile_dir is not None:
-            events = profiled(events, self._profile_dir, self.group.rank, self._device)
+        """Decode one request in step with the other replicas of the group; see Engine.run.
+
+        If memory runs out on any replica, all of them free some and decode the rest of the request again.
+        """
+        retried = RetriedRequest(request)
         with self.in_use():
-            for event in events:
-                self._save_draft_tables(event, request)
-                yield event
+            while True:
+                try:
+                    for event in self._events(retried.rest, should_cancel):
+                        self._save_draft_tables(event, request)
+                        yield retried.handle(event)
+                    return
+                except RequestMemoryError:
+                    if not retried.begin_again():
+                        raise
+
+    def _events(self, request: Request, should_cancel: Callable[[], bool]) -> Iterator[Event]:
+        """Return the events of one attempt at a request."""
+        events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
+        if self._profile_dir is None:
+            return events
+        return profiled(events, self._profile_dir, self.group.rank, self._device)
 
     @property
     def supports_batching(self) -> bool:
@@ -142,24 +162,27 @@ class Replica:
         return self.group.is_alone and self._profile_dir is None
 
     def decode_batch(
-        self, arrivals: Callable[[], Iterable[tuple[Hashable, Request, Callable[[], bool]]]]
+        self, arrivals: Callable[[], Iterable[BatchedRequest]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass, and yield (key, event); see Engine.run_batch.
 
-        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived.
+        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived. A
+        request for which memory runs out is decoded again once another one has ended.
         """
-        requests: dict[Hashable, Request] = {}
+        batch = RetriedBatch()
 
         def arrived() -> Iterator[Arrival]:
-            for key, request, should_cancel in arrivals():
-                requests[key] = request  # removed when it ends
+            for key, request, should_cancel in batch.arrive(arrivals()):
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
         with self.in_use():
-            for key, event in self._engine.run_batch(arrived):
-                is_end = isinstance(event, Report | LookaheadError)
-                self._save_draft_tables(event, requests.pop(key) if is_end else requests[key])
-                yield key, event
+            while True:
+                for key, event in self._engine.run_batch(arrived):
+                    self._save_draft_tables(event, batch.request(key))
+                    if (reported := batch.handle(key, event)) is not None:
+                        yield key, reported
+                if not batch.is_waiting:
+                    return
 
     def _stop(self, request: Request) -> StopStrings | None:
         if not request.stop:
@@ -219,11 +242,13 @@ def load_replica(
         self_check=self_check,
         capacity=capacity,
         supports_batching=model.supports_batching and not config.profile,
+        cache_bytes_per_token=model.cache_bytes_per_token,
     )
     # Compiling takes minutes, and not equally long on all replicas. Run all passes once here, before the replicas meet:
     # afterwards a replica waits at most failure.timeout for a peer.
     is_compiled = model.graphs is not None and model.graphs.compiled
-    return LoadedModel(model, info, Measured(steps=measure_steps(model) if is_compiled else None), progress)
+    known = Measured(steps=measure_steps(model) if is_compiled else None)
+    return LoadedModel(model, info, known, progress, must_sleep(num_local, owns_device))
 
 
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:

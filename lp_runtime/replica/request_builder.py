@@ -236,10 +236,18 @@ class RequestBuilder:
                 f" the model's context of {info.context_length}"
             )
         if info.capacity is not None and num_prompt + max_new_tokens > info.capacity:
+            left = info.capacity - num_prompt
+            remedy = f"give max_new_tokens={left} or less" if left > 0 else "shorten the prompt"
             raise LengthError(
-                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens} are more than the"
-                f" {info.capacity} that a replica's cache can hold"
+                f"no room in memory: {num_prompt} tokens + max_new_tokens={max_new_tokens}"
+                f"{self._memory_of(num_prompt + max_new_tokens)} are more than the {info.capacity}"
+                f"{self._memory_of(info.capacity)} that a replica's cache can hold: {remedy}"
             )
+
+    def _memory_of(self, num_tokens: int) -> str:
+        """Return the size of some tokens' keys and values for a message; empty if it is unknown."""
+        num_bytes = num_tokens * self._info.cache_bytes_per_token
+        return f" ({num_bytes / (1 << 30):.2f} GiB)" if num_bytes else ""
 
     def _default_max_new_tokens(self, prompt_length: int) -> int:
         """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than fit."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.text.stop_strings import Reasoning
+
+MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: it then ends after one step
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,11 @@ class Request:
     def text_context(self) -> tuple[int, ...]:
         """Tokens that the new text continues: the prompt, or none if the text is an answer."""
         return () if self.is_answer else self.prompt_ids
+
+    def after(self, new_tokens: Sequence[int], seconds: float) -> Request:
+        """Return the rest of this request, `seconds` later, after `new_tokens` have been committed."""
+        left = None if self.max_time is None else max(MIN_SECONDS_LEFT, self.max_time - seconds)
+        return replace(self, committed=(*self.committed, *new_tokens), max_time=left)
 
     @property
     def sampling_key(self) -> str:

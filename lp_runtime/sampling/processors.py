@@ -21,6 +21,7 @@ from lp_runtime.sampling.grammar_mask import GrammarMask, apply_masks
 from lp_runtime.sampling.penalties import NewTextPenalty
 from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
+from lp_runtime.utils.memory import ALLOCATION_ERRORS
 from lp_runtime.utils.tensors import tensor_on
 
 # Processors that use the scores only, row by row: one call for all nodes, whatever their prefixes.
@@ -186,7 +187,7 @@ class TreeProcessors:
     def _guarded(self, processor: object) -> AbstractContextManager:
         """Return a context that turns a processor's exceptions into RequestErrors, if `reports` is set."""
         what = f"{type(processor).__name__} failed"
-        return unforeseen_as(RequestError, what) if self._reports else nullcontext()
+        return unforeseen_as(RequestError, what, passing=ALLOCATION_ERRORS) if self._reports else nullcontext()
 
     def _groups(
         self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]

@@ -1,4 +1,4 @@
-"""uvicorn with limits on connections and their idle time, and a shutdown that sends clients an error."""
+"""uvicorn with limits on connections and their idle time, and a shutdown that every client hears of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import logging
 import resource
 import socket
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from lp_runtime.server.app import Server
 
 ABORT_SECONDS = 5.0  # to send errors to the clients of aborted requests
+POLL_SECONDS = 0.05  # between looks whether running answers have ended
 MIN_CONNECTIONS = 8  # allowed even if the limit of open files is tiny
 
 
@@ -61,7 +63,7 @@ class LimitedConfig(uvicorn.Config):
             log_level="warning",
             access_log=False,
             timeout_keep_alive=limits.keep_alive_timeout,  # type: ignore[arg-type]  # loop.call_later accepts floats
-            timeout_graceful_shutdown=limits.shutdown_timeout + ABORT_SECONDS,  # type: ignore[arg-type]
+            timeout_graceful_shutdown=ABORT_SECONDS,  # type: ignore[arg-type]
             server_header=False,
             ssl_certfile=certificate,
             ssl_keyfile=key,
@@ -172,13 +174,23 @@ class HttpServer(uvicorn.Server):
         self._server, self._limits = server, limits
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Refuse new requests; after `shutdown_timeout`, end the running ones and send clients an error."""
+        """Refuse new requests with status 503, and close the port when running answers have ended.
+
+        After `shutdown_timeout` they are ended, and clients receive an error.
+        """
         self._server.drain()
-        error = ReplicaError("the server is shutting down")
-        timer = asyncio.get_running_loop().call_later(self._limits.shutdown_timeout, self._server.abort, error)
+        await self._wait_for_answers()
+        self._server.abort(ReplicaError("the server is shutting down"))
         # uvicorn would log tasks that exceed its graceful shutdown as errors; here they are expected.
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        try:
-            await super().shutdown(sockets)
-        finally:
-            timer.cancel()
+        await super().shutdown(sockets)
+
+    async def _wait_for_answers(self) -> None:
+        """Wait until the requests of now are answered or their clients have gone; at most `shutdown_timeout`."""
+        connections = [each for each in self.server_state.connections if isinstance(each, LimitedProtocol)]
+        cycles = [each.cycle for each in connections if not each.is_idle]
+        deadline = time.monotonic() + self._limits.shutdown_timeout
+        while time.monotonic() < deadline and not self.force_exit:
+            if all(each.response_complete or each.disconnected for each in cycles):
+                break
+            await asyncio.sleep(POLL_SECONDS)

@@ -14,10 +14,9 @@ from lp_runtime.errors import ModelError, first_line
 
 REPLACEMENT = "\ufffd"  # what decoders emit for an incomplete character
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # spelling of single-byte tokens in vocabularies of text pieces
-# Texts that change the end of the text before them: "a" in tokenizers that strip spaces or join words, the others in
-# those that clean up spaces, as transformers' `clean_up_tokenization` does.
-JOINING_TEXT = "a"
-CLEANED_TEXTS = (".", "' a", "'t", "n't", "'s", "'m", "'ve", "'re", "t", "m", "s", "ve", "re")
+JOINING_TEXT = "a"  # after it, tokenizers no longer strip the spaces before it, and join it to an unfinished word
+CLEANED_ENDS = " 'nvr"  # characters before the last one of what transformers' `clean_up_tokenization` replaces
+CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
 
 
 class Decoding:
@@ -30,13 +29,13 @@ class Decoding:
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE"
+        is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE" and not getattr(tokenizer, CLEANS_BPE, False)
         # transformers ignores the setting for BPE, and logs a warning at each first use.
         self._options = {"clean_up_tokenization_spaces": False} if is_bpe else {}
-        cleans_up = not is_bpe and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        self._cleans_up = not is_bpe and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
-        self._probes = [] if is_byte_level and not cleans_up else _probes(tokenizer, cleans_up)
-        self.only_appends = not self._probes
+        self._probes = [] if is_byte_level else _probes(tokenizer)
+        self.only_appends = not (self._probes or self._cleans_up)
 
     def __call__(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Return the text of token ids.
@@ -57,17 +56,18 @@ class Decoding:
     def final_length(self, text: str, token_ids: Sequence[int], skip_special_tokens: bool) -> int:
         """Return how many characters of the text of token ids no further token can change.
 
-        U+FFFD at the end may be the beginning of a character. What else can change is found by decoding with further
-        tokens: decoders with byte tokens, for example, make a whole run of them U+FFFD if one does not fit.
+        U+FFFD at the end may be the beginning of a character, and cleaning up removes spaces before some texts. What
+        else can change is found by decoding with further tokens: decoders with byte tokens, for example, make a whole
+        run of them U+FFFD if one does not fit.
         """
-        num = len(text.rstrip(REPLACEMENT))
+        num = len(text.rstrip(REPLACEMENT + CLEANED_ENDS if self._cleans_up else REPLACEMENT))
         for probe in self._probes:
             num = min(num, len(os.path.commonprefix([text, self([*token_ids, *probe], skip_special_tokens)])))
         return num
 
 
 @functools.lru_cache(maxsize=16)  # a Decoding is made for every request
-def _probes(tokenizer: PreTrainedTokenizerBase, cleans_up: bool) -> list[list[int]]:
+def _probes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return sequences of token ids that change the end of the text before them, if any token does."""
     if not hasattr(tokenizer, "get_vocab"):
         return []
@@ -75,7 +75,7 @@ def _probes(tokenizer: PreTrainedTokenizerBase, cleans_up: bool) -> list[list[in
     spelled = [token for token in vocabulary if BYTE_TOKEN.fullmatch(token)]
     # 0xFF occurs in no UTF-8, so it makes any run of bytes invalid.
     probes = [[vocabulary[max(spelled)]]] if spelled else []
-    for text in (JOINING_TEXT, *(CLEANED_TEXTS if cleans_up else ()), *_replaced_ends(tokenizer)):
+    for text in (JOINING_TEXT, *_replaced_ends(tokenizer)):
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         if ids and ids not in probes:
             probes.append(ids)

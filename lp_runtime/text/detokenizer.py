@@ -142,7 +142,8 @@ class Detokenizer:
             text, rest = self._decode(self._ids[start:]), self._text[self._num_returned :]
             returned = text.removesuffix(rest)
             if len(returned) + len(rest) == len(text) and is_visible(returned):
-                self._ids, self._text, self._returned = self._ids[start:], text, returned
+                self._ids, self._text = self._ids[start:], text
+                self._returned = returned
                 self._num_returned = self._num_split = len(returned)
         self._max_window = max(MAX_WINDOW_TOKENS, 2 * len(self._ids))
 

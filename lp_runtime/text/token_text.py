@@ -118,9 +118,12 @@ class TokenTexts:
 
     def _bytes_of_text(self, token: int, text: str) -> bytes:
         """Return a token's bytes by its decoded text or, if that is not whole characters, by its spelling."""
-        if REPLACEMENT not in text:
+        if text and REPLACEMENT not in text:
             return text.encode(errors="replace")  # a slow tokenizer may have lone surrogates
-        piece = cast(str, self._tokenizer.convert_ids_to_tokens(token))
+        piece = cast(str, self._tokenizer.convert_ids_to_tokens(token)) or ""
+        if not text:  # ByT5 spells a byte as one character, and shows nothing for a part of one
+            is_byte = len(piece) == 1 and 0x80 <= ord(piece) <= 0xFF
+            return piece.encode("latin-1") if is_byte else b""
         if (spelled := BYTE_TOKEN.fullmatch(piece)) is not None:
             return bytes.fromhex(spelled.group(1))
         if all(character in BYTES for character in piece):

@@ -178,8 +178,8 @@ def test_eos_is_ignored_where_asked(capsys, prompts):
 def test_prompts_that_are_not_unicode(capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
-    for arguments in ([], ["url=http://127.0.0.1:1"]):
-        status, _, err = run(capsys, f"prompts={file}:text", "cache_dir=null", *arguments)
+    for argument in ("cache_dir=null", "url=http://127.0.0.1:1"):
+        status, _, err = run(capsys, f"prompts={file}:text", argument)
         assert (status, err.splitlines()[-1]) == (2, f"error: {file} line 2: field 'text' is not valid Unicode")
 
 
@@ -225,6 +225,10 @@ def test_our_own_server(capsys, prompts):
         (["url=http://here", "rounds=2"], "rounds=2: has no effect with url"),
         (["url=http://here", "rate=1", "concurrency=2"], "concurrency=2: not with rate"),
         (["url=http://here", "model.path=/a"], "model.path=/a: not with url"),
+        (["url=http://here", "gpus=2"], "gpus=2: not with url; it is a setting of the server"),
+        (["url=http://here", "device=cpu"], "device=cpu: not with url"),
+        (["url=http://here", "lookahead.W=9"], "lookahead.W=9: not with url"),
+        (["url=http://here", "lookahead=none"], ": not with url; it is a setting of the server"),
         (["url=http://here", "api_key_file=/none/such"], "api_key_file=/none/such: cannot be read: No such file"),
         (["url=http://here", "api_key=a", "api_key_file=b"], "api_key_file=b: not with api_key"),
         (["api_key=a"], "api_key: only with url"),

@@ -17,9 +17,10 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
-from lp_runtime.constraints import compile_process, compiled
+from lp_runtime.constraints import compile_process
 from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.constraints.library import library
 from lp_runtime.constraints.schema_checks import check_schema
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
 from lp_runtime.replica.request_builder import RequestOptions
@@ -104,7 +105,10 @@ def regex_options(regex: str) -> RequestOptions:
 def submitter(compiler: ConstraintCompiler) -> Submitter:
     """Return what compiles the constraints of HTTP requests, and has nothing to decode them with."""
     return Submitter(
-        SimpleNamespace(config=None, info=None, compiler=compiler), None, ServerSettings("demo"), tokenizer()
+        SimpleNamespace(config=None, info=SimpleNamespace(vocabulary_size=len(TEXTS)), compiler=compiler),
+        None,
+        ServerSettings("demo"),
+        tokenizer(),
     )
 
 
@@ -201,8 +205,8 @@ def test_a_tokenizer_whose_tokens_have_no_text_by_themselves():
 def test_a_model_without_an_end_and_a_missing_package(monkeypatch):
     with pytest.raises(ConfigError, match="end-of-sequence"):
         ConstraintCompiler(tokenizer, len(TEXTS), set()).compile(ConstraintConfig(regex="a"))
-    compiled.library.cache_clear()
+    library.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
     with pytest.raises(ConfigError, match=r"pip install 'lp-runtime\[constraints\]'"):
         ConstraintCompiler(tokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
-    compiled.library.cache_clear()
+    library.cache_clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lp_runtime.distributed import devices
-from lp_runtime.distributed.devices import check_one_each, device_type, warn_of_few_cores, why_no_gpu
+from lp_runtime.distributed.devices import check_one_each, device_type, must_sleep, warn_of_few_cores, why_no_gpu
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.split import free_of_this_machine, visible_on
 from lp_runtime.replica.loading import choose_device
@@ -96,6 +96,27 @@ def test_two_replicas_on_what_each_takes_for_its_own_gpu():
     check_one_each([0, 0, 5, 6, 7])
     with pytest.raises(ConfigError, match="replicas 1 and 3 have the same GPU.*--gpus-per-task=1"):
         check_one_each([0, 5, 6, 5])
+
+
+@pytest.mark.parametrize(
+    ("affinity", "quota", "num_local", "owns_device", "expected"),
+    [
+        (16, None, 8, False, False),
+        (15, None, 8, False, True),
+        (16, "max 100000", 8, False, False),
+        (16, "1550000 100000", 8, False, True),
+        (16, None, 8, True, False),  # booked by Ray, which leaves all cores to every process
+        (15, None, 8, True, False),  # pinned to cores of its own
+        (1, None, 1, True, True),
+    ],
+)
+def test_whether_cores_suffice_for_polling(monkeypatch, tmp_path, affinity, quota, num_local, owns_device, expected):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)))
+    monkeypatch.setattr(devices, "CPU_QUOTA", tmp_path / "cpu.max")
+    if quota is not None:
+        (tmp_path / "cpu.max").write_text(f"{quota}\n")
+    assert must_sleep(num_local, owns_device) is expected
 
 
 @pytest.mark.parametrize(("num_cores", "num_local", "warns"), [(7, 8, True), (8, 8, False), (1, 1, False)])

@@ -19,7 +19,7 @@ from lp_runtime.distributed.shards import (
     loading_group,
     shard_group,
 )
-from lp_runtime.errors import LaunchError, ShardError
+from lp_runtime.errors import LaunchError, PassFailedError, ShardError
 
 CPU = torch.device("cpu")
 SHAPES = [(1,), (3, 5), (1, 7, 33), (2, BUFFER_WORDS + 3)]
@@ -61,6 +61,43 @@ def test_sums_are_equal_everywhere_and_right(kind, dtype, num_shards):
             assert torch.equal(total, found[0][0][index])
         for index, rows in enumerate(gathered):
             assert torch.equal(rows, torch.stack([each[index] for each in inputs]))
+
+
+class OnDevice(Reducer):
+    """Sums for which the GPU waits; so many of them have begun."""
+
+    can_capture = True
+
+    def __init__(self, num_calls: int):
+        self.num_calls = num_calls
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("not called")
+
+    all_gather = all_reduce
+
+
+def end_or_fail(place: ShardPlace, num_calls: list[int], failing: int) -> str:
+    link = ShardLink(place, CPU, 60.0)
+    link.reducer = OnDevice(num_calls[place.shard])
+    try:
+        link.fail_pass() if place.shard == failing else link.end_pass()
+        found = "left"
+    except (PassFailedError, ShardError) as error:
+        found = str(error)
+    link.smallest(0)  # the next exchange is that of all again
+    return found
+
+
+@pytest.mark.parametrize(
+    ("num_calls", "expected"),
+    [
+        ([7, 7], ["a forward pass has failed on another shard", "left"]),
+        ([9, 7], ["a pass has failed on some GPUs of the replica, after [9, 7] sums"] * 2),
+    ],
+)
+def test_a_pass_is_left_unless_a_gpu_waits_for_a_sum_that_does_not_come(num_calls, expected):
+    assert run_shards(end_or_fail, 2, num_calls, 1) == expected
 
 
 def test_half_precision_is_rounded_once():

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from support.faults import LacksMemory
 from support.processes import PATIENCE, marked
 from transformers import (
     AutoModelForCausalLM,
@@ -317,6 +318,12 @@ def test_the_model_is_left_as_it_was_found(demo_model_dir, inputs, processors):
         out = ours(model, **inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
         assert not out.logits[0].is_inference()
     assert state() == before
+
+
+def test_a_lack_of_memory_is_torchs_error_as_from_generate(model, inputs, tmp_path):
+    lacking = LacksMemory(tmp_path, inputs.input_ids.shape[1] + 2)
+    with pytest.raises(torch.OutOfMemoryError, match="^not enough memory on cpu for this request: a prompt of "):
+        ours(model, **inputs, max_new_tokens=8, logits_processor=[lacking])
 
 
 @pytest.mark.parametrize(

@@ -276,6 +276,16 @@ def test_a_setting_that_is_no_longer_given_is_refused(job, refusal):
     assert '(constraint was "of another run", is null)' in refusal(job, "ids=true")
 
 
+def test_a_setting_that_the_files_version_did_not_have_has_its_default(job, refusal):
+    job.run("ids=true", "limit=2")
+    settings = job.output.with_name(job.output.name + ".settings")
+    old = json.loads(settings.read_text())
+    del old["loading"]["use_safetensors"], old["lookahead"]["prior"], old["turns"]
+    settings.write_text(json.dumps(old))
+    assert "(loading was " in refusal(job, "ids=true", "model.use_safetensors=false")
+    assert len(job.run("ids=true")) == 5
+
+
 def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
     job.run("ids=true", "limit=1")
     settings = job.output.with_name(job.output.name + ".settings")

@@ -84,6 +84,11 @@ def test_a_setting_that_no_server_would_get(converse, setting, shown):
     assert (status, err) == (2, f"error: sampling.{shown}: not with url, as the API has no field for it\n")
 
 
+def test_a_setting_of_the_server(converse):
+    status, _, err = converse("One\n", "url=http://127.0.0.1:1", "dtype=float32")
+    assert (status, err) == (2, "error: dtype=float32: not with url; it is a setting of the server\n")
+
+
 def test_a_server_that_is_not_there(converse):
     status, _, err = converse("Hi\n", "url=http://127.0.0.1:1")
     assert (status, err) == (2, "error: url=http://127.0.0.1:1: cannot be reached (Connection refused)\n")

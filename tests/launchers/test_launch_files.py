@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray.serve.schema import ServeDeploySchema
 from torch.distributed.run import get_args_parser
 
 from lp_runtime.config.commands import GenerateConfig
@@ -17,73 +18,90 @@ from lp_runtime.config.serving import ServeConfig
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "launch" / "kuberay.yaml").read_text()
+SERVICE = (ROOT / "launch" / "kubernetes" / "rayservice.yaml").read_text()
 RAY_VERSION = re.search(r"^ray==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)[1]
 
 
-@pytest.fixture(scope="module")
-def job() -> dict:
-    found = [document for document in yaml.safe_load_all(TEXT) if document["kind"] == "RayJob"]
-    assert len(found) == 1 and found[0]["apiVersion"] == "ray.io/v1"
-    return found[0]["spec"]
+class Manifest:
+    """A RayJob or a RayService, and the settings of the command that it runs.
+
+    Attributes:
+        policy: the NetworkPolicy of its pods.
+        groups: of the head and of the workers, each with `pod` and its only `container`.
+    """
+
+    def __init__(self, text: str, kind: str):
+        documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+        assert documents[kind]["apiVersion"] == "ray.io/v1"
+        spec = documents[kind]["spec"]
+        self.text, self.policy = text, documents["NetworkPolicy"]["spec"]
+        if kind == "RayJob":
+            python, option, module, *overrides = spec["entrypoint"].split()
+            assert (python, option, module) == ("python", "-m", "lp_runtime")
+            self.config = load_config(GenerateConfig, overrides)
+            self.cluster = spec["rayClusterSpec"]
+        else:
+            (application,) = ServeDeploySchema(**yaml.safe_load(spec["serveConfigV2"])).applications
+            assert application.import_path == "lp_runtime.server.ray_serve:build"
+            overrides = [f"{key}={value}" for key, value in application.args.items()]
+            self.config = load_config(ServeConfig, ["server=ray_serve", "launcher=ray", *overrides])
+            self.cluster = spec["rayClusterConfig"]
+        self.groups = [self.cluster["headGroupSpec"], *self.cluster["workerGroupSpecs"]]
+        for group in self.groups:
+            group["pod"] = group["template"]["spec"]
+            (group["container"],) = group["pod"]["containers"]
+
+    def paths(self, group: dict) -> list[str]:
+        """Paths that the pods of a group must see."""
+        is_head, config = group is self.groups[0], self.config
+        if isinstance(config, ServeConfig):
+            return [] if is_head else [config.model.path, config.cache_dir, config.api_keys]
+        return [config.model.path, config.cache_dir, *([config.prompts, config.output] if is_head else [])]
 
 
-@pytest.fixture(scope="module")
-def config(job) -> GenerateConfig:
-    python, option, module, *overrides = job["entrypoint"].split()
-    assert (python, option, module) == ("python", "-m", "lp_runtime")
-    return load_config(GenerateConfig, overrides)
+@pytest.fixture(scope="module", params=["RayJob", "RayService"])
+def manifest(request) -> Manifest:
+    return Manifest(TEXT if request.param == "RayJob" else SERVICE, request.param)
 
 
-def groups(job: dict) -> list[dict]:
-    """The head's and the workers' groups, with `pod` and its only `container`."""
-    cluster = job["rayClusterSpec"]
-    found = [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
-    for group in found:
-        group["pod"] = group["template"]["spec"]
-        (group["container"],) = group["pod"]["containers"]
-    return found
+def test_the_command_runs_on_ray(manifest):
+    assert manifest.config.launcher.name == "ray" and manifest.config.device == "cuda"
 
 
-def test_the_entrypoint_is_one_that_lp_generate_takes(config):
-    assert config.launcher.name == "ray" and config.device == "cuda"
-
-
-def test_the_gpus_of_all_workers_are_the_replicas(job, config):
-    head, *workers = groups(job)
+def test_the_gpus_of_all_workers_are_the_replicas(manifest):
+    head, *workers = manifest.groups
     limits = [group["container"]["resources"]["limits"] for group in workers]
     num_gpus = [int(limit["nvidia.com/gpu"]) for limit in limits]
-    assert sum(group["replicas"] * num for group, num in zip(workers, num_gpus, strict=True)) == config.gpus
+    assert sum(group["replicas"] * num for group, num in zip(workers, num_gpus, strict=True)) == manifest.config.gpus
     assert "nvidia.com/gpu" not in head["container"]["resources"]["limits"]
-    assert (config.launcher.placement == "pack") == (len(workers) == workers[0]["replicas"] == 1)
+    assert manifest.config.launcher.placement == "pack" and min(num_gpus) > 1  # NVLink inside a pod
     for group in workers:
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
 
 
-def test_versions_are_those_of_the_constraints(job):
-    assert job["rayClusterSpec"]["rayVersion"] == RAY_VERSION
-    assert {group["container"]["image"].rpartition("ray-")[2] for group in groups(job)} == {RAY_VERSION}
-    assert re.search(r"FROM rayproject/ray:([\d.]+)-", TEXT)[1] == RAY_VERSION
+def test_versions_are_those_of_the_constraints(manifest):
+    assert manifest.cluster["rayVersion"] == RAY_VERSION
+    assert {group["container"]["image"].rpartition("ray-")[2] for group in manifest.groups} == {RAY_VERSION}
+    assert re.search(r"FROM rayproject/ray:([\d.]+)-", manifest.text)[1] == RAY_VERSION
 
 
-def test_every_path_is_on_a_volume_of_its_pod(job, config):
-    head, *workers = groups(job)
-    for group in (head, *workers):
+def test_every_path_is_on_a_volume_of_its_pod(manifest):
+    for group in manifest.groups:
         volumes = {volume["name"]: volume for volume in group["pod"]["volumes"]}
         mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in group["container"]["volumeMounts"]}
         assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
-        paths = [config.model.path, config.cache_dir, *([config.prompts, config.output] if group is head else [])]
-        for path in paths:
+        for path in manifest.paths(group):
             assert any(Path(path).is_relative_to(mount) for mount in mounts), path
 
 
-def test_the_dashboard_is_not_for_everybody(job):
-    cluster = job["rayClusterSpec"]
+def test_the_dashboard_is_not_for_everybody(manifest):
+    cluster = manifest.cluster
     assert cluster["authOptions"] == {"mode": "token"} and cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
-    (policy,) = [document for document in yaml.safe_load_all(TEXT) if document["kind"] == "NetworkPolicy"]
-    selector = policy["spec"]["podSelector"]["matchLabels"].items()
-    for group in groups(job):
+    selector = manifest.policy["podSelector"]["matchLabels"].items()
+    for group in manifest.groups:
         assert selector <= group["template"]["metadata"]["labels"].items()
-    assert all(rule["from"] for rule in policy["spec"]["ingress"])
+    for rule in manifest.policy["ingress"]:
+        assert "from" in rule or [each["port"] for each in rule["ports"]] == [8000]  # the API's
 
 
 def test_what_is_commented_out_is_taken_by_lp_serve_and_reaches_the_head():

@@ -14,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from support import reference
+from support.examples import load_example
 from support.processes import RAY_SETTINGS, command_line, marked, run_cli, wait_until
 from support.ray_head import head_node
 
@@ -76,6 +77,11 @@ def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
     out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
     assert out.token_ids == sampled
     assert out.steps < len(sampled)
+
+
+def test_the_example(cluster, capsys):
+    load_example("ray_job").main(2, cluster.address)
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" steps on 2 replicas")
 
 
 def test_replicas_are_actors_and_the_driver_is_none(runtime, cluster):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import reference
+from support.examples import EXAMPLES
 from support.processes import PATIENCE, Marked, marked
 
 from lp_runtime.distributed.context import ReplicaContext
@@ -114,6 +115,12 @@ def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.Compl
         timeout=PATIENCE,
         stdin=subprocess.DEVNULL,
     )
+
+
+def test_the_example(environment, tmp_path):
+    result = torchrun(environment, 2, str(EXAMPLES / "torchrun_job.py"), cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1].endswith(" steps on 2 replicas")
 
 
 @pytest.mark.slow

@@ -1,17 +1,26 @@
-"""launch/: the board shows metrics that exist, the image's settings are settings."""
+"""launch/: the board shows metrics that exist; what the image runs, copies and checks works."""
 
 from __future__ import annotations
 
 import json
 import re
+import shlex
+import socket
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
+from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
+from lp_runtime.server.connections import HttpLimits
 from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.starting import StartingServer
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 BOARD = json.loads((LAUNCH / "grafana.json").read_text())
@@ -20,13 +29,16 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count", "_created")
 
 
 @pytest.fixture(scope="module")
-def metrics(demo_model_dir) -> dict[str, set[str]]:
-    """Names of a server's samples after a request, each with its labels."""
+def runtime(demo_model_dir):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
-    with (
-        LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime,
-        Scheduler(runtime) as scheduler,
-    ):
+    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def metrics(runtime) -> dict[str, set[str]]:
+    """Names of a server's samples after a request, each with its labels."""
+    with Scheduler(runtime) as scheduler:
         scheduler.stream("def f(", 4).result()
         text = Metrics("demo", runtime, scheduler, ()).text().decode()
     found: dict[str, set[str]] = {}
@@ -59,12 +71,68 @@ def test_the_boards_labels_exist(metrics):
             assert target["expr"].count('{model_name=~"$model"}') == len(names)
 
 
+def lines_of(instruction: str) -> list[str]:
+    """The arguments of every line of the Dockerfile with an instruction, continued lines joined."""
+    return re.findall(rf"^{instruction} (.*)", DOCKERFILE.replace("\\\n", ""), re.M)
+
+
 def test_the_images_settings():
-    entries = [json.loads(line.removeprefix("ENTRYPOINT ")) for line in re.findall("^ENTRYPOINT .*", DOCKERFILE, re.M)]
-    assert len(entries) == 2 and all(entry[0] == "lp-serve" for entry in entries)
-    for entry in entries:
-        config = load_config(ServeConfig, entry[1:])
-        assert (config.host, config.port) == ("0.0.0.0", 8000)
-    assert "127.0.0.1:8000/ready" in DOCKERFILE and DOCKERFILE.count("USER lp") == 2
-    copied = re.findall(r"^COPY (.*) \S+$", DOCKERFILE, re.M)
-    assert all((LAUNCH.parent / name).exists() for line in copied for name in line.split())
+    for entrypoint in lines_of("ENTRYPOINT"):
+        command, *settings = json.loads(entrypoint)
+        config = load_config(ServeConfig, settings)
+        assert (command, config.host, config.port) == ("lp-serve", "0.0.0.0", 8000)
+    # Kubernetes' runAsNonRoot needs a number.
+    assert len(lines_of("ENTRYPOINT")) == 2 and lines_of("USER") == ["1000", "1000"]
+    assert lines_of("VOLUME") == ["/home/lp/.cache"] * 2
+
+
+def test_what_an_image_copies_is_there():
+    sources = [source for line in lines_of("COPY") for source in line.split()[:-1]]
+    assert "pyproject.toml" in sources and all((LAUNCH.parent / source).exists() for source in sources)
+
+
+def test_what_runs_in_the_build_can_run():
+    extras = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    installed, compiling = [], 0
+    for line in lines_of("RUN"):
+        command, *arguments = shlex.split(line)
+        if command == "pip":
+            installed += re.findall(r"\.\[(.*)\]", line)
+        elif command == "lp-generate":
+            config = load_config(GenerateConfig, arguments)
+            assert config.device == "cpu" and config.gpus == 2 and config.constraint is not None  # compiles everything
+            compiling += 1
+    assert installed == ["serve,constraints"] * 2 and set(installed[0].split(",")) <= extras.keys()
+    assert compiling == 2
+
+
+def health(*arguments: object) -> tuple[int, str]:
+    """Exit status and message of the image's health check, given lp-serve's command line."""
+    command = [sys.executable, LAUNCH / "healthcheck.py", "lp-serve", "port=8000", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.returncode, done.stderr.strip()
+
+
+def test_the_health_check_understands_loading():
+    assert re.findall(r'CMD \["python", "/app/(.*)"\]', DOCKERFILE) == ["healthcheck.py"]
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), HttpLimits())
+    url = f"http://127.0.0.1:{starting.port}/health"
+    assert health(f"port={starting.port}") == (1, f"{url}: HTTP Error 503: Service Unavailable")
+    starting.hand_over().close()
+    assert health(f"port={starting.port}") == (1, f"{url}: <urlopen error [Errno 111] Connection refused>")
+
+
+def test_the_health_check_of_a_server_that_is_up(runtime):
+    with served(runtime) as (url, _):
+        assert health(f"port={url.rpartition(':')[2]}") == (0, "")
+
+
+def test_the_health_check_with_a_certificate_of_another_name(tmp_path):
+    files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=example.com"]
+    subprocess.run([*command, *files], check=True, capture_output=True)
+    limits = HttpLimits(certificate=(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")))
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), limits)
+    status, message = health(f"port={starting.port}", f"ssl_certfile={tmp_path / 'cert.pem'}")
+    assert status == 1 and message.startswith("https://") and message.endswith("HTTP Error 503: Service Unavailable")
+    starting.hand_over().close()

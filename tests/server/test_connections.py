@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from urllib.parse import urlsplit
 
 import openai
@@ -139,3 +140,31 @@ def test_a_running_answer_is_waited_for(runtime):
             answer = pool.submit(client.completions.create, **asked)
             wait_until(lambda: scheduler.num_running or answer.done())
         assert answer.result(PATIENCE).usage.completion_tokens == 64
+
+
+def test_the_port_answers_503_until_running_answers_have_ended(runtime):
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "extra_body": SLOW}
+    with ExitStack() as stack:
+        url, _ = stack.enter_context(served(runtime, shutdown_timeout=NEVER))
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
+        stream = client.completions.create(**asked, stream=True)
+        assert next(iter(stream)).choices[0].text
+        ending = threading.Thread(target=stack.pop_all().close)
+        ending.start()
+        wait_until(lambda: status_of(url, "/ready") == 503)
+        assert status_of(url, "/live") == 200
+        with pytest.raises(openai.InternalServerError, match="503.*the server is shutting down"):
+            client.completions.create(model="demo", prompt=PROMPT, max_tokens=1)
+        assert next(iter(stream)).choices[0].text
+        stream.close()
+        ending.join(PATIENCE)
+    with pytest.raises(ConnectionRefusedError):
+        connect(url)
+
+
+def status_of(url: str, path: str) -> int:
+    try:
+        with urllib.request.urlopen(url + path, timeout=PATIENCE) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code

@@ -408,7 +408,7 @@ class Generator(torch.Generator):
 class Event:
     """An event; those of CUDA have happened where they were never recorded."""
 
-    def __init__(self, enable_timing: bool = False):
+    def __init__(self, enable_timing: bool = False, blocking: bool = False):
         self._number, self._time, self._has_time = 0, 0.0, enable_timing
 
     def record(self, stream: object = None) -> None:

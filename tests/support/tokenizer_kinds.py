@@ -354,7 +354,7 @@ def ctrl() -> PreTrainedTokenizerBase:
     parts = [f"{word[:length]}@@" for word in words for length in (1, 2, 3) if length <= len(word)]
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, merges = Path(folder) / "vocab.json", Path(folder) / "merges.txt"
-        pieces = ["<unk>", *words, *parts, "@@", "@", " @@", "a\n", "\n", "\u3000", "x@@ y"]
+        pieces = ["<unk>", *words, *parts, "@@", "@", "a\n", "\n"]
         vocabulary.write_text(json.dumps(_numbered(pieces)), encoding="utf-8")
         merges.write_text("#version: 0.2\nt h\nth e</w>\nc a\n", encoding="utf-8")
         return transformers.CTRLTokenizer(str(vocabulary), str(merges))

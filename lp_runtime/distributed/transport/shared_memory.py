@@ -17,6 +17,7 @@ import contextlib
 import functools
 import mmap
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 
 from lp_runtime.distributed.transport.group import CPU
 from lp_runtime.distributed.transport.transport import Transport
-from lp_runtime.errors import LaunchError, ReplicaError
+from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
 from lp_runtime.utils.jit import bound, compiled, compiles
 
@@ -47,27 +48,30 @@ ENDED = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 def why_unavailable(num_replicas: int) -> str | None:
     """Return a short reason why R replicas of this machine cannot share memory; None if they can."""
     try:
-        path = FOLDER / f"lp_runtime-{os.getpid()}-probe"
-        with contextlib.ExitStack() as stack:
-            stack.callback(path.unlink, missing_ok=True)
-            _map(path, num_replicas).close()
+        with tempfile.TemporaryFile(dir=FOLDER) as file:  # has no name that another user could have taken
+            _map(file.fileno(), num_replicas).close()
     except OSError as error:
         return f"{FOLDER}: {error.strerror or error}"
     return None
 
 
-def _map(path: Path, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
-    """Open a segment, creating it if it does not exist, and map it: a line and two buffers per replica.
+def _map(descriptor: int, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
+    """Allocate and map a segment: a line and two buffers per replica.
 
     Raises:
-        OSError: if the folder does not exist or is full. Space is allocated here, since a later write to a full file
-            system would kill the process.
+        OSError: if the file system is full; a later write to it would kill the process.
     """
     size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    os.posix_fallocate(descriptor, 0, size)
+    return mmap.mmap(descriptor, size)
+
+
+def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap:
+    """Open a segment, creating it if it does not exist, and map it; raises OSError if that fails."""
+    # The folder is open to all users of the machine: a link in it may lead to a file of the user who runs this.
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        os.posix_fallocate(descriptor, 0, size)
-        return mmap.mmap(descriptor, size)
+        return _map(descriptor, num_replicas, buffer_words)
     finally:
         os.close(descriptor)
 
@@ -106,7 +110,7 @@ class SharedMemoryTransport(Transport):
         path = FOLDER / name
         try:
             # The map is never closed explicitly: views may outlive the group. It is unmapped with the last view.
-            words = np.frombuffer(_map(path, num_replicas, buffer_words), dtype=np.int64)
+            words = np.frombuffer(_open_segment(path, num_replicas, buffer_words), dtype=np.int64)
             lines, buffers = np.split(words, [num_replicas * LINE_WORDS])
             self._lines = lines.reshape(num_replicas, LINE_WORDS)
             self._buffers = buffers.reshape(2, num_replicas, 1 + buffer_words)
@@ -155,6 +159,7 @@ class SharedMemoryTransport(Transport):
 
         Raises:
             ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
+            PassFailedError: if a peer calls `fail` instead.
         """
         for first in range(0, len(row), self._buffer_words):
             part = row[first : first + self._buffer_words]
@@ -162,8 +167,21 @@ class SharedMemoryTransport(Transport):
             num_sent = theirs[:, 0]
             if (num_sent != len(part)).any():
                 counts = num_sent.tolist()
+                if min(counts) < 0:
+                    raise PassFailedError(_reported(theirs))
                 raise ReplicaError(f"rank {self._rank}: replicas sent different numbers of integers, {counts}")
             yield first, theirs[:, 1 : 1 + len(part)]
+
+    def fail(self, number: int) -> list[int]:
+        """Take part in the peers' current or next round by making it fail: their `rounds` raise PassFailedError.
+
+        Args:
+            number: to report to the peers, >= 0.
+
+        Returns:
+            by rank, the number that each of them reports: the first integer of its row, or the argument of its `fail`.
+        """
+        return _reported(self._exchange(np.empty(0, np.int64), count=-1 - number))
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
         nothing = np.empty(0, np.int64)
@@ -176,12 +194,13 @@ class SharedMemoryTransport(Transport):
             found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
         return found.tobytes()[:num_bytes]
 
-    def _exchange(self, row: np.ndarray, is_patient: bool = False) -> np.ndarray:
+    def _exchange(self, row: np.ndarray, is_patient: bool = False, count: int | None = None) -> np.ndarray:
         """Publish a row and wait for the rows of all peers.
 
         Args:
             row: [n] int64, n <= buffer_words.
             is_patient: wait without limit while the peers are alive.
+            count: number to publish instead of the row's length.
 
         Returns:
             [R, 1 + buffer_words] view of each replica's number of integers and its row; valid until the next call.
@@ -191,7 +210,7 @@ class SharedMemoryTransport(Transport):
         self._round += 1
         buffer = self._buffers[self._round % 2]
         mine = buffer[self._rank]
-        mine[0], mine[1 : 1 + len(row)] = len(row), row
+        mine[0], mine[1 : 1 + len(row)] = len(row) if count is None else count, row
         publish, first_behind = _kernels()
         publish(self._lines, self._rank, self._round)
         if first_behind(self._lines, self._round, SPINS) >= 0:
@@ -237,6 +256,11 @@ class SharedMemoryTransport(Transport):
     def close(self) -> None:
         self._is_aborted = True
         self._lines[self._rank, HAS_LEFT] = 1
+
+
+def _reported(rows: np.ndarray) -> list[int]:
+    """Return what each rank reports in a round that fails; see `SharedMemoryTransport.fail`."""
+    return [-1 - count if count < 0 else first for count, first in rows[:, :2].tolist()]
 
 
 def _pause(waited: float) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
 from lp_runtime.errors import LaunchError
+from lp_runtime.launchers.driver.restarts import RestartAllowance
 from lp_runtime.launchers.wire.inbox import Inbox, InboxTable, Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, SealedRequest, first_cause
 from lp_runtime.launchers.worker.process_host import ProcessHost
@@ -36,19 +37,24 @@ class ReplicaPool:
         changed: guards the pool's state and is notified of every change; its lock is reentrant.
         inboxes: of all orders whose answers are awaited.
         losses: reason of each replica's latest loss, by index; the replica that was lost first comes first.
-        num_restarts: by replica index.
         is_closed: set when `close` begins.
     """
 
-    def __init__(self, host: ProcessHost, num_replicas: int, failure: FailureConfig):
+    def __init__(
+        self,
+        host: ProcessHost,
+        num_replicas: int,
+        failure: FailureConfig,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self.num_replicas = num_replicas
         self.failure = failure
         self.is_closed = False
         self.changed = threading.Condition(threading.RLock())  # guards the attributes below
         self.inboxes = InboxTable()
         self.losses: dict[int, str] = {}
-        self.num_restarts = dict.fromkeys(range(num_replicas), 0)
         self._host = host
+        self._allowance = RestartAllowance(num_replicas, failure.restarts, clock)
         self._groups: dict[int, Members] = {}  # the group that each replica is in
         self._loading: set[int] = set()
         self._ready: set[int] = set()  # loaded, and not known to be lost
@@ -108,16 +114,27 @@ class ReplicaPool:
             self._loading.discard(index)
             self.disband(self.group_of(index))
             wait_for_end = self._host.kill(index)
-            restarts = self.num_restarts[index] < self.failure.restarts and not self.is_closed
+            restarts = self._end_in_thread(index, wait_for_end)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            if restarts:
-                self.num_restarts[index] += 1
-                self._loading.add(index)
-            ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
-            ender.start()
-            self._enders = [each for each in self._enders if each.is_alive()] + [ender]
             self.inboxes.announce_loss(index, reason)
             self.changed.notify_all()
+
+    def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
+        """Run `_end` in a thread; return whether it restarts the replica. The caller holds `changed`."""
+        restarts = not self.is_closed and self._allowance.use(index)
+        if restarts:
+            self._loading.add(index)
+        ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
+        ender.start()
+        self._enders = [each for each in self._enders if each.is_alive()] + [ender]
+        return restarts
+
+    def _restart_given_up(self) -> None:
+        """Restart replicas that had no restarts left when they were lost, and have now."""
+        with self.changed:
+            for index in self._allowance.due():
+                if self._end_in_thread(index, lambda: None):
+                    logger.warning("replica %d is started again", index)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
         """Wait for the exit of a lost process, then restart its replica if `restarts` is set."""
@@ -149,6 +166,12 @@ class ReplicaPool:
         with self.changed:
             return len(self._loading)
 
+    @property
+    def num_restarts(self) -> dict[int, int]:
+        """Restarts of each replica within the last hour, by index."""
+        with self.changed:
+            return self._allowance.counts()
+
     def incarnation(self, index: int) -> int:
         """Return the incarnation of a replica's current process."""
         with self.changed:
@@ -161,6 +184,7 @@ class ReplicaPool:
     def _listen(self) -> None:
         while not self.is_closed:
             incarnations = dict(self._incarnations)
+            self._restart_given_up()
             try:
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])

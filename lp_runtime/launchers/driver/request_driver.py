@@ -36,7 +36,6 @@ log = logging.getLogger(__name__)
 
 MAX_FRUITLESS_ATTEMPTS = 2  # consecutive groups whose replicas are all lost without a new token
 MAX_BROKEN_ATTEMPTS = 3  # consecutive groups that break without progress or a lost replica: the cause is permanent
-MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: the group then ends it after one step
 
 
 @dataclass(frozen=True)
@@ -159,10 +158,7 @@ class RequestDriver:
 
     def _rest(self) -> Request:
         """Return the request with the tokens committed so far and the remaining time."""
-        left = self._request.max_time
-        if left is not None:
-            left = max(MIN_SECONDS_LEFT, left - (time.monotonic() - self._started))
-        return replace(self._request, committed=tuple(self._delivered), max_time=left)
+        return self._request.after(self._delivered, time.monotonic() - self._started)
 
     def _attempt(self, request: Request, group: Members) -> Generator[Event, None, Attempt]:
         """Decode on a group until the request ends, a replica is lost, or the request must move."""

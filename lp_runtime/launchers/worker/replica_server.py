@@ -12,7 +12,14 @@ from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import StoreConnection
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, RequestError, StateMismatchError
+from lp_runtime.errors import (
+    LaunchError,
+    LookaheadError,
+    ReplicaError,
+    RequestError,
+    RequestMemoryError,
+    StateMismatchError,
+)
 from lp_runtime.launchers.wire.messages import (
     PING,
     PONG,
@@ -38,6 +45,7 @@ from lp_runtime.prefill.prefix import read_for_resume
 from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
+from lp_runtime.utils.memory import out_of_memory_as
 
 
 class ReplicaServer:
@@ -144,7 +152,7 @@ class ReplicaServer:
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
         """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
-        with contextlib.suppress(RequestError):  # the Decode will be refused with the same error
+        with contextlib.suppress(RequestError), out_of_memory_as(RequestMemoryError):  # the Decode will meet them again
             self._feed(loaded.model, order.request.opened(), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)

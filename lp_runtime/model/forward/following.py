@@ -10,15 +10,16 @@ import itertools
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 
 from lp_runtime.distributed.shards import ShardLink
-from lp_runtime.errors import ModelError, ShardError, first_line
+from lp_runtime.errors import ModelError, PassFailedError, ShardError, first_line
 from lp_runtime.model.forward.passes import Passes
 from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.utils.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -44,14 +45,34 @@ class Pass(NamedTuple):
     Attributes:
         kind, what: name of a method of Passes, and its arguments after `caches`.
         gone: keys of caches that shard 0 has freed.
-        may_fail: whether the shards exchange whether the pass worked. A failure of any other pass loses the replica.
+        is_captured: whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
+        may_fail: whether the replica outlives any failure of the pass. It always outlives that memory runs out.
     """
 
     kind: str
     caches: list[CacheState]
     what: Sequence[object]
     gone: list[int]
+    is_captured: bool = False
     may_fail: bool = False
+
+
+def run_agreed(link: ShardLink, order: Pass, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Run a shard's part of a pass that all shards run; if it fails on some, all leave it.
+
+    Raises the error of this shard; PassFailedError if only others have one; ShardError if they cannot leave the pass.
+    """
+    try:
+        found = run()
+    except (ShardError, PassFailedError):
+        raise
+    except Exception as error:
+        if not order.is_captured and (order.may_fail or is_out_of_memory(error)):
+            link.fail_pass()
+        raise
+    if not order.is_captured:
+        link.end_pass()
+    return found
 
 
 class LeadingShard:
@@ -71,17 +92,23 @@ class LeadingShard:
     def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run a pass on all shards; arguments and result are those of Passes.run.
 
-        Raises ShardError if a shard is gone, or the pass fails on this one: the others are then stuck inside it.
+        If memory runs out on some shards, all of them leave the pass, and this one raises torch.OutOfMemoryError.
+        Raises ShardError if they cannot leave it, if a shard is gone, or if the pass fails otherwise on this one.
         """
         with self._lock:
-            self._link.announce(self._order(kind, caches, what))
+            order = self._order(kind, caches, what, is_captured=kind == "fixed" and passes.are_captured)
             try:
-                return passes.run(kind, caches, what)
+                return self._run(passes, order, caches)
+            except PassFailedError:
+                pass
             except ShardError:
                 raise
             except Exception as error:
+                if is_out_of_memory(error) and not order.is_captured:
+                    raise
                 self._link.close()
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
+        raise torch.OutOfMemoryError("memory has run out on another GPU of the replica")
 
     def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
         """Run a method of Passes on all shards; if it fails on some, report that but keep the replica.
@@ -91,22 +118,28 @@ class LeadingShard:
         on other shards only; an error on shard 0 is raised unchanged.
         """
         with self._lock:
-            self._link.announce(self._order(kind, caches, what, may_fail=True))
             try:
-                passes.run(kind, caches, what)
-            except ShardError:
-                raise
-            except Exception:
-                self._link.smallest(False)
-                raise
-            if not self._link.smallest(True):
-                raise ModelError("it has failed on another GPU of the replica")
+                self._run(passes, self._order(kind, caches, what, may_fail=True), caches)
+            except PassFailedError as error:
+                raise ModelError("it has failed on another GPU of the replica") from error
 
-    def _order(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object], may_fail: bool = False) -> Pass:
+    def _run(self, passes: Passes, order: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
+        """Announce a pass and run it."""
+        self._link.announce(order)
+        return run_agreed(self._link, order, lambda: passes.run(order.kind, caches, order.what))
+
+    def _order(
+        self,
+        kind: str,
+        caches: Sequence[TreeCache],
+        what: Sequence[object],
+        is_captured: bool = False,
+        may_fail: bool = False,
+    ) -> Pass:
         """Return the announcement of a pass, with the caches that were freed since the last one."""
         gone = [self._gone.pop() for _ in range(len(self._gone))]  # finalizers may append meanwhile
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
-        return Pass(kind, states, what, gone, may_fail)
+        return Pass(kind, states, what, gone, is_captured, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
         """Return the key of a cache; a new cache gets the next number."""
@@ -149,22 +182,23 @@ class Follower:
         self._link.close()
 
     def _run(self, order: Pass) -> None:
-        """Run an announced pass; if it may fail, exchange whether it worked."""
+        """Run an announced pass; return if it has failed on some shards and all have left it."""
         for key in order.gone:
             self._caches.pop(key, None)
-        caches = [self._cache(state) for state in order.caches]
-        if not order.may_fail:
-            self._passes.run(order.kind, caches, order.what)
-            return
         try:
-            self._passes.run(order.kind, caches, order.what)
-            is_done = True
+            run_agreed(
+                self._link,
+                order,
+                lambda: self._passes.run(order.kind, [self._cache(each) for each in order.caches], order.what),
+            )
+        except PassFailedError:
+            return
         except ShardError:
             raise
         except Exception as error:
+            if order.is_captured or not (order.may_fail or is_out_of_memory(error)):
+                raise
             log.warning("%s", first_line(error))
-            is_done = False
-        self._link.smallest(is_done)
 
     def _cache(self, state: CacheState) -> TreeCache:
         """Return this shard's cache for one of shard 0's, with the same length and capacity."""

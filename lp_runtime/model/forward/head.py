@@ -61,8 +61,8 @@ class SlicedPasses(Passes):
 
     def _keep(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a tree pass, and keep its slice of the logits until the next one."""
+        self._number += 1  # even if the pass fails, so that all shards have the same number
         self._logits = self._in_slices(feed)
-        self._number += 1
         return self._logits
 
     def _in_slices(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:

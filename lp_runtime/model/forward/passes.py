@@ -66,6 +66,11 @@ class Passes:
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.cache_name = cache_name(model) or CACHE_NAMES[0]
 
+    @property
+    def are_captured(self) -> bool:
+        """Whether passes of fixed sizes are captured, so that they allocate nothing."""
+        return self.made is not None and self.made.options.capture
+
     def run(self, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
         """Run the method `kind` with these caches and the further arguments `what`."""
         logits: torch.Tensor = getattr(self, kind)(caches, *what)
@@ -99,6 +104,10 @@ class Passes:
     def end_fixed(self, caches: Sequence[TreeCache]) -> torch.Tensor:
         """Drop the passes of fixed sizes and free their memory. `caches` is empty."""
         self.made = None
+        return self.empty_cache(caches)
+
+    def empty_cache(self, caches: Sequence[TreeCache]) -> torch.Tensor:
+        """Give the memory that torch keeps, but no tensor uses, back to the GPU. `caches` is empty."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
         return NOTHING

@@ -73,11 +73,15 @@ class TreeCacheLayer(CacheLayerMixin):
         self._length, self._index = length, index
 
     def grow(self, capacity: int) -> None:
-        """Reallocate for `capacity` tokens, and copy the committed ones."""
-        self.capacity = capacity
+        """Reallocate for `capacity` tokens, and copy the committed ones; unchanged if memory runs out."""
+        smaller, self.capacity = self.capacity, capacity
         if self.is_initialized:
             length, old = self._length.value, (self.keys, self.values)
-            self.lazy_initialization(*old)
+            try:
+                self.lazy_initialization(*old)
+            except BaseException:
+                self.capacity = smaller
+                raise
             for new, before in zip((self.keys, self.values), old, strict=True):
                 new[..., :length, :] = before[..., :length, :]
 
@@ -217,9 +221,9 @@ class TreeCache(Cache):
 
     def grow(self, capacity: int) -> None:
         """Reallocate for `capacity` tokens, layer by layer, and copy the committed ones."""
-        self.capacity = capacity
         for layer in self._layers:
             layer.grow(capacity)
+        self.capacity = capacity
 
     def clear(self) -> None:
         """Discard all tokens; the memory stays allocated."""

@@ -23,6 +23,7 @@ import torch
 
 from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.kv_cache.cache import LayerStates, SavedStates, TreeCache
+from lp_runtime.utils.memory import is_out_of_memory
 
 MIN_TOKENS = 16  # of a prefix that is read, or of a segment: feeding fewer tokens is cheaper than copying them
 
@@ -178,6 +179,8 @@ class PrefixCache:
     ) -> None:
         """Copy the tokens of a sequence that are not stored yet, if there is memory for them.
 
+        If the memory does not suffice after all, the cache is emptied.
+
         Args:
             cache: of a sequence whose prompt has been fed, or that has ended.
             tokens: ids of all tokens committed in `cache`.
@@ -185,6 +188,21 @@ class PrefixCache:
             tag: identifies the sequence's draft tables; 0 for none.
             prompt_length: P of the sequence; tokens with other rotary factors than its prompt's are not stored.
         """
+        try:
+            self._store(cache, tokens, num_prefilled, salt, tag, prompt_length)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop all stored prefixes and their memory."""
+        self._roots, self.num_bytes = {}, 0
+
+    def _store(
+        self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int, prompt_length: int
+    ) -> None:
+        """Carry out `store`."""
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
         length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)

@@ -65,6 +65,12 @@ class CacheSlot:
         self.undecided = []
         self.prompt_length = prompt_length
 
+    def drop(self) -> None:
+        """Free the slot's memory and forget its tokens."""
+        self._cache = None
+        self.tokens, self.undecided = [], []
+        self.num_prefilled = 0
+
     def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
         """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)

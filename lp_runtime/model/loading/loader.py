@@ -100,6 +100,7 @@ def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict
         "dtype": DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"),
         "revision": config.revision or "main",
         "trust_remote_code": config.trust_remote_code,
+        "use_safetensors": config.use_safetensors or None,  # None: transformers prefers safetensors files
         "attn_implementation": None if config.attn_implementation == "auto" else config.attn_implementation,
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # _check_weights reports them in one line

@@ -232,6 +232,15 @@ def test_memory_that_is_full_or_absent_is_named(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_link_that_another_user_left_is_not_followed(tmp_path):
+    target, segment = tmp_path / "target", own_segment_name()
+    target.write_text("another's")
+    (FOLDER / segment).symlink_to(target)
+    with pytest.raises(LaunchError, match="Too many levels of symbolic links"), joined(0, 2, segment):
+        pass
+    assert target.read_text() == "another's"
+
+
 class Permuted(Transport):
     """Gives the rows of two replicas in the wrong order, as an all-gather of NCCL was reported to do."""
 

@@ -84,6 +84,22 @@ def test_a_process_that_ends_slowly_keeps_nobody_waiting(host, pool):
     assert pool.num_restarts == {0: 1, 1: 1}
 
 
+def test_restarts_are_given_back_after_an_hour(host):
+    now = [0.0]
+    pool = ReplicaPool(host, 1, FailureConfig(restarts=2), lambda: now[0])
+    host.may_end.set()
+    host.said.put((0, ModelLoaded(None)))
+    pool.start(60)
+    num_started = []
+    for incarnation, now[0] in enumerate([0.0, 1800.0, 3601.0, 3602.0]):
+        pool.lose(0, "it did not answer", incarnation)
+        num_started.append(pool.num_loading)
+    assert num_started == [1, 1, 1, 0]
+    now[0] = 5401.0
+    wait_until(lambda: pool.num_loading == 1)  # the one that was given up
+    pool.close()
+
+
 def test_nothing_is_started_by_a_pool_that_is_being_closed(host, pool):
     pool.lose(0, "it did not answer", 0)
     closing = threading.Thread(target=pool.close)

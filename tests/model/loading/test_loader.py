@@ -88,6 +88,16 @@ def test_no_weights(model_dir):
     assert_refused(model_dir, "cannot be loaded")
 
 
+def test_pickled_weights_are_read_only_if_asked_for(model_dir):
+    weights = load_file(model_dir / "model.safetensors")
+    (model_dir / "model.safetensors").unlink()
+    torch.save(weights, model_dir / "pytorch_model.bin")
+    for load in (check_location, lambda config: load_model(config, CPU, "float32")):
+        assert_refused(model_dir, "has pickled weights only.* model.use_safetensors=false$", load)
+    model = load_model(ModelConfig(path=str(model_dir), use_safetensors=False), CPU, "float32")
+    assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
+
+
 def test_truncated_weights(model_dir):
     weights = model_dir / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])

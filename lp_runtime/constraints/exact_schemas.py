@@ -1,0 +1,109 @@
+"""JSON schemas, rewritten so that every text of xgrammar's grammar satisfies them.
+
+docs/decisions/constraints.md lists where xgrammar 0.2.8's grammars allow more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
+from lp_runtime.constraints.grammar_checks import has_automaton
+from lp_runtime.constraints.library import library
+from lp_runtime.constraints.schema_checks import LISTS, MAPPINGS, SINGLES, check_schema
+
+# Characters of a string up to which an automaton counts them; the time to build it grows with the square.
+MAX_AUTOMATON_LENGTH = 100
+
+
+def exact_schema(schema: object) -> object:
+    """Check a schema (parsed JSON), and rewrite it for xgrammar.
+
+    Raises:
+        ConstraintError: no grammar can express the schema.
+    """
+    check_schema(schema)
+    return _rewritten(schema)
+
+
+def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
+    """Return xgrammar's Grammar of a rewritten schema."""
+    return library().Grammar.from_json_schema(
+        json.dumps(schema), any_whitespace=is_any_whitespace, strict_mode=True, any_order=any_order
+    )
+
+
+def _rewritten(schema: object) -> object:
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for name in MAPPINGS:
+        if isinstance(found.get(name), Mapping):
+            found[name] = {key: _rewritten(each) for key, each in found[name].items()}
+    for name in LISTS:
+        if isinstance(found.get(name), list):
+            found[name] = list(map(_rewritten, found[name]))
+    for name in SINGLES:
+        if name in found:
+            found[name] = _rewritten(found[name])
+    if isinstance(found.get("pattern"), str):
+        found["pattern"] = _in_json(found["pattern"])
+    if isinstance(found.get("patternProperties"), Mapping):
+        found["patternProperties"] = {_in_json(key): each for key, each in found["patternProperties"].items()}
+    _rewrite_lengths(found)
+    _rewrite_free_keys(found)
+    return found
+
+
+def _in_json(pattern: str) -> str:
+    """Return a pattern of the strings that match `pattern` and hold no escape; xgrammar allows quotes, too."""
+    rewritten = automaton_regex(pattern)
+    if has_automaton(json_grammar({"type": "string", "pattern": rewritten}, False)):
+        return rewritten
+    return exact_regex(pattern, UNESCAPED_IN_JSON)
+
+
+def _rewrite_lengths(schema: dict[str, Any]) -> None:
+    """Replace limits of a string's length, next to which xgrammar allows control characters, by a pattern."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    limits = [each for each in (least, most) if each is not None]
+    if limits == [0] or not all(isinstance(each, int) and each >= 0 for each in limits) or limits != sorted(limits):
+        return  # no limits, or such that xgrammar refuses
+    character = r"[\s\S]"
+    is_short = limits[-1] <= MAX_AUTOMATON_LENGTH
+    character = automaton_regex(character) if is_short else exact_regex(character, UNESCAPED_IN_JSON)
+    schema.pop("minLength", None)
+    schema.pop("maxLength", None)
+    schema["pattern"] = f"^{character}{{{least},{'' if most is None else most}}}$"
+
+
+def _rewrite_free_keys(schema: dict[str, Any]) -> None:
+    """Replace the schema of undeclared keys by one for a pattern of all keys that are not declared.
+
+    xgrammar allows declared keys again, if they have characters outside ASCII or are escaped.
+    """
+    if not isinstance(schema.get("properties"), Mapping) or not schema["properties"]:
+        return
+    free = schema.pop("unevaluatedProperties", False)
+    free = schema.get("additionalProperties", free)
+    if free is False:
+        return
+    schema["additionalProperties"] = False
+    if "patternProperties" not in schema:
+        schema["patternProperties"] = {automaton_regex(f"^{_others(schema['properties'])}$"): free}
+
+
+def _others(texts: Iterable[str]) -> str:
+    """Return a regular expression of all texts except the given ones."""
+    rests: dict[str, list[str]] = {}  # by the first character
+    is_excluded = False
+    for text in texts:
+        if text:
+            rests.setdefault(f"\\u{{{ord(text[0]):x}}}", []).append(text[1:])
+        else:
+            is_excluded = True
+    other = f"[^{''.join(rests)}][\\s\\S]*" if rests else r"[\s\S]+"
+    choices = [other, *(first + _others(each) for first, each in rests.items())]
+    return f"(?:{'|'.join(choices)})" + ("" if is_excluded else "?")

@@ -1,0 +1,204 @@
+"""Memory that runs out wherever a request needs some: the request ends on all replicas, and the next one is right."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from support.batches import FIXED, decode_batch
+from support.engines import engine_of
+from support.ranks import CPU, run_ranks
+
+from lp_runtime.config.settings import ModelConfig
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.engine import Engine
+from lp_runtime.errors import RequestMemoryError
+from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.prefix_cache import PrefixCache
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.output import Report
+from lp_runtime.request.request import Request
+from lp_runtime.sampling.sampler import Sampler
+
+CHUNK = 8
+# Three chunks; ten steps, of which the last commit several tokens.
+PROMPT = (336, 3422, 63, 2722, 8, 1298, 12, 1210, 332, 265, 386, 1358, 299, 1310, 369, 299, 1210, 884, 199)
+REQUEST = Request(PROMPT, FIXED, 24)
+HARVESTED = replace(REQUEST, lookahead=replace(FIXED, prompt_top_k=True))
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def load(prefill_chunk: int = CHUNK) -> ModelRunner:
+    return ModelRunner(load_model(ModelConfig(), CPU, "float32"), prefill_chunk, own_attention=True)
+
+
+def tokens_of(engine: Engine, request: Request) -> list[int]:
+    *outputs, report = engine.run(request)
+    assert isinstance(report, Report)
+    return [token for output in outputs for token in output.token_ids]
+
+
+@contextmanager
+def failing(owner: type, name: str, number: int, error: Exception = NO_MEMORY) -> Iterator[None]:
+    """The call with this number of a method, counted from 0, and all later ones find no memory."""
+    method, calls = getattr(owner, name), iter(range(1 << 20))
+
+    def call(*args, **options):
+        if next(calls) >= number:
+            raise error
+        return method(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, call)
+        yield
+
+
+FAULTS = {
+    "first chunk of what was committed": (replace(REQUEST, committed=(199, 336)), ModelRunner, "feed_prompt", 0),
+    "first chunk": (REQUEST, ModelRunner, "feed_prompt", 0),
+    "last chunk": (REQUEST, ModelRunner, "feed_prompt", 2),
+    "harvest": (HARVESTED, Sampler, "pack_candidates", 1),
+    "first token": (REQUEST, Sampler, "sample", 0),
+    "step": (REQUEST, ModelRunner, "forward", 2),
+    "sampling": (REQUEST, Sampler, "sample", 2),
+}
+
+
+def met(model: ModelRunner, engine: Engine, name: str, fails_here: bool = True) -> tuple[list[int], str, list[int]]:
+    """Tokens before a fault, what the error says, and the tokens of the next request."""
+    request, owner, method, number = FAULTS[name]
+    model.free_memory()  # what is cached needs no chunk
+    events = []
+    with failing(owner, method, number if fails_here else 1 << 20), pytest.raises(RequestMemoryError) as caught:
+        events.extend(engine.run(request))
+    tokens = [*request.committed, *(token for event in events for token in event.token_ids)]
+    return tokens, str(caught.value), tokens_of(engine, REQUEST)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelRunner:
+    return load()
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[int]:
+    return tokens_of(engine_of(model), REQUEST)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_request_alone(model, expected, name):
+    engine = engine_of(model)
+    tokens, message, rest = met(model, engine, name)
+    assert tokens == expected[: len(tokens)] and rest == expected
+    assert message.startswith(f"not enough memory on cpu for this request: a prompt of 19 tokens and {len(tokens)} new")
+    assert not engine.draft_pool.num_in_use
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("of numpy's"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_the_memory_of_the_host(model, expected, error):
+    with failing(ModelRunner, "forward", 2, error), pytest.raises(RequestMemoryError):
+        tokens_of(engine_of(model), REQUEST)
+    assert tokens_of(engine_of(model), REQUEST) == expected
+
+
+@pytest.mark.parametrize(
+    "error", [torch.AcceleratorError("an illegal memory access was encountered"), RuntimeError("x")]
+)
+def test_other_errors_of_a_pass_are_not_taken_for_a_lack_of_memory(model, error):
+    with failing(ModelRunner, "forward", 2, error), pytest.raises(type(error)):
+        tokens_of(engine_of(model), REQUEST)
+
+
+def test_what_has_failed_leaves_no_memory_behind(model):
+    """Neither its slot, nor free slots, nor cached prefixes; nor what the failed pass had computed."""
+    model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
+    engine = engine_of(model)
+    tokens_of(engine, REQUEST)
+    assert model.slots.prefixes.num_bytes and model.slots.capacity
+    computed: list[weakref.ref] = []
+    forward = ModelRunner.forward
+
+    def fail(self, *args, **options):
+        found = forward(self, *args, **options)
+        computed.append(weakref.ref(found.rows))
+        raise NO_MEMORY
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "forward", fail)
+        with pytest.raises(RequestMemoryError) as caught:
+            tokens_of(engine, REQUEST)
+    NO_MEMORY.__traceback__ = None
+    assert caught.value is not None and computed and not any(reference() is not None for reference in computed)
+    assert (model.slots.prefixes.num_bytes, model.slots.capacity) == (0, 0)
+    model.slots.prefixes = None
+
+
+def test_prefixes_are_not_kept_without_memory(model, expected):
+    """That of a prefix that is read ends the request; that of one to be kept ends nothing."""
+    cache = model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
+    engine = engine_of(model)
+    with failing(TreeCache, "committed", 0):
+        assert tokens_of(engine, REQUEST) == expected
+    assert cache.num_bytes == 0
+    assert tokens_of(engine, REQUEST) == expected and cache.num_bytes
+    with failing(CacheSlot, "restore", 0), pytest.raises(RequestMemoryError):
+        tokens_of(engine, REQUEST)
+    assert cache.num_bytes == 0 and tokens_of(engine, REQUEST) == expected
+    model.slots.prefixes = None
+
+
+def batch_of(model: ModelRunner, *names: str) -> dict[str, tuple]:
+    return decode_batch(engine_of(model), {1: [Arrival(name, REQUEST) for name in names]})
+
+
+@pytest.mark.parametrize("strict_tokens", [None, pytest.param(32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_batch_with_memory_for_some(strict_tokens, most):
+    """The youngest leave it; those that stay get their texts."""
+    whole = load_model(ModelConfig(), CPU, "float32")
+    model = ModelRunner(whole, CHUNK, strict_tokens, own_attention=True)
+    expected = tokens_of(engine_of(model), REQUEST)
+    forward = ModelRunner.forward_batch
+
+    def limited(self, inputs, *args):
+        if len(inputs) > most:
+            raise NO_MEMORY
+        return forward(self, inputs, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "forward_batch", limited)
+        found = batch_of(model, "a", "b", "c")
+    ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in found.items()}
+    num_fed = 3 if strict_tokens else most  # strict sequences that are not captured are fed one by one
+    assert ended == {"a": False, "b": num_fed < 2, "c": num_fed < 3}
+    for tokens, _, end in found.values():
+        assert tokens == (expected[: len(tokens)] if isinstance(end, RequestMemoryError) else expected)
+
+
+def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
+    """What comes of every fault on one rank or on all."""
+    model = load()
+    model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, 4096)
+    engine = engine_of(model, group)
+    return [met(model, engine, name, who == "all" or group.rank == group.size - 1) for name in FAULTS]
+
+
+@pytest.mark.parametrize(
+    ("size", "who", "backend"),
+    [(2, "one", "shared"), (3, "all", "shared"), (3, "one", "two machines"), (2, "all", "gloo")],
+)
+def test_a_group_ends_the_request_and_goes_on(expected, size, who, backend):
+    first, *others = run_ranks(on_a_rank, size, who, backend=backend)
+    assert others == [first] * (size - 1)
+    for tokens, message, rest in first:
+        assert tokens == expected[: len(tokens)] and rest == expected
+        assert message.startswith("not enough memory on cpu for this request: a prompt of 19 tokens and ")

@@ -1,0 +1,97 @@
+"""launch/kubernetes/: settings, ports, probes and times of serve.yaml fit; manifests follow the schemas."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
+from lp_runtime.server.gate import PROBES
+
+LAUNCH = Path(__file__).parents[2] / "launch"
+KUBERNETES_VERSIONS = ("1.31", "1.34")
+MANIFESTS = ["kuberay.yaml", "kubernetes/rayservice.yaml", "kubernetes/serve.yaml"]
+PARTS = {part["kind"]: part for part in yaml.safe_load_all((LAUNCH / "kubernetes" / "serve.yaml").read_text())}
+DEPLOYMENT = PARTS["Deployment"]["spec"]
+POD = DEPLOYMENT["template"]["spec"]
+(CONTAINER,) = POD["containers"]
+
+
+@pytest.fixture(scope="module")
+def config() -> ServeConfig:
+    """Settings that the container runs with: those of the image, then those of the manifest."""
+    _, entrypoint = re.findall(r"^ENTRYPOINT (.*)", (LAUNCH / "Dockerfile").read_text(), re.M)
+    return load_config(ServeConfig, [*json.loads(entrypoint)[1:], *CONTAINER["args"]])
+
+
+def schema_documents(document: dict) -> Iterator[dict]:
+    """A document of Kubernetes' own API, or the pods of a cluster of KubeRay."""
+    if document["apiVersion"] != "ray.io/v1":
+        yield document
+        return
+    spec = document["spec"]
+    cluster = spec.get("rayClusterSpec") or spec["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        yield {"apiVersion": "v1", "kind": "Pod", **group["template"]}
+
+
+@pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_follow_the_schemas(name, version):
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for document in yaml.safe_load_all((LAUNCH / name).read_text()):
+        for each in schema_documents(document):
+            kubernetes_validate.validate(each, version, strict=True)
+
+
+def test_every_gpu_of_the_pod_is_used(config):
+    assert int(CONTAINER["resources"]["limits"]["nvidia.com/gpu"]) == config.gpus and config.device == "cuda"
+
+
+def test_one_port_leads_from_the_service_to_lp_serve(config):
+    (port,) = CONTAINER["ports"]
+    assert (port["containerPort"], config.host) == (config.port, "0.0.0.0")
+    assert [each["targetPort"] for each in PARTS["Service"]["spec"]["ports"]] == [port["name"]]
+    (rule,) = PARTS["NetworkPolicy"]["spec"]["ingress"]
+    assert [each["port"] for each in rule["ports"]] == [port["name"]]
+
+
+def test_every_part_selects_the_pods():
+    labels = DEPLOYMENT["template"]["metadata"]["labels"].items()
+    selectors = [DEPLOYMENT["selector"], PARTS["PodDisruptionBudget"]["spec"]["selector"]]
+    selectors += [{"matchLabels": PARTS["Service"]["spec"]["selector"]}, PARTS["NetworkPolicy"]["spec"]["podSelector"]]
+    assert all(selector["matchLabels"].items() <= labels for selector in selectors)
+
+
+def test_probes_leave_the_time_that_lp_serve_needs(config):
+    def seconds(probe: dict) -> float:
+        assert probe["httpGet"]["path"] in PROBES and probe["httpGet"]["port"] == "http"
+        return probe["periodSeconds"] * probe["failureThreshold"]
+
+    start = seconds(CONTAINER["startupProbe"])
+    assert start > config.launcher.start_timeout and DEPLOYMENT["progressDeadlineSeconds"] > start
+    assert seconds(CONTAINER["livenessProbe"]) > config.launcher.start_timeout  # of a replica that is started again
+    assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/ready" and seconds(CONTAINER["readinessProbe"]) <= 10
+
+
+def test_a_pod_ends_its_answers_before_it_is_killed(config):
+    _, sleep = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
+    assert POD["terminationGracePeriodSeconds"] > int(sleep) + config.shutdown_timeout
+
+
+def test_every_path_is_on_a_volume(config):
+    volumes = {volume["name"]: volume for volume in POD["volumes"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in CONTAINER["volumeMounts"]}
+    assert mounts["/dev/shm"]["emptyDir"]["medium"] == "Memory"
+    (cache,) = set(re.findall("^VOLUME (.*)", (LAUNCH / "Dockerfile").read_text(), re.M))
+    assert mounts[cache]["persistentVolumeClaim"]["claimName"] == PARTS["PersistentVolumeClaim"]["metadata"]["name"]
+    assert "secret" in mounts[str(Path(config.api_keys).parent)] and config.api_key is None
+    assert CONTAINER["securityContext"]["readOnlyRootFilesystem"] and "/tmp" in mounts
+    assert any(Path(config.model.path).is_relative_to(mount) for mount in mounts)
+    assert POD["securityContext"]["runAsUser"] == 1000  # the image's

@@ -1,0 +1,147 @@
+"""Requests for which memory runs out: they end, or are decoded at the second attempt, and no replica is lost."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from support import reference
+from support.faults import LacksMemory
+from support.processes import own_replicas
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, RequestError
+from lp_runtime.config.settings import FailureConfig, LauncherConfig, RuntimeConfig
+from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.request.output import Report
+
+FIXED = LookaheadConfig(7, 5, 7, prior="none")
+LENGTH = 40
+MIDDLE = 15  # new tokens after which memory runs out
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[LookaheadRuntime]:
+    """Three replicas; a lost one would not be started again."""
+    failure = FailureConfig(timeout=60.0, restarts=0)
+    config = RuntimeConfig(gpus=3, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+    with LookaheadRuntime.from_config(config) as runtime:
+        yield runtime
+
+
+def decode(runtime: LookaheadRuntime, members: set[int], **options) -> tuple[list[int], Report]:
+    """Tokens and report of a request on some of the replicas."""
+    request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False, **options)
+    *outputs, report = runtime.launcher.run_on(request, ReplicaLease(members))
+    return [token for output in outputs for token in output.token_ids], report
+
+
+@pytest.fixture(scope="module")
+def expected(runtime) -> list[int]:
+    return decode(runtime, {0})[0]
+
+
+@pytest.fixture
+def replicas(runtime) -> Iterator[dict[int, int]]:
+    """Process ids by index; after the test the same processes are there."""
+    before = dict(runtime.launcher.process_ids)
+    yield before
+    assert runtime.launcher.process_ids == before and set(before.values()) <= set(own_replicas())
+    assert runtime.num_ready == 3 and not any(runtime.launcher.pool.num_restarts.values())
+
+
+GROUPS = [({0}, {0}), ({0, 1}, {1}), ({0, 1}, {0, 1}), ({0, 1, 2}, {0}), ({0, 1, 2}, {0, 1, 2})]
+
+
+@pytest.mark.parametrize("num_new", [0, MIDDLE])
+@pytest.mark.parametrize(("members", "short"), GROUPS)
+def test_the_second_attempt_continues_the_text(runtime, replicas, expected, members, short, num_new, tmp_path):
+    pids = {replicas[index] for index in short}
+    num_prompt = len(runtime.request(reference.PROMPTS[1], 1).prompt_ids)
+    lacking = LacksMemory(tmp_path, num_prompt + num_new, pids, times=1)
+    tokens, report = decode(runtime, members, processors=[lacking])
+    assert tokens == expected and report.finish_reason == "length" and report.losses == 0
+    assert {int(name) for name in os.listdir(tmp_path)} & pids
+
+
+@pytest.mark.parametrize(("members", "short"), GROUPS)
+def test_a_request_that_never_fits_is_refused_and_the_next_one_is_right(
+    runtime, replicas, expected, members, short, tmp_path
+):
+    pids = {replicas[index] for index in short}
+    num_prompt = len(runtime.request(reference.PROMPTS[1], 1).prompt_ids)
+    lacking = LacksMemory(tmp_path, num_prompt + MIDDLE, pids)
+    with pytest.raises(RequestError) as caught:
+        decode(runtime, members, processors=[lacking])
+    message = str(caught.value)
+    assert message.startswith(f"not enough memory on cpu for this request: a prompt of {num_prompt} tokens and ")
+    assert message.endswith(" GiB free") and "\n" not in message
+    assert decode(runtime, members)[0] == expected
+
+
+def test_one_of_a_batch_that_never_fits_does_not_harm_the_others(runtime, replicas, expected, tmp_path):
+    lacking = LacksMemory(tmp_path, len(runtime.request(reference.PROMPTS[1], 1).prompt_ids) + MIDDLE)
+    with ThreadPoolExecutor(3) as threads:
+        others = [threads.submit(decode, runtime, {0}) for _ in range(2)]
+        refused = threads.submit(decode, runtime, {0}, processors=[lacking])
+        assert isinstance(refused.exception(), RequestError)
+        assert [each.result()[0] for each in others] == [expected] * 2
+
+
+HARM = """
+import sys
+if "replica_process" in " ".join(sys.orig_argv):
+    import torch
+    from lp_runtime.distributed.exchange import Exchange
+    from lp_runtime.model.runner import ModelRunner
+
+    def harmed(method, is_harmed):
+        calls = iter(range(1 << 20))
+        def call(self, *args):
+            if is_harmed(next(calls), self, *args):
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return method(self, *args)
+        return call
+
+    {harm}
+"""
+LONG_PROMPTS = (
+    "ModelRunner.feed_prompt = harmed(ModelRunner.feed_prompt, lambda _, self, slot, chunk, *rest: len(chunk) > 300)"
+)
+EXCHANGE = "Exchange.start = harmed(Exchange.start, lambda call, self, *rest: call == 6 and self.group.rank == 1)"
+
+
+@contextmanager
+def harmed(harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
+    """Replicas with a fault; none is lost, and what they decode afterwards is right."""
+    (folder / "sitecustomize.py").write_text(HARM.format(harm=harm))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        launcher = LauncherConfig(own_process=True)
+        config = RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, launcher=launcher)
+        with LookaheadRuntime.from_config(config) as runtime:
+            before = dict(runtime.launcher.process_ids)
+            yield runtime
+            assert runtime.launcher.process_ids == before and runtime.num_ready == gpus
+            assert not any(runtime.launcher.pool.num_restarts.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_more_long_prompts_than_restarts(expected, gpus, tmp_path, started_replicas):
+    with harmed(LONG_PROMPTS, tmp_path, gpus) as runtime:
+        for _ in range(5):
+            with pytest.raises(RequestError, match=r"not enough memory on cpu for this request: a prompt of \d{3} "):
+                runtime.generate("one two three four five " * 80, 8)
+        assert runtime.generate(reference.PROMPTS[1], LENGTH, eos=False).token_ids == expected
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_where_peers_expect_no_error(expected, tmp_path, started_replicas):
+    """The group breaks, and another one of the same replicas goes on."""
+    with harmed(EXCHANGE, tmp_path, 2) as runtime:
+        out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
+        assert (out.token_ids, out.losses) == (expected, 0)

@@ -1,0 +1,88 @@
+"""Requests that are decoded again when memory has run out: their outputs are those of one attempt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support import reference
+from support.batches import FIXED
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.errors import RequestMemoryError
+from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.replica.replica import Replica, join_group, load_replica
+from lp_runtime.request.output import Event, Report
+from lp_runtime.request.request import Request
+
+NUM_TOKENS = {"a": 24, "b": 24, "c": 12, "d": 24}
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    config = RuntimeConfig(device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
+    loaded = load_replica(config, 0, 1, owns_process=False)
+    with join_group(config, loaded, ReplicaContext(owns_process=False)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def requests() -> dict[str, Request]:
+    prompt = tuple(load_tokenizer(RuntimeConfig().model)(reference.PROMPTS[1]).input_ids)
+    return {key: Request(prompt, FIXED, number) for key, number in NUM_TOKENS.items()}
+
+
+def joined(events: list[Event]) -> tuple[list[int], Report]:
+    *outputs, report = events
+    return [token for output in outputs for token in output.token_ids], report
+
+
+@pytest.fixture(scope="module")
+def expected(replica, requests) -> dict[str, list[int]]:
+    return {key: joined(list(replica.decode(request)))[0] for key, request in requests.items()}
+
+
+def limit(monkeypatch, has_memory: Callable[[int, int], bool]) -> list[int]:
+    """Passes, counted from 0, find memory as `has_memory(their number, sequences)` says; return their sequences."""
+    forward, sizes = ModelRunner.forward_batch, []
+
+    def limited(self, inputs, *args):
+        sizes.append(len(inputs))
+        if not has_memory(len(sizes) - 1, len(inputs)):
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return forward(self, inputs, *args)
+
+    monkeypatch.setattr(ModelRunner, "forward_batch", limited)
+    return sizes
+
+
+def test_a_report_covers_all_attempts(replica, requests, expected, monkeypatch):
+    whole = joined(list(replica.decode(requests["a"])))[1]
+    limit(monkeypatch, lambda number, _: number not in (1, 4))  # two attempts fail, with tokens between them
+    tokens, report = joined(list(replica.decode(requests["a"])))
+    assert tokens == expected["a"] and report.finish_reason == "length"
+    assert whole.num_steps <= report.num_steps <= len(tokens) + 2  # each attempt begins with a step of the prefill
+
+
+def test_an_attempt_without_a_new_token_is_the_last(replica, requests, expected, monkeypatch):
+    sizes = limit(monkeypatch, lambda number, _: number < 2)
+    tokens = []
+    with pytest.raises(RequestMemoryError):
+        for event in replica.decode(requests["a"]):
+            tokens += event.token_ids
+    assert tokens == expected["a"][: len(tokens)] and len(sizes) == 4
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, requests, expected, monkeypatch, most):
+    """With one that arrives meanwhile."""
+    sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
+    arriving = iter([["a", "b", "c"], [], ["d"]])
+    found: dict[str, list[Event]] = {key: [] for key in requests}
+    for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
+        found[key].append(event)
+    assert {key: joined(events)[0] for key, events in found.items()} == expected
+    assert max(sizes) > most

@@ -1,0 +1,70 @@
+"""The text of a request as its tokens come: special tokens, the end of the text, texts of tokens."""
+
+from __future__ import annotations
+
+import pytest
+from support.tokenizer_kinds import tokenizer_of
+
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.request.request import Request
+from lp_runtime.request.request_text import RequestText
+from lp_runtime.text.stop_strings import Reasoning
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return tokenizer_of("llama3")
+
+
+def text_of(tokenizer, steps, **fields):
+    """Return (deltas, texts of tokens, the RequestText) of a request that gets its tokens in steps, up to a stop."""
+    eos = frozenset({tokenizer.eos_token_id})
+    request = Request(tuple(tokenizer("the answer is").input_ids), PLAIN, 99, eos, logprobs=True, **fields)
+    text = RequestText(request, tokenizer)
+    added = []
+    for step in steps:
+        added.append(text.add(step))
+        if text.stop is not None:
+            break
+    added.append(text.finish())
+    return [delta for delta, _ in added], [each for _, texts in added for each in texts], text
+
+
+def test_special_tokens_show_on_request_but_not_the_one_that_ends_the_text(tokenizer):
+    special = next(
+        token
+        for token in tokenizer.added_tokens_decoder
+        if token not in (tokenizer.eos_token_id, tokenizer.bos_token_id)
+    )
+    word = tokenizer.encode(" dog", add_special_tokens=False)
+    steps = [word, [special], [*word, tokenizer.eos_token_id]]
+    shown = tokenizer.decode([special])
+    for skips, expected in ((True, " dog dog"), (False, f" dog{shown} dog")):
+        deltas, texts, _ = text_of(tokenizer, steps, skip_special_tokens=skips)
+        assert "".join(deltas) == "".join(texts) == expected
+        assert len(texts) == 2 * len(word) + 2
+
+
+@pytest.mark.parametrize("cuts_steps", [False, True])
+def test_the_text_ends_with_the_stop_string_though_its_last_token_goes_on(tokenizer, cuts_steps):
+    ids = tokenizer.encode(" the dog, the house; the man", add_special_tokens=False)
+    num = next(num for num in range(1, len(ids)) if "hous" in tokenizer.decode(ids[:num]))
+    steps = [[token] for token in ids[:num]] if cuts_steps else [ids[:num]]
+    deltas, texts, text = text_of(tokenizer, steps, stop=("never", "hous", "us"))
+    assert text.stop == "hous" and "".join(deltas) == " the dog, the hous"
+    assert "".join(texts) == tokenizer.decode(ids[:num]), "tokens are shown whole"
+
+
+@pytest.mark.parametrize("begin", [None, "<think>"])
+def test_no_stop_string_matches_before_the_content(tokenizer, begin):
+    """Neither in the reasoning part, nor in the white space after it."""
+    ids = tokenizer.encode(f"{begin or ''}the dog\n\n</think>\n\nthe man\n\nthe cat", add_special_tokens=False)
+    deltas, _, text = text_of(
+        tokenizer, [[token] for token in ids], stop=("\n\n",), reasoning=Reasoning(begin, "</think>"), is_answer=True
+    )
+    assert "".join(deltas).endswith("</think>\n\nthe man\n\n") and text.stop == "\n\n"
+    ids = tokenizer.encode("the dog\n\nthe man", add_special_tokens=False)
+    deltas, _, text = text_of(
+        tokenizer, [[token] for token in ids], stop=("\n\n",), reasoning=Reasoning(begin, "</think>"), is_answer=True
+    )
+    assert text.stop == (None if begin is None else "\n\n"), "an answer need not reason"

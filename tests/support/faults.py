@@ -1,0 +1,35 @@
+"""Replicas that run out of memory in the middle of a request: the allocation is that of a logits processor."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from transformers import LogitsProcessor
+
+
+class LacksMemory(LogitsProcessor):
+    """Finds no memory once a text has so many tokens.
+
+    Args:
+        folder: where replicas count their failures.
+        num_tokens: those tokens, the prompt's and new ones.
+        pids: of the replicas that find none; None for all.
+        times: how often each of them fails; None for always.
+    """
+
+    prefix_only = True
+
+    def __init__(self, folder: Path, num_tokens: int, pids: Collection[int] | None = None, times: int | None = None):
+        self._folder, self._num_tokens, self._pids, self._times = folder, num_tokens, pids, times
+
+    def __call__(self, input_ids, scores):
+        if input_ids.shape[1] >= self._num_tokens and (self._pids is None or os.getpid() in self._pids):
+            failures = self._folder / str(os.getpid())
+            num_failures = len(failures.read_bytes()) if failures.exists() else 0
+            if self._times is None or num_failures < self._times:
+                failures.write_bytes(b"." * (num_failures + 1))
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return scores
