@@ -53,7 +53,7 @@ def exact_regex(pattern: str, allowed: Ranges = UNICODE) -> str:
 
 
 def automaton_regex(pattern: str) -> str:
-    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas, which becomes an automaton if it is ASCII.
+    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas; if it is ASCII it becomes an automaton.
 
     It then matches only strings that JSON holds without escapes. Raises ValueError as `exact_regex`.
     """
