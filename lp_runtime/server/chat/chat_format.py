@@ -46,25 +46,24 @@ class ChatFormat:
         if name == "mistral" and "[ARGS]" in self._template.source:
             name = "mistral_args"
         self.tool_format = name if name in FORMATS else None
-        self._uses_own_parser = name == "response_template"
-        if self._template.response_template is not None:
-            self._uses_own_parser |= name is None
-        elif self._uses_own_parser:
-            raise ConfigError("tool_format=response_template: the model has no response template")
-        if self._uses_own_parser:
-            self._check_own_parser()
+        self._uses_own_parser = self._may_use_own_parser(name)
         self.reasoning = REASONINGS.get(reasoning)
         if reasoning == "auto" and not self.is_harmony:
             self.reasoning = reasoning_of(self._template.source)
         if tool_format == "auto" and found.takes_tools:
             self._report(found.is_certain)
 
-    def _check_own_parser(self) -> None:
-        """Refuse a response template that transformers cannot read."""
+    def _may_use_own_parser(self, name: str | None) -> bool:
+        """Return whether the model's response template reads answers; refuse one that transformers cannot read."""
+        if self._template.response_template is None and name == "response_template":
+            raise ConfigError("tool_format=response_template: the model has no response template")
+        if self._template.response_template is None or name not in (None, "response_template"):
+            return False
         try:
             self._template.response_parser("", [])
         except ValueError as error:
             raise ConfigError(f"the model's response template: {first_line(error)}") from error
+        return True
 
     def _report(self, is_certain: bool) -> None:
         """Log if it is not certain how the model writes calls."""
