@@ -15,8 +15,8 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
+from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import chat_template
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
@@ -61,7 +61,7 @@ class Server:
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
         self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
-        self._chat_format = ChatFormat(chat_template(tokenizer), settings.tool_format, settings.reasoning)
+        self._chat_format = ChatFormat(ChatTemplate.of(tokenizer), settings.tool_format, settings.reasoning)
         self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
@@ -159,7 +159,8 @@ class Server:
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
         kwargs = {**body.template_kwargs(), **body.rendering()}
-        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.shown(), kwargs)
+        messages = chat_format.history(body.conversation())
+        ids = await self._submitter.encode_chat(messages, body.split_special_tokens, use.shown(), kwargs)
         ids = body.truncated(ids, self._context_length)
         prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
         text_constraint = options.get("constraint")
@@ -172,7 +173,7 @@ class Server:
             options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], body.length(), options)
         for choice in choices:
-            choice.parser = chat_format.parser(has_tools, prompt_end, text_constraint is not None)
+            choice.parser = chat_format.parser(use.tools, prompt_end, text_constraint is not None)
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
