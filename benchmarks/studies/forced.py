@@ -57,8 +57,8 @@ class Unforced(GrammarGuide):
 class UnforcedGrammars(Grammars):
     """Makes such states."""
 
-    def guide(self, constraint):
-        guide = super().guide(constraint)
+    def guide(self, *args: Any) -> GrammarGuide:
+        guide = super().guide(*args)
         guide.__class__ = Unforced  # one class of state for both
         return guide
 
