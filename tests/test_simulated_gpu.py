@@ -37,12 +37,15 @@ from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed import devices
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine import running_request
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels import dispatch
+from lp_runtime.model import runner
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import fixed_passes
+from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica import loading
@@ -175,6 +178,23 @@ def check(
     assert all(each.startswith(SAMPLING) for each in launches)  # what samples otherwise than a captured pass
     if name in GREEDY:
         assert not launches
+
+
+def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypatch):
+    """The next pass writes to its new addresses, and nothing waits for the copy."""
+    growths: list[int] = []
+    grow = TreeCache.grow
+    monkeypatch.setattr(TreeCache, "grow", lambda cache, capacity: growths.append(capacity) or grow(cache, capacity))
+    monkeypatch.setattr(running_request, "ROOM_TOKENS", 3)
+    monkeypatch.setattr(runner, "ROOM_TOKENS", 3)
+    monkeypatch.setattr(runner, "CAPACITY_UNIT", 8)
+    model.slots.clear()
+    found = counts_of(gpu, loop_of(model), replace(REQUESTS["one token a step"], max_new_tokens=32))
+    assert growths and found.waits == {"exchange.py: finish": found.num_steps}
+    model.slots.clear()
+    assert found.tokens[:8] == expected["one token a step"]
+    monkeypatch.undo()
+    assert found.tokens == decode_alone(model, replace(REQUESTS["one token a step"], max_new_tokens=32))[0]
 
 
 @pytest.mark.parametrize(

@@ -283,7 +283,7 @@ class Engine:
             return list(found)
         if len(batch) > 1 and lengths != [len(each.slot.tokens) for each in inputs]:  # re-fed, and committed in part
             return [running.unshared_error("its batch lacks memory") for running in batch]
-        inputs[-1].slot.drop()
+        self._model.slots.drop(inputs[-1].slot)
         if len(batch) == 1:
             return [found]
         for each in inputs[:-1]:

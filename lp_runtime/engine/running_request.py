@@ -23,7 +23,7 @@ from lp_runtime.engine.memory import memory_error, unshared_error
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
-from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
@@ -123,7 +123,7 @@ class RunningRequest:
 
     @property
     def capacity(self) -> int:
-        """Tokens that the slot must hold: the prompt, the output and one step's."""
+        """Tokens that the slot must hold at first; see `capacity_of`."""
         return capacity_of(self._request, self.decoder)
 
     # Out of memory.
@@ -363,6 +363,7 @@ def _error_of(result: object) -> RequestMemoryError | None:
 
 
 def capacity_of(request: Request, decoder: Decoder) -> int:
-    """Return the tokens that a request's slot must hold: prompt, output and one step's."""
+    """Return the tokens that a request's slot must hold at first: prompt, committed tokens, some output, one step's."""
     one_step = decoder.max_owned + decoder.drafter.max_committed
-    return len(request.prompt_ids) + request.max_new_tokens + one_step
+    num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
+    return len(request.prompt_ids) + num_new + one_step

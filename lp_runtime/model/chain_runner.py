@@ -115,6 +115,7 @@ class ChainRunner(ModelRunner):
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)
         cache = _states(slot)
         self._settle(slot, cache, len(slot.tokens) if start is None else start)
+        self._make_room(slot, len(nodes))
         fed = tree.arrays()[0][nodes]
         are_certain = commit and int(nodes[-1]) <= tree.root
         if not are_certain:

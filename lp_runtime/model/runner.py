@@ -26,7 +26,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.hf.config import context_length
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
+from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot, SlotPool
 from lp_runtime.model.modules.rotary import replace_rotaries
 from lp_runtime.model.support import check_family
 from lp_runtime.utils.generators import result_of
@@ -266,12 +266,19 @@ class ModelRunner:
             any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
         slot, tree, nodes, wanted, _ = inputs
+        self._make_room(slot, len(nodes))
         rope_length = self._refeed([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         found = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
         output = self._feed_tree("share", [slot.cache], layout, rope_length) if found is None else found[0]
         slot.commit(tree.pending, commit)
         return output
+
+    def _make_room(self, slot: CacheSlot, num_nodes: int) -> None:
+        """Grow a slot that is too small for the nodes that a step feeds; all tokens in it are committed."""
+        needed = len(slot.tokens) + num_nodes
+        if slot.capacity < self.padded_capacity(needed):
+            self.slots.grow(slot, needed, spare=max(ROOM_TOKENS, needed // 2))
 
     def _refeed(self, batch: Sequence[StepInputs]) -> int:
         """Re-prefill slots whose text exceeds, with the tree's root, the length at which `generate` re-feeds.
@@ -304,6 +311,8 @@ class ModelRunner:
         """
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
+        for inputs in batch:
+            self._make_room(inputs.slot, len(inputs.nodes))
         # Copies: the next pass of a fixed size overwrites the results of this one.
         if not self.supports_batching or self._refeed(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]

@@ -36,6 +36,7 @@ from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache
@@ -232,6 +233,7 @@ def load_replica(
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
     model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
+    model.slots.limit = None if capacity is None else capacity + OVERHEAD_TOKENS
     info = ReplicaInfo(
         vocabulary_size=model.vocabulary_size,
         context_length=model.context_length,

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS, ROOM_TOKENS
 from lp_runtime.sampling.processors import is_ordered
 from lp_runtime.scheduler.job import Job, JobLease
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds
 
 MIN_LEFT_TOKENS = 32  # a job with fewer tokens left is not moved: new replicas must prefill first
-# Tokens of a KV-cache slot in addition to the prompt and the new tokens: those of a step (MAX_STEP_TOKENS), and the
-# rounding of the slot's size (CAPACITY_UNIT and the largest captured step).
-SLOT_OVERHEAD_TOKENS = 2560
 
 
 class Allocator:
@@ -125,9 +123,9 @@ class Allocator:
         """Whether a job fits into one batch with a replica's jobs, which must all use only that replica."""
         if len(leases) >= self._batch or not all(len(lease.current) == 1 and lease.is_settled for lease in leases):
             return False
-        needed = sum(map(_slot_tokens, (job, *(lease.job for lease in leases))))
+        needed = _slot_tokens(job, 0) + sum(_slot_tokens(lease.job, lease.num_delivered) for lease in leases)
         capacity = self._launcher.info.capacity
-        return capacity is None or needed <= capacity + SLOT_OVERHEAD_TOKENS
+        return capacity is None or needed <= capacity + OVERHEAD_TOKENS
 
     def _spread(self, degrees: list[int], free: list[int]) -> None:
         """Give free replicas to jobs that share one or have fewer than their target. No job may be waiting.
@@ -179,6 +177,7 @@ def _can_move(lease: JobLease) -> bool:
     return bool(has_enough and lease.is_settled and lease.wanted)
 
 
-def _slot_tokens(job: Job) -> int:
-    """Return the capacity in tokens that a job's KV-cache slot needs."""
-    return len(job.request.prompt_ids) + job.request.max_new_tokens + SLOT_OVERHEAD_TOKENS
+def _slot_tokens(job: Job, num_delivered: int) -> int:
+    """Return the capacity in tokens that a job's KV-cache slot has, or needs at first; slots grow with their texts."""
+    num_new = min(job.request.max_new_tokens, num_delivered + ROOM_TOKENS)
+    return len(job.request.prompt_ids) + num_new + OVERHEAD_TOKENS

@@ -52,7 +52,10 @@ class Metrics:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Fraction of the KV caches that running requests have reserved, 0 to 1; 0 if capacity is unknown."""
+        """Fraction of the KV caches that running requests fill if all of them become as long as they may, 0 to 1.
+
+        It is 0 if the capacity is unknown.
+        """
         capacity = self._runtime.info.capacity
         if not capacity:
             return 0.0
@@ -66,7 +69,7 @@ class Metrics:
         for name, what, value in (
             ("lp_requests_waiting", "Requests in the queue", self._scheduler.num_waiting),
             ("lp_requests_running", "Requests that are being decoded", self._scheduler.num_running),
-            ("lp_kv_cache_usage", "KV cache that running requests have reserved, 0 to 1", self.kv_cache_usage),
+            ("lp_kv_cache_usage", "KV cache that running requests may come to fill, 0 to 1", self.kv_cache_usage),
             ("lp_degree", "LP degree of the running requests, mean", sum(degrees) / max(1, len(degrees))),
             ("lp_replicas", "Replicas that are up", self._runtime.num_ready),
             ("lp_replicas_wanted", "Replicas that the runtime was started with", self._runtime.num_replicas),

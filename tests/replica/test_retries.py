@@ -14,18 +14,24 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.replica.replica import Replica, join_group, load_replica
+from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 
 NUM_TOKENS = {"a": 24, "b": 24, "c": 12, "d": 24}
 
 
+CONFIG = RuntimeConfig(device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
+
+
 @pytest.fixture(scope="module")
-def replica() -> Iterator[Replica]:
-    config = RuntimeConfig(device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
-    loaded = load_replica(config, 0, 1, owns_process=False)
-    with join_group(config, loaded, ReplicaContext(owns_process=False)) as found:
+def loaded() -> LoadedModel:
+    return load_replica(CONFIG, 0, 1, owns_process=False)
+
+
+@pytest.fixture(scope="module")
+def replica(loaded) -> Iterator[Replica]:
+    with join_group(CONFIG, loaded, ReplicaContext(owns_process=False)) as found:
         yield found
 
 
@@ -86,3 +92,13 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
         found[key].append(event)
     assert {key: joined(events)[0] for key, events in found.items()} == expected
     assert max(sizes) > most
+
+
+def test_slots_that_do_not_fit_together_are_used_one_after_another(loaded, replica, requests, expected, monkeypatch):
+    """As many requests as replicas' memory holds are decoded together; all get their texts."""
+    monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
+    arriving = iter([list(requests)])
+    found: dict[str, list[Event]] = {key: [] for key in requests}
+    for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
+        found[key].append(event)
+    assert {key: joined(events)[0] for key, events in found.items()} == expected

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from lp_runtime.scheduler.allocation import target_degrees
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.request.request import Request
+from lp_runtime.scheduler.allocation import Allocator, target_degrees
+from lp_runtime.scheduler.job import Job, JobLease
 
 
 def test_replicas_go_round_until_every_job_has_its_largest_degree():
@@ -15,3 +23,17 @@ def test_replicas_go_round_until_every_job_has_its_largest_degree():
     ]
     assert target_degrees(3, [1, 1]) == [1, 1] and target_degrees(3, [8]) == [3] and target_degrees(1, []) == []
     assert target_degrees(8, [1, 3, 8]) == [1, 3, 4] and target_degrees(8, [2, 2]) == [2, 2]
+
+
+@pytest.mark.parametrize(("num_delivered", "num_running"), [(0, 3), (4000, 2)])
+def test_a_replica_takes_as_many_requests_as_fit_with_what_they_have_written(num_delivered, num_running):
+    """Not with all that they may write: slots grow."""
+    info = SimpleNamespace(supports_batching=True, capacity=10_000)
+    running: list[JobLease] = []
+    allocator = Allocator(SimpleNamespace(info=info, num_replicas=1), running, "throughput", max_batch=8)
+    waiting = [Job(Request((5,) * 10, PLAIN, max_new_tokens=8000), None) for _ in range(5)]
+    for job, members in allocator.allocate(frozenset({0}), waiting):
+        running.append(JobLease(job, members, threading.Condition(), 1.0, lambda: True))
+        running[-1].settle()
+        running[0].num_delivered = num_delivered
+    assert len(running) == num_running

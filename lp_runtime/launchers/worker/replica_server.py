@@ -40,6 +40,7 @@ from lp_runtime.launchers.wire.messages import (
     Streamed,
 )
 from lp_runtime.launchers.worker.process_host import Placement
+from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
 from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
@@ -159,7 +160,8 @@ class ReplicaServer:
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
         """Prefill a request's prompt and committed tokens into a slot; stops early if the order is cancelled."""
-        capacity = len(request.prompt_ids) + request.max_new_tokens + MAX_STEP_TOKENS
+        num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
+        capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
         with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             read_for_resume(model, slot, request, capacity)

@@ -7,9 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import torch
+
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
+
+ROOM_TOKENS = 1024  # of output that a slot has room for at first, and that it grows by at least
+# Tokens of a slot in addition to its text's: those of a step (MAX_STEP_TOKENS), and the rounding of the slot's size
+# (CAPACITY_UNIT and the largest captured step).
+OVERHEAD_TOKENS = 2560
 
 
 @dataclass
@@ -96,12 +103,16 @@ class CacheSlot:
 class SlotPool:
     """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
+    A slot begins with room for ROOM_TOKENS of output, and grows. torch.OutOfMemoryError is raised if memory runs out,
+    or if several slots in use would have room for more tokens than `limit`.
+
     `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
     finished sequences, evicted when slots need the memory; None for no prefix cache.
     """
 
     def __init__(self, padded: Callable[[int], int]):
         self.prefixes: PrefixCache | None = None
+        self.limit: int | None = None  # tokens of all slots in use; None for no limit
         self._padded = padded
         self._free: list[CacheSlot] = []
         self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id(slot): (slot, tokens that must fit)
@@ -138,10 +149,39 @@ class SlotPool:
         self._free = [slot for slot in self._free if slot is not best]
         if best.capacity < capacity:
             self._free = []
-        self._in_use[id(best)] = best, capacity
+        self._use(best, capacity)
+        return best
+
+    def grow(self, slot: CacheSlot, capacity: int, spare: int = 0) -> None:
+        """Make `capacity` tokens fit into a slot, which keeps its tokens, and `spare` more if there is memory."""
+        sizes = [self._padded(capacity + spare), self._padded(capacity)]
+        for size in sizes:
+            try:
+                if id(slot) in self._in_use:
+                    self._use(slot, size)
+                slot.cache.grow(size)
+                return
+            except torch.OutOfMemoryError:
+                if size == sizes[-1]:
+                    raise
+
+    def drop(self, slot: CacheSlot) -> None:
+        """Free the memory of a slot in use, which loses its tokens."""
+        slot.drop()
+        self._in_use[id(slot)] = slot, 0
+
+    def _use(self, slot: CacheSlot, capacity: int) -> None:
+        """Count a slot of `capacity` tokens as in use; free slots and prefixes make room for it."""
+        others = sum(max(each.capacity, size) for each, size in self._in_use.values() if each is not slot)
+        if self.limit is not None and others and others + max(slot.capacity, capacity) > self.limit:
+            raise torch.OutOfMemoryError(
+                f"slots of {others + capacity} tokens are needed, and {self.limit} tokens fit into memory"
+            )
+        self._in_use[id(slot)] = slot, capacity
+        if self.limit is not None and self.capacity > self.limit:
+            self._free = []
         if self.prefixes is not None:
             self.prefixes.reserve(self.capacity)
-        return best
 
     def release(self, slot: CacheSlot) -> None:
         """Return a slot to the pool."""

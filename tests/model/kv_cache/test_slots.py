@@ -2,6 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
+import torch
+
+from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 
 
@@ -51,3 +55,37 @@ def test_a_borrowed_slot_comes_back():
     with slots.borrowed(50) as borrowed:
         assert borrowed is only and slots.bytes_per_token == 0
     assert slots.acquire(50) is only
+
+
+def test_slots_in_use_are_limited_together():
+    """Free ones go first; one alone may have any size."""
+    slots = pool(slot(60))
+    slots.limit = 100
+    alone = slots.acquire(150)
+    slots.release(alone)
+    slots.clear()
+    first = slots.acquire(50)
+    slots.release(slot(40))
+    second = slots.acquire(45)
+    assert slots.capacity == 95  # the free one was dropped
+    with pytest.raises(torch.OutOfMemoryError, match="slots of 106 tokens are needed, and 100 tokens fit into memory"):
+        slots.acquire(11)
+    assert slots.capacity == 95
+    slots.drop(second)
+    assert slots.capacity == 50 and slots.acquire(50).capacity == 0
+    slots.release(first)
+
+
+def test_a_slot_grows_with_its_tokens():
+    slots = pool(padding=2)
+    slots.limit = 100
+    held, _ = slots.acquire(30), slots.acquire(40)
+    held.reset(lambda capacity: TreeCache(1, capacity), 32)
+    held.cache.update(torch.ones(1, 1, 3, 2), torch.ones(1, 1, 3, 2), 0)
+    held.commit([5, 6, 7])
+    with pytest.raises(torch.OutOfMemoryError, match="slots of 101 tokens"):
+        slots.grow(held, 57)
+    assert held.capacity == 32
+    slots.grow(held, 56, spare=10)
+    assert (held.capacity, held.tokens, slots.capacity) == (58, [5, 6, 7], 100)
+    assert torch.equal(next(held.cache.committed())[1], torch.ones(1, 1, 3, 2))
