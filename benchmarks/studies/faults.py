@@ -48,6 +48,7 @@ import openai
 import torch
 from common import Results, Row, add_prompt_arguments, load_prompts, replica_processes
 from support.faults import FailsOnce
+from support.processes import RAY_SETTINGS
 from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
@@ -350,6 +351,7 @@ def ray_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Wat
     import ray
     from ray.cluster_utils import Cluster
 
+    os.environ |= RAY_SETTINGS
     small = {"object_store_memory": 80_000_000, "include_dashboard": False, "dashboard_agent_listen_port": None}
     cluster = Cluster(initialize_head=True, head_node_args=small | {"num_cpus": 0})
     try:
