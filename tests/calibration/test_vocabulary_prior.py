@@ -61,7 +61,8 @@ def asking_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("vocabulary prior")]
 
 
-def test_what_is_asked_bit_by_bit_is_what_is_asked_at_once(folder):
+def test_what_is_asked_bit_by_bit_is_what_is_asked_at_once(folder, monkeypatch):
+    monkeypatch.setattr(calibration, "SWEEP_SECONDS", 3600.0)  # however busy the machine is
     model = model_of(folder)
     whole = Calibration(model, Group.alone(), None).vocabulary()
     prior = gradual(model, Group.alone())
