@@ -2,16 +2,11 @@
 
     python benchmarks/correctness.py forced                            # the demo model
     python benchmarks/correctness.py forced --model DIR --max-new-tokens 120
-    python benchmarks/correctness.py forced --paths 300                # schemas with any characters, in every path
 
 Schemas are of two kinds: small records of three to six values, and nested arrays of records. Every schema is decoded
 greedily with one token a step, with W=15 N=5 G=15 and no forced tokens, and with them. S = new tokens / steps; forced
 is the part of the new tokens that a forced draft was accepted for. The exit status is 1 if any two texts differ, or if
 a text that has ended does not satisfy its schema.
-
-With --paths, random schemas with characters of all Unicode planes are decoded through every path that takes a schema
-(formats, tools, structural tags), greedily and sampled, by 1 to 3 replicas. The exit status is 1 if a text differs from
-that of masking one token a step, or does not satisfy its schema by jsonschema.
 """
 
 from __future__ import annotations
@@ -37,7 +32,6 @@ from lp_runtime.lookahead.guide import Examined
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
-from studies.forced_paths import run_paths
 
 VALUES: list[dict[str, Any]] = [
     {"type": "string", "maxLength": 16},
@@ -74,7 +68,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="directory; the demo model if not given")
     parser.add_argument("--schemas", type=int, default=40, help="half of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=160)
-    parser.add_argument("--paths", type=int, help="random schemas to decode through every path instead")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -96,8 +89,6 @@ def schema_of(kind: str, rng: random.Random) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     """Decode every schema in three ways; 1 if any text differs or does not satisfy its schema."""
-    if args.paths is not None:
-        return run_paths(args.paths, args.seed, args.output)
     torch.set_num_threads(1)
     config = ModelConfig(path=args.model)
     tokenizer = load_tokenizer(config)
