@@ -2,7 +2,7 @@
 
     python benchmarks/correctness.py schemas --schemas 300
 
-Random schemas are decoded with the demo model's vocabulary through formats, tools and structural tags, greedily and
+Random schemas are decoded with the demo model's vocabulary through formats, tools and structural tags, greedily or
 sampled, by 1 to 3 replicas. The exit status is 1 if a text differs from that of masking one token a step, or does not
 satisfy its schema by jsonschema.
 """
@@ -35,8 +35,9 @@ from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
-MAX_REPLICAS = 3
-CLOSING_BIAS = 6.0  # added to the logits of tokens that end a value, so that texts of a random model end
+NUM_REPLICAS = (1, 1, 2, 3)  # of a request, chosen at random
+# Added to logits, so that texts of a random model end: of tokens that end a value, and of white space.
+CLOSING_BIAS, WHITESPACE_BIAS = 20.0, -10.0
 BATCH = 10  # schemas whose requests are sent to replicas together
 
 
@@ -70,13 +71,12 @@ def runner() -> ModelRunner:
 
 
 def cases(seed: int, numbers: Sequence[int], max_new_tokens: int) -> Iterator[Case]:
-    """Yield the cases of some schemas: each in every path, greedily and sampled."""
+    """Yield the cases of some schemas: each in every path, greedily or sampled."""
     end = load_tokenizer(ModelConfig(path=None)).eos_token_id
-    closing = {
-        token: CLOSING_BIAS
-        for token, text in enumerate(texts_of(grammars().vocabulary(False)))
-        if token == end or text[:1] in (b'"', b"}", b"]")
-    }
+    texts = texts_of(grammars().vocabulary(False))
+    biases = {token: WHITESPACE_BIAS for token, text in enumerate(texts) if text.isspace()}
+    biases |= {token: CLOSING_BIAS for token, text in enumerate(texts) if text[:1] == b'"' or token == end}
+    biases |= {token: CLOSING_BIAS / 4 for token, text in enumerate(texts) if text in (b"}", b"]")}
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
         schema = random_schema(rng)
@@ -84,23 +84,23 @@ def cases(seed: int, numbers: Sequence[int], max_new_tokens: int) -> Iterator[Ca
             constraint = PATHS[name](schema).constraint
             vocabulary = grammars().vocabulary(constraint.kind == "structural_tag")
             compiled = compile_constraint(constraint, vocabulary.info)
-            for sampling in (SamplingConfig(), SamplingConfig(temperature=1.0, seed=rng.getrandbits(64))):
-                sampling.logit_bias = closing
-                request = Request(
-                    prompt_ids=tuple(rng.randrange(1, vocabulary.size) for _ in range(rng.randint(1, 9))),
-                    lookahead=LookaheadConfig(
-                        W=rng.choice([0, 3, 7]), N=rng.randint(2, 6), G=rng.choice([0, 3, 7]), drafter=_drafter(rng)
-                    ),
-                    max_new_tokens=max_new_tokens,
-                    eos_token_ids=frozenset({end}),
-                    sampling=sampling,
-                    constraint=compiled,
-                )
-                yield Case(schema, name, 1 + (number + place) % MAX_REPLICAS, request)
+            sampling = SamplingConfig(logit_bias=biases)
+            if (number + place) % 2:
+                sampling.temperature, sampling.seed = 1.0, rng.getrandbits(64)
+            request = Request(
+                prompt_ids=tuple(rng.randrange(1, vocabulary.size) for _ in range(rng.randint(1, 9))),
+                lookahead=_random_lookahead(rng),
+                max_new_tokens=max_new_tokens,
+                eos_token_ids=frozenset({end}),
+                sampling=sampling,
+                constraint=compiled,
+            )
+            yield Case(schema, name, rng.choice(NUM_REPLICAS), request)
 
 
-def _drafter(rng: random.Random) -> Any:
-    return rng.choice(["full", "full", "paper", "prompt_lookup"])
+def _random_lookahead(rng: random.Random) -> LookaheadConfig:
+    sizes: dict[str, Any] = {"W": rng.choice([0, 3, 7]), "N": rng.randint(2, 6), "G": rng.choice([0, 3, 7])}
+    return LookaheadConfig(**sizes, drafter=rng.choice(["full", "full", "paper", "prompt_lookup"]), prior="none")
 
 
 def decode_all(group: Group, requests: Sequence[Request]) -> list[tuple[list[int], int, str]]:
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Decode every schema through all paths; 1 if a text differs from masked decoding or breaks its schema."""
     torch.set_num_threads(1)
-    counts = {num_replicas: Counter[str]() for num_replicas in range(1, MAX_REPLICAS + 1)}
+    counts = {num_replicas: Counter[str]() for num_replicas in sorted(set(NUM_REPLICAS))}
     for start in range(0, args.schemas, BATCH):
         numbers = range(start, min(start + BATCH, args.schemas))
         found = list(cases(args.seed, numbers, args.max_new_tokens))
