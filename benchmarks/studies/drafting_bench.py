@@ -24,8 +24,8 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
-from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
