@@ -237,10 +237,10 @@ class Bench:
             started = time.perf_counter()
             if isinstance(drafter, Peer):
                 drafter.note_nodes(step.tree, answers.ids, answers.logits)
-            gathered = decoder.unpack(step, answers.values(step.tree.root, width))
             sizes = step.shares.sizes
             forward_ns = [0 if times is None else int(times[min(size, len(times) - 1)]) for size in sizes]
-            decoder.advance(step, gathered, forward_ns, [host_ns] * len(sizes))
+            values = answers.values(step.tree.root, width)
+            decoder.advance(step, decoder.unpack(step, values, forward_ns, [host_ns] * len(sizes)))
             host_ns = 0 if times is None else HOST_NS
             step_ns += max(forward_ns) + host_ns
             advance_seconds += time.perf_counter() - started

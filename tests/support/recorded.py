@@ -116,8 +116,7 @@ def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> 
             node = text.children.get((node, token), -1)
         length = len(state.tokens)
         nanoseconds = int(times[len(step.tree)])
-        gathered = decoder.unpack(step, _results(text, step.tree, node))
-        decoder.advance(step, gathered, [nanoseconds], [0])
+        decoder.advance(step, decoder.unpack(step, _results(text, step.tree, node), [nanoseconds], [0]))
         total += nanoseconds
     assert state.new_tokens == text.text
     return total
