@@ -21,7 +21,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.launchers.wire.messages import Join, Prefill, Prefilled, SealedRequest
 from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.launchers.worker.replica_server import ReplicaServer
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import Replica, start_replica
