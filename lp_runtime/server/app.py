@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import cast
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,6 +13,9 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from lp_runtime.chat.answer import end_of
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
@@ -23,8 +25,6 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
 from lp_runtime.server.metrics import Metrics
@@ -41,7 +41,6 @@ from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
-PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
@@ -160,9 +159,9 @@ class Server:
             raise RequestError("tools: the model's chat template takes none")
         kwargs = {**body.template_kwargs(), **body.rendering()}
         messages = chat_format.history(body.conversation())
-        ids = await self._submitter.encode_chat(messages, body.split_special_tokens, use.shown(), kwargs)
+        ids = await self._submitter.encode_chat(messages, body.split_special_tokens, use.tools, kwargs)
         ids = body.truncated(ids, self._context_length)
-        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
+        prompt_end = end_of(ids, self._tokenizer)
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
         options["is_answer"] = not body.continues_message
@@ -200,9 +199,6 @@ class Server:
         choices = self._submitter.submit(body, prompts, max_new_tokens, options)
         self._open.update(choice.job for choice in choices)
         return choices
-
-    def _text(self, tokens: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(tokens))  # decode returns a list only for a batch of sequences
 
     def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
         """Show each choice's prompt before its text; `with_texts`: also the texts of its tokens."""

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.hf.types import Tokenizer
@@ -20,7 +21,6 @@ from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.sampling.request_processors import ReasoningBudget
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.gate import GateRules
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.server.openai.responses import Choice

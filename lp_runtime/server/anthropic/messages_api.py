@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.blocks import Block, Part, Turn, conversation_of
-from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, ToolUse, choose_tools
+from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, choose_tools
 from lp_runtime.server.openai.protocol import Conversation, check_stops
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 

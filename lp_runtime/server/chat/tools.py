@@ -1,13 +1,13 @@
-"""Tools of a chat: definitions sent by the client, and which of them an answer may or must call."""
+"""Definitions of tools that clients send."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.errors import RequestError
 
 MAX_TOOLS = 128
@@ -35,6 +35,10 @@ class Tool(_Part):
     type: Literal["function"] = "function"
     function: Function
     cache_control: dict[str, object] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as the dict that chat templates expect."""
+        return self.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
 class _Typed(_Part):
@@ -68,29 +72,6 @@ class NamedFunctionTool(NamedFunction, _Typed):
     """A tool_choice of /v1/responses that names a tool."""
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """Which tools an answer may or must call.
-
-    Attributes:
-        tools: the tools that the model may call; empty if the answer is not searched for calls.
-        is_parallel: whether an answer may have several calls.
-    """
-
-    tools: Sequence[Tool] = ()
-    must_call: bool = False
-    is_parallel: bool = True
-
-    @property
-    def max_calls(self) -> int | None:
-        """Number of calls that an answer shows at most; None for no limit."""
-        return None if self.is_parallel else 1
-
-    def shown(self) -> list[dict[str, Any]]:
-        """Return the tools as the dicts that chat templates expect."""
-        return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in self.tools]
-
-
 def choose_tools(
     tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedFunction, is_parallel: bool
 ) -> ToolUse:
@@ -98,10 +79,10 @@ def choose_tools(
     if choice == "none":
         return ToolUse((), False, is_parallel)
     if isinstance(choice, NamedFunction):
-        named = [tool for tool in tools if tool.function.name == choice.name]
+        named = [tool.plain() for tool in tools if tool.function.name == choice.name]
         if not named:
             raise RequestError(f"tool_choice: {choice.name!r} is not the name of any of the tools")
         return ToolUse(named, True, False)
     if choice == "required" and not tools:
         raise RequestError("tool_choice=required: there are no tools")
-    return ToolUse(tools, choice == "required", is_parallel)
+    return ToolUse([tool.plain() for tool in tools], choice == "required", is_parallel)

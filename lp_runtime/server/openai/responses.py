@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lp_runtime.chat.chat_parser import ChatParser, Piece
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
-from lp_runtime.server.chat.chat_parser import ChatParser, Piece
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 

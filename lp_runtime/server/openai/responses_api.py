@@ -6,10 +6,11 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.messages import Message
-from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ToolUse, choose_tools
+from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, choose_tools
 from lp_runtime.server.openai.input_items import InputItem, messages_of
 from lp_runtime.server.openai.protocol import Conversation
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of

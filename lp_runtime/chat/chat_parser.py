@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import regex
 
-from lp_runtime.server.chat.arguments import dumped, parameter_of
-from lp_runtime.server.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.server.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
-from lp_runtime.server.chat.text_reader import SPACE, Steps, TextReader
+from lp_runtime.chat.arguments import dumped, parameter_of
+from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
+from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
 
 Kind = Literal["reasoning", "content", "arguments"]
 

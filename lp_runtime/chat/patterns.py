@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from lp_runtime.server.chat.formats import CallFormat, ParameterStyle
+from lp_runtime.chat.formats import CallFormat, ParameterStyle
 
 Pattern = Any  # the package regex has no type hints
 

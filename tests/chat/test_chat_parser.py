@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.text_reader import MAX_MATCH_CHARS
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.text_reader import MAX_MATCH_CHARS
 
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
 MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "arguments": {ARGUMENTS[1]}}}]'

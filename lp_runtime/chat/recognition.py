@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import regex
 
+from lp_runtime.chat.chat_parser import AnswerParser, HarmonyParser
+from lp_runtime.chat.formats import FORMATS, REASONINGS, CallFormat, ReasoningFormat
 from lp_runtime.model.chat_template import ChatTemplate
-from lp_runtime.server.chat.chat_parser import AnswerParser, HarmonyParser
-from lp_runtime.server.chat.formats import FORMATS, REASONINGS, CallFormat, ReasoningFormat
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
 NAME, ARGUMENTS = "get_weather_of", {"city": "Rome", "days": 7}
