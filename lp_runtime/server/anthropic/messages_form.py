@@ -69,7 +69,10 @@ class MessagesForm(Form):
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         (choice,) = choices
         yield _event("message_start", message=self._message(choice))
-        yield _event("ping")
+        yield self.waiting()
+
+    def waiting(self) -> str:
+        return _event("ping")
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         for piece in choice.pieces(text):

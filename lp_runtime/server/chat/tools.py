@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.errors import RequestError
@@ -53,6 +53,23 @@ class FunctionTool(Function, _Typed):
     def tool(self) -> Tool:
         """Convert the tool to the form of /v1/chat/completions."""
         return Tool(function=Function(**self.model_dump(exclude={"type"})))
+
+
+class HostedTool(BaseModel):
+    """A tool of /v1/responses that OpenAI's servers run, or one that is not a function; the model is not shown it."""
+
+    type: str
+
+
+def _tag(tool: Any) -> str:
+    """Return a tool's union tag; because of its brackets, server/errors.py keeps it out of messages."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "[hosted]" if isinstance(kind, str) and kind != "function" else "[function]"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[HostedTool, Tag("[hosted]")], Discriminator(_tag)
+]
 
 
 class NamedFunction(_Part):

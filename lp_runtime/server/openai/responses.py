@@ -169,6 +169,10 @@ class Form(ABC):
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         """Yield the events of a streamed answer that come after all text, once all choices have ended."""
 
+    def waiting(self) -> str:
+        """Return an event that keeps a stream's connection open until there is new text; empty for none."""
+        return ""
+
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
         """Yield the events for an error after the answer began; `error` is the body of an ApiError."""
         yield event(error)
