@@ -54,7 +54,7 @@ class ReasoningBudget:
 
 
 class ChannelBudget:
-    """Ends the messages on a channel of an answer once they have some tokens together, and then allows no more of them.
+    """Ends the messages on a channel once they have some tokens together, and then allows no more of them.
 
     The channel of analysis is the reasoning of models that write harmony.
 
