@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.formats import FORMATS
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Vocabulary
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.formats import FORMATS
-from lp_runtime.server.chat.tools import Function, Tool, ToolUse
 
 # Ranges of code points, by how often they are chosen. Printed grammars break Latin-1 next to hexadecimal digits.
 RANGES = [
@@ -182,7 +182,7 @@ def _structural(part: dict[str, Any], **options: Any) -> ConstraintConfig:
 
 def _tools(schema: Any, tool_format: str, text: ConstraintConfig | None = None) -> ConstraintConfig:
     """Return the constraint of a chat with a tool, which must be called unless the answer may be `text`."""
-    tool = Tool(function=Function(name="store", parameters=schema))
+    tool = {"type": "function", "function": {"name": "store", "parameters": schema}}
     return _chat(tool_format, ToolUse([tool], must_call=text is None, is_parallel=True), text)
 
 
