@@ -26,6 +26,7 @@ from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
+from lp_runtime.server.generating_check import GeneratingCheck
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
 from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
@@ -58,7 +59,11 @@ class Server:
         self._context_length = runtime.info.context_length
         self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
-        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
+        check = None
+        if settings.health_interval is not None:
+            check = GeneratingCheck(scheduler, settings.health_interval, settings.health_timeout)
+        self._scheduler = scheduler
+        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics, check)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
         self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
@@ -90,6 +95,11 @@ class Server:
         app.post("/v1/responses")(self.respond)
         app.post("/v1/messages")(self.message)
         return app
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up or being started."""
+        return self._scheduler.has_replicas
 
     def drain(self) -> None:
         """Refuse new requests from now on."""

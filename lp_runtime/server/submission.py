@@ -47,6 +47,8 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        health_interval: seconds between two checks by /health_generate; None for no such route.
+        health_timeout: seconds within which such a check must get a token.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
         chat_template_kwargs: variables of the chat template; those of a request come first.
         ping_seconds: time between events that keep a stream open while there is no text, in APIs that have such events.
@@ -58,6 +60,8 @@ class ServerSettings:
     queue_timeout: float | None = None
     strict_fields: bool = False
     tracing: Tracing | None = None
+    health_interval: float | None = None
+    health_timeout: float = 10.0
     tool_format: str = "auto"
     reasoning: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
