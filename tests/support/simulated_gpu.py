@@ -113,6 +113,7 @@ class Gpu(TorchDispatchMode):
         self.sync_debug_mode: int | str = 0
         self.launches: Counter[str] = Counter()
         self.launch_places: Counter[str] = Counter()
+        self.note: Callable[[torch.Tensor], None] = lambda memory: None  # called with what is allocated, and with views
         self._is_in_kernel = False
         self._queued = self._done = 0
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
@@ -238,6 +239,8 @@ class Gpu(TorchDispatchMode):
         if self._graph is not None:
             self._graph.about_to_write(written)
         made = compute(*args, **kwargs)
+        for each in _tensors(made):
+            self.note(each)
         self.queue()
         if name in MAKE_EMPTY:
             _spoil(made)
@@ -271,6 +274,7 @@ class Gpu(TorchDispatchMode):
         non_blocking, dtype = options.get("non_blocking", False), options.get("dtype") or source.dtype
         if place.type == "cuda":
             target = Tensor(torch.empty(source.shape, dtype=dtype))
+            self.note(target.memory)
             if isinstance(source, Tensor):
                 options = {key: value for key, value in options.items() if key != "non_blocking"}
                 function = aten._to_copy.default

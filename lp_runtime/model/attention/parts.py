@@ -97,8 +97,9 @@ def _attend_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attend_window` by flash attention, which takes tokens before heads; only if `_takes_groups`."""
+    aten = torch.ops.aten
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    output, total, *_ = torch.ops.aten._flash_attention_forward(
+    output, total, *_ = aten._flash_attention_forward(
         query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False,
         scale=scale, window_size_left=window - 1, window_size_right=0,
     )  # fmt: skip
@@ -110,11 +111,11 @@ def _attend_band(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attend_window` by a mask over all the given keys."""
     num_heads, num_tokens, size = query.shape[1:]
-    groups = num_heads // key.shape[1]
+    aten, groups = torch.ops.aten, num_heads // key.shape[1]
     folded = query.reshape(1, key.shape[1], groups * num_tokens, size)
     if query.device.type == "cpu" and size == value.shape[3]:
         mask = _band(num_tokens, key.shape[2], window, query.dtype, query.device, groups)
-        output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        output, total = aten._scaled_dot_product_flash_attention_for_cpu(
             folded, key, value, 0.0, False, attn_mask=mask[None, None], scale=scale
         )
     else:
