@@ -22,7 +22,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.context import ReplicaContext, use_expandable_segments
 from lp_runtime.distributed.devices import check_one_each, gpu_number, must_sleep, warn_of_few_cores
 from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.precision import turn_off_tf32
@@ -43,6 +43,7 @@ from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
+from lp_runtime.replica.pass_memory import measure_pass_bytes
 from lp_runtime.replica.profiler import check_folder, profiled
 from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
@@ -231,7 +232,9 @@ def load_replica(
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
     make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
-    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
+    pass_bytes = measure_pass_bytes(model)
+    model.slots.clear()
+    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes, pass_bytes)
     model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
     model.slots.limit = None if capacity is None else capacity + OVERHEAD_TOKENS
     info = ReplicaInfo(
@@ -271,6 +274,8 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     if owns_process:
         turn_off_tf32()
     if device.type == "cuda":
+        if not torch.cuda.is_initialized():  # torch's allocator reads its settings when it starts
+            use_expandable_segments()
         torch.cuda.set_device(device)
     elif owns_process:  # the processes of a machine share its cores equally
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
