@@ -18,7 +18,7 @@ POLL_SECONDS = 0.02  # between looks whether a token has been delivered
 class GeneratingCheck:
     """Reports whether a token is delivered in time. Checks are limited in rate; calls between two share an answer.
 
-    While requests run, their next token answers the check, so that it takes no replica from them. Otherwise a request
+    While requests run, their next token answers the check, and it uses no further replica. Otherwise a request
     of one token is submitted, which gets all replicas that the policy allows.
 
     Args:
