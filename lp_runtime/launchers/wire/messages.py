@@ -19,15 +19,16 @@ PING, PONG = "ping", "pong"  # answered by a separate thread, even during a forw
 
 @dataclass(frozen=True)
 class Join:
-    """Order to leave the current group, if any, and join another.
+    """Order to leave the current group, if any, and join another. Answered by Joined, GroupBroken or Refused.
 
-    Answered by Joined, GroupBroken or Refused.
     Attributes:
         context: the replica's rank, and where the group meets.
+        timeout: seconds within which all members must join; None for launcher.timeout.
     """
 
     order: int
     context: ReplicaContext
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -175,12 +176,14 @@ class GroupBroken:
     Attributes:
         reason: the error's message.
         digests: digest of each rank's state if they differ, else None.
+        was_present: whether this replica was at the meeting point of a Join, and other members were missing there.
     """
 
     order: int
     progress: Progress
     reason: str
     digests: list[int] | None = None
+    was_present: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from functools import partial
 
 from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.store import StoreConnection
+from lp_runtime.distributed.store import PeersMissingError, StoreConnection
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import (
     LaunchError,
@@ -139,11 +139,12 @@ class ReplicaServer:
             self._enter(group, number)
 
         try:
-            store = self._store.connect(order.context, self._config.launcher.timeout)
-            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
+            store = self._store.connect(order.context, order.timeout or self._config.launcher.timeout)
+            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed, order.timeout)
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # a peer is missing or gone
-            self._send(GroupBroken(order.order, Progress(), str(error)))
+            was_present = isinstance(error.__cause__, PeersMissingError)
+            self._send(GroupBroken(order.order, Progress(), str(error), was_present=was_present))
             self._leave()
         except LookaheadError as error:
             self._send(Refused(order.order, str(error), type(error)))
