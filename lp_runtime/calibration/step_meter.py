@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import free_bytes
+from lp_runtime.model.forward.passes import Pretend
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -227,7 +228,7 @@ class _StepMeter:
             self._model.prefill(self._slot, self._context)
             return
         self._model.prefill(self._slot, self._context[:1])
-        self._model.feed("pretend", [self._slot.cache], num_tokens)
+        self._model.feed(Pretend(num_tokens), [self._slot.cache])
         self._slot.tokens = [0] * num_tokens
 
     @property

@@ -114,7 +114,7 @@ def keep_caches_in(folder: str | None) -> None:
 
 
 def use_expandable_segments() -> None:
-    """Turn on the GPU allocator's expandable segments unless the user configures it; call it before CUDA starts.
+    """Set torch's GPU allocator to expandable segments unless the user configures it; call it before CUDA starts.
 
     Slots and cached prefixes are tensors of many sizes. Without expandable segments, a block that was split is of no
     use to larger tensors until all of its parts are free.

@@ -18,8 +18,9 @@ from lp_runtime.config.lookahead import PLAIN, UNMEASURED_STEP_TOKENS
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.decoder.prompt_harvest import MAX_LOGITS
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.capacity import PassBytes, free_bytes
+from lp_runtime.model.forward.passes import Pretend
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -79,7 +80,7 @@ class _Meter:
         self._slot = CacheSlot()
         model.begin(self._slot, length + max(num_chunk, num_step))
         model.prefill(self._slot, [0])
-        model.feed("pretend", [self._slot.cache], length)
+        model.feed(Pretend(length), [self._slot.cache])
 
     def peak(self) -> int:
         """Return the most bytes that any of the passes has allocated."""

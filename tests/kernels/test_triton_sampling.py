@@ -13,7 +13,7 @@ from support.thinned import thinned
 from transformers.generation import logits_process as library
 
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling import packing, sampler
 from lp_runtime.sampling.gumbel import GumbelNoise

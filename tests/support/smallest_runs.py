@@ -29,6 +29,7 @@ STUDIES = {
         "equality": f"{PROMPTS} {SETTINGS} --gpus 1",
         "identity": "--cases 8",
         "constraints": "--draws 3",
+        "schemas": "--schemas 1 --max-new-tokens 2",
         "forced": "--schemas 2 --max-new-tokens 16",
         "distribution": "--seeds 16",
         "half_precision": f"{PROMPTS} {SETTINGS} --gpus 1 --strict-tokens 16",

@@ -39,6 +39,7 @@ from lp_runtime.launchers.wire.messages import (
     Refused,
     Streamed,
 )
+from lp_runtime.launchers.wire.sealed_request import open_request
 from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
@@ -160,7 +161,7 @@ class ReplicaServer:
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
         """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
         with contextlib.suppress(RequestError), out_of_memory_as(RequestMemoryError):  # the Decode will meet them again
-            self._feed(loaded.model, order.request.opened(), order.order)
+            self._feed(loaded.model, open_request(order.request), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)
 
@@ -183,7 +184,7 @@ class ReplicaServer:
             return
         answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
         try:
-            request = order.request.opened()
+            request = open_request(order.request)
             for event in self._replica.decode(request, lambda: self._orders.is_cancelled(order.order)):
                 answer.send(event)
         except ReplicaError as error:
@@ -205,7 +206,7 @@ class ReplicaServer:
                 number = order.order
                 answer = _Answer(number, self._send, is_leader=True)
                 try:
-                    request = order.request.opened()
+                    request = open_request(order.request)
                 except RequestError as error:
                     answer.send(error)
                     self._end(number)

@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.forward.following import LeadingShard
 from lp_runtime.model.forward.pass_inputs import Part
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import Feed, FeedFixed, MakeFixed, Passes
 from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.forward.strict_parts import cut_into_passes
 
@@ -48,7 +48,7 @@ class FixedPasses:
     """Passes of fixed sizes for trees.
 
     Args:
-        passes: runs them; `begin_fixed` has been called.
+        passes: runs them; `BeginFixed` has run.
         leading: makes every pass on the replica's other shards, too; None if there are none.
 
     Attributes:
@@ -56,7 +56,7 @@ class FixedPasses:
             passes.
     """
 
-    def __init__(self, passes: Passes, feed: Callable[..., torch.Tensor], leading: LeadingShard | None = None):
+    def __init__(self, passes: Passes, feed: Feed, leading: LeadingShard | None = None):
         assert passes.made is not None
         self._passes = passes
         self._feed = feed
@@ -93,9 +93,9 @@ class FixedPasses:
         if size in self._made:
             return False
         if self._leading is None:
-            self._passes.make_fixed([], size)
+            self._passes.run(MakeFixed(size), ())
         else:
-            self._leading.attempt(self._passes, "make_fixed", [], (size,))
+            self._leading.attempt(self._passes, MakeFixed(size))
         return True
 
     def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
@@ -151,7 +151,7 @@ class FixedPasses:
         num_tokens = _num_tokens(parts)
         self.make(num_tokens, len(parts))
         size = self._size(num_tokens, len(parts))
-        logits = self._feed("fixed", [part.cache for part in parts], size, [part[1:] for part in parts])
+        logits = self._feed(FeedFixed(size, [part[1:] for part in parts]), [part.cache for part in parts])
         found = self._passes.step_logits(logits, self._feed, self._made.presampled)
         return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
 

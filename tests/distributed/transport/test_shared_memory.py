@@ -162,11 +162,11 @@ def test_a_patient_wait_outlasts_the_steps_timeout():
     def task(group: Group):
         if group.rank == 0:
             waiting.wait(TIMEOUT)
-            return broadcast_object("a request", group, is_patient=True)
+            return group.connected.broadcast(b"a request", is_patient=True)
         threading.Timer(3 * STEP_TIMEOUT, waiting.set).start()
-        return broadcast_object(None, group, is_patient=True)
+        return group.connected.broadcast(None, is_patient=True)
 
-    assert of_threads(task, step_timeout=STEP_TIMEOUT) == ["a request", "a request"]
+    assert of_threads(task, step_timeout=STEP_TIMEOUT) == [b"a request", b"a request"]
 
 
 def test_an_abort_by_another_thread_ends_a_wait():
@@ -178,7 +178,7 @@ def test_an_abort_by_another_thread_ends_a_wait():
             return None
         threading.Timer(0.01, group.connected.abort).start()
         try:
-            return broadcast_object(None, group, is_patient=True)
+            return group.connected.broadcast(None, is_patient=True)
         finally:
             over.set()
 
