@@ -34,7 +34,7 @@ from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
@@ -237,8 +237,7 @@ def load_replica(
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
     spec = make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
-    if device.type == "cuda" and not model.feeds_chains:
-        _sample_once(model, spec.build(K))
+    _sample_once(model, spec.build(K))
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     pass_bytes = measure_pass_bytes(model)
     model.slots.clear()
@@ -265,7 +264,9 @@ def load_replica(
 
 
 def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
-    """Feed and sample a token, so that no request has to wait until the sampler's kernels are compiled."""
+    """Feed and sample a token on a GPU, so that no request has to wait until the sampler's kernels are compiled."""
+    if model.device.type != "cuda" or model.feeds_chains:
+        return
     tree = TokenTree([0], max_depth=0)
     with model.slots.borrowed() as slot:
         model.begin(slot, 2)
