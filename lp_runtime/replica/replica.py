@@ -34,8 +34,11 @@ from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
+from lp_runtime.lookahead.top_k import K
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
@@ -49,6 +52,7 @@ from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequ
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.text.stop_strings import StopStrings
 from lp_runtime.utils.progress import Progress
 
@@ -211,6 +215,7 @@ def load_replica(
     owns_process: bool,
     owns_device: bool = False,
     place: ShardPlace = WHOLE,
+    batches: bool = False,
 ) -> LoadedModel:
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
@@ -219,6 +224,7 @@ def load_replica(
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
         owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
+        batches: whether several requests may be decoded in one forward pass, so that such passes are captured now.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
     if device.type == "cuda" and device_index == 0 and not owns_device:  # booked GPUs may come with booked cores
@@ -227,10 +233,11 @@ def load_replica(
     progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
     if config.lookahead.drafter == "full":
         compile_steps(is_shared=config.num_replicas > 1)
-    model, self_check = ready_model(config, device, progress, place)
+    model, self_check = ready_model(config, device, progress, place, batches)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
-    make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
+    spec = make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
+    _sample_once(model, spec.build(K))
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     pass_bytes = measure_pass_bytes(model)
     model.slots.clear()
@@ -254,6 +261,17 @@ def load_replica(
     is_compiled = model.graphs is not None and model.graphs.compiled
     known = Measured(steps=measure_steps(model) if is_compiled else None)
     return LoadedModel(model, info, known, progress, must_sleep(num_local, owns_device))
+
+
+def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
+    """Feed and sample a token on a GPU, so that no request has to wait until the sampler's kernels are compiled."""
+    if model.device.type != "cuda" or model.feeds_chains:
+        return
+    tree = TokenTree([0], max_depth=0)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 2)
+        model.prefill(slot, [0])
+        sampler.sample(model.forward(StepInputs.whole(slot, tree)), tree, [0], [0, 0])
 
 
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:

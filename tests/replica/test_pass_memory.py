@@ -14,6 +14,7 @@ from lp_runtime.calibration.step_meter import dummy_tree, make_greedy_sampler
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.model.attention import parts
 from lp_runtime.model.capacity import capacity_in_tokens, tokens_in
+from lp_runtime.model.forward.passes import Pretend
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -77,7 +78,7 @@ def test_what_fits_is_used_and_no_more(name, dtype):
         for slot, size in zip(slots, (num_long, capacity + OVERHEAD_TOKENS - num_long), strict=True):
             model.begin(slot, size)
             model.prefill(slot, [1])
-        model.feed("pretend", [slots[0].cache], num_long)
+        model.feed(Pretend(num_long), [slots[0].cache])
         filled = memory.live
         memory.reset_peak()
         run_largest_passes(model, slots[0])
