@@ -25,7 +25,7 @@ from common import Results
 from support.fuzz import FIXED, answer, fuzz_overrides, fuzz_requests, tokens
 from support.fuzz_cases import LIMITS, http_cases, request
 from support.fuzz_command_lines import override_cases
-from support.fuzz_fields import FIELDS_TEMPLATE, field_cases
+from support.fuzz_fields import FIELDS_LIMITS, FIELDS_TEMPLATE, field_cases
 from support.serving import TEMPLATE, demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     faults, is_well = [], True
     every = {
         "fuzz_requests": (TEMPLATE, http_cases(args.requests, args.seed), LIMITS),
-        "fuzz_fields": (FIELDS_TEMPLATE, list(field_cases(args.fields, args.seed)), LIMITS | {"strict_fields": False}),
+        "fuzz_fields": (FIELDS_TEMPLATE, list(field_cases(args.fields, args.seed)), FIELDS_LIMITS),
     }
     for name, (template, cases, settings) in every.items():
         with tempfile.TemporaryDirectory() as folder:

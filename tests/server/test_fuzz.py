@@ -11,7 +11,7 @@ import pytest
 from support import fuzz
 from support.fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
 from support.fuzz_command_lines import override_cases
-from support.fuzz_fields import FIELDS_TEMPLATE, field_cases
+from support.fuzz_fields import FIELDS_LIMITS, FIELDS_TEMPLATE, field_cases
 from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
@@ -45,7 +45,7 @@ def test_every_field_of_every_route_is_answered():
         model = demo_model_that_chats(Path(folder) / "model", FIELDS_TEMPLATE)
         with (
             LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
-            served(runtime, **{**LIMITS, "strict_fields": False}) as (url, _),
+            served(runtime, **FIELDS_LIMITS) as (url, _),
         ):
             seen, faults = fuzz.fuzz_requests(url, cases)
     assert not faults, "\n".join(faults)

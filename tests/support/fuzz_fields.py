@@ -13,11 +13,13 @@ from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.openai.protocol import Chat, Completion
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.token_routes import Detokenize, Tokenize
-from support.fuzz_cases import CHAT, COMPLETIONS, GOOD, MESSAGES, RESPONSES, HttpCase, any_value, request
+from support.fuzz_cases import CHAT, COMPLETIONS, GOOD, LIMITS, MESSAGES, RESPONSES, HttpCase, any_value, request
 from support.serving import TOOLS_TEMPLATE
 
 # Takes tools, may open a reasoning part, and has marks of both.
 FIELDS_TEMPLATE = TOOLS_TEMPLATE + "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
+# Samples of one prompt are decoded one after another, and have to end within HANG_SECONDS.
+FIELDS_LIMITS = LIMITS | {"strict_fields": False, "max_new_tokens": 32, "max_waiting": 7}
 TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens"
 BODIES: dict[str, type[BaseModel]] = {
     COMPLETIONS: Completion,
