@@ -291,8 +291,7 @@ class Server:
                 choice, text = found
                 new = slice(num_sent[choice.index], choice.num_final)
                 num_sent[choice.index] = choice.num_final
-                shows_tokens = form.shows_tokens or choice.job.request.trace
-                if text or choice.reason or (shows_tokens and new.start < new.stop):
+                if text or choice.reason or _shows_tokens(form, choice, new):
                     for each in form.grown(choice, text, new):
                         yield each
             for each in form.closing(choices, with_usage):
@@ -300,6 +299,11 @@ class Server:
         except Exception as error:  # the HTTP status has already been sent
             for each in form.failure(_api_error(error).body):
                 yield each
+
+
+def _shows_tokens(form: Form, choice: Choice, new: slice) -> bool:
+    """Whether an event is due for new tokens that add no text."""
+    return new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
 
 
 async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
