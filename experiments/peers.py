@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.guide import Guide
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 
 NUM_COPIED = 40  # tokens, model/samd's default

@@ -119,6 +119,11 @@ class ServeConfig(RuntimeConfig):
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("api_key: must be printable ASCII")
 
+    @property
+    def may_batch(self) -> bool:
+        """Whether a replica may decode several requests in one forward pass."""
+        return self.policy != "latency" and self.max_batch > 1
+
     def _check_server(self) -> None:
         require_choice("server", self.server, SERVERS)
         if self.server == "ray_serve":

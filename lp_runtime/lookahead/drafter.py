@@ -37,7 +37,7 @@ class VerificationResult:
     Attributes:
         successors: [T] the token that follows each node, valid from the root on; an int64 array is not copied.
         top_k: [n, ENTRY] int32 top-k candidates and margins of the nodes from the root on, in the layout of
-            best_first/tables.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
+            top_k.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
             there are fewer. None if the drafter did not request them.
     """
 
@@ -152,7 +152,7 @@ class Drafter(ABC):
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
         """Learn from top-k candidates of the prompt; called at most once, before the first step.
 
-        `entries`, [n, ENTRY] int32, are those after the last n tokens, in the layout of best_first/tables.py.
+        `entries`, [n, ENTRY] int32, are those after the last n tokens, in the layout of top_k.py.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import FeedChunk, Passes
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -39,7 +39,7 @@ class ChainPasses(Passes):
     @torch.inference_mode()
     def logits_of_texts(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits of the last token of each of n texts of equal length, [n, V]."""
-        ids = torch.tensor(texts, dtype=torch.int64, device=self._device)
+        ids = torch.tensor(texts, dtype=torch.int64, device=self.device)
         logits: torch.Tensor = self._scans.model_for(ids.shape[1])(input_ids=ids, use_cache=False).logits[:, -1]
         return logits
 
@@ -121,7 +121,7 @@ class ChainRunner(ModelRunner):
         if not are_certain:
             cache.save_states()
         rows = np.searchsorted(nodes, wanted)
-        logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist())
+        logits = self.feed(FeedChunk(fed.tolist(), rows.tolist()), [cache])
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
             self._keep(slot, cache)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -30,6 +31,7 @@ class Request:
         processors: the caller's logits processors, run after transformers' processors and before its warpers.
         committed: new tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
         constraint: what the new text must match; None for any text.
+        tools: tools that an answer may call; None if the new text is not parsed as a message.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,6 +55,7 @@ class Request:
     skip_special_tokens: bool = True
     reasoning: Reasoning | None = None
     prediction: tuple[int, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
 
     @property
     def text_context(self) -> tuple[int, ...]:

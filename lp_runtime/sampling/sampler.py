@@ -20,7 +20,7 @@ import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
 from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
@@ -238,7 +238,7 @@ class Sampler:
 
         A log-probability is the model's own: of the token under softmax(logits), before processors and noise. Returns
         (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
-        candidates in the layout of best_first/tables.py, or None if not requested.
+        candidates in the layout of lookahead/top_k.py, or None if not requested.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None

@@ -153,8 +153,9 @@ class LimitedProtocol(H11Protocol):
             self._head_timer = None
 
     def _refuse(self) -> None:
-        error = ApiError(503, f"too many connections: {self._max_connections} are open; try later", "server_error")
-        body = json.dumps(error.body).encode()
+        message = f"too many connections: {self._max_connections} are open; try later"
+        # The path is not known yet: the body is an error of both APIs.
+        body = json.dumps({**ApiError(503, message, "overloaded_error").body, "type": "error"}).encode()
         head = [
             b"HTTP/1.1 503 Service Unavailable",
             b"Content-Type: application/json",

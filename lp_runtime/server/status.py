@@ -41,7 +41,7 @@ class StatusRoutes:
 
     def add_to(self, app: FastAPI) -> None:
         """Add the routes to an application."""
-        app.get("/")(self.page)
+        app.api_route("/", methods=["GET", "HEAD"])(self.page)
         app.get("/health")(self.health)
         app.get("/ready")(self.ready)
         app.get("/live")(self.live)
@@ -52,7 +52,7 @@ class StatusRoutes:
         app.get("/v1/models/{name:path}")(self.model)
 
     async def page(self) -> Response:
-        """Answer GET /: a page that streams a generation."""
+        """Answer GET / and HEAD /: a page that streams a generation."""
         return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
 
     async def health(self) -> JSONResponse:

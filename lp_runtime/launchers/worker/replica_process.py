@@ -9,6 +9,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ def be_replica(pipe: Connection) -> None:
     Args:
         pipe: receives a pickled (RuntimeConfig, Placement) first, then encoded orders.
     """
+    use_expandable_segments()
     with no_garbage_collection():
         hide_triton_without_gpu()
         from lp_runtime.launchers.wire.messages import Failed, decode_order

@@ -87,7 +87,13 @@ class ReplicaServer:
         try:
             place = self._place
             loaded = load_replica(
-                self._config, place.device_index, place.num_local, True, place.owns_device, place.shard
+                self._config,
+                place.device_index,
+                place.num_local,
+                owns_process=True,
+                owns_device=place.owns_device,
+                place=place.shard,
+                batches=self._config.may_batch,
             )
             self._send(ModelLoaded(loaded.info))
             while True:
