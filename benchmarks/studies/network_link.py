@@ -38,11 +38,12 @@ class Link:
         delay_ms: milliseconds that every packet takes.
         loss: share of packets that are lost, 0 to 1.
         is_cut: whether all packets are lost.
+        num_lost: packets that were lost so far.
     """
 
     def __init__(self) -> None:
         self.delay_ms, self.loss = 0.0, 0.0
-        self.is_cut = False
+        self.is_cut, self.num_lost = False, 0
         self._names = [f"lp-{os.getpid()}-{side}" for side in range(2)]
         self._devices: list[int] = []
         self._has_ended = False
@@ -99,9 +100,11 @@ class Link:
             timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else POLL_SECONDS
             for device in select.select(self._devices, [], [], min(timeout, POLL_SECONDS))[0]:
                 packet, number = os.read(device, MAX_PACKET_BYTES), number + 1
-                if not self.is_cut and rng.random() >= self.loss:
-                    due = time.monotonic() + self.delay_ms / 1e3
-                    heapq.heappush(waiting, (due, number, sum(self._devices) - device, packet))
+                if self.is_cut or rng.random() < self.loss:
+                    self.num_lost += 1
+                    continue
+                due = time.monotonic() + self.delay_ms / 1e3
+                heapq.heappush(waiting, (due, number, sum(self._devices) - device, packet))
             while waiting and waiting[0][0] <= time.monotonic():
                 _, _, device, packet = heapq.heappop(waiting)
                 os.write(device, packet)

@@ -88,7 +88,7 @@ class LauncherConfig:
     port: int = 0
     """Port for the replicas' rendezvous (local and ray) unless they share memory, 0 to 65535; 0 picks a free one."""
     timeout: float = 300.0
-    """Seconds for a replica to join its peers."""
+    """Seconds for a replica to join its first group; failure.timeout limits later ones (local and ray)."""
     start_timeout: float = 600.0
     """Seconds for every replica to load its model."""
     own_process: bool = False
@@ -124,7 +124,7 @@ class FailureConfig:
     """Settings of when a replica counts as lost, and of how often it is restarted."""
 
     timeout: float = 60.0
-    """Seconds without an answer in a step after which a replica counts as lost."""
+    """Seconds without an answer in a step, or while a group forms again, after which a replica counts as lost."""
     heartbeat: float = 5.0
     """Seconds without an answer to a ping after which a decoding replica counts as lost, whatever it is computing
     (local and ray)."""

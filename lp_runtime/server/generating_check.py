@@ -18,8 +18,8 @@ POLL_SECONDS = 0.02  # between looks whether a token has been delivered
 class GeneratingCheck:
     """Reports whether a token is delivered in time. Checks are limited in rate; calls between two share an answer.
 
-    While requests run, their next token answers the check, and it uses no further replica. Otherwise a request
-    of one token is submitted, which gets all replicas that the policy allows.
+    While requests run, their next token answers the check, so that they keep their replicas. Otherwise a request of one
+    token is submitted, which gets all replicas that the policy allows.
 
     Args:
         interval: seconds between two checks; a call before has the last answer.

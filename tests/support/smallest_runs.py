@@ -47,7 +47,7 @@ STUDIES = {
         "nccl": "--backend gloo",
         "kills": f"{PROMPTS} --kills 1 --gpus 2 --backends shared",
         "load": f"{PROMPTS} --gpus 2 --clients 2 --policies fair --seconds 0.1",
-        "faults": f"{PROMPTS} --rounds 1 --when 0 --faults kill memory delay",
+        "faults": f"{PROMPTS} --rounds 1 --when 0 --faults kill memory disconnect",
     },
     "speed.py": {
         "requests": "--prefixes 32 --batch 2 --limit 1 --max-new-tokens 4 --dtype float32",

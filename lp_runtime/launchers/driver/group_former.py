@@ -59,21 +59,32 @@ class GroupFormer:
                 for index in group:
                     pool.disband(pool.group_of(index))
                 incarnations = {index: pool.incarnation(index) for index in group}
-            meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
-            if meeting is None:
-                pool.lose(group[0], "it cannot be reached", incarnations[group[0]])
+            answers = self._meet(group, incarnations[group[0]])
+            if self._note_joined(group, answers) or ReplicaLost in map(type, answers.values()):
                 continue
-            answers = self._join(group, meeting)
-            infos = [answer.info for answer in answers.values() if isinstance(answer, Joined)]
-            if len(infos) == len(group):
-                with pool.changed:
-                    self._info = infos[0]
-                    pool.note_group(group)
-            elif not any(isinstance(answer, ReplicaLost) for answer in answers.values()):
-                num_separated += 1
-                for index in self._separated(group, answers, num_separated):
-                    pool.lose(index, "it cannot reach the others", incarnations[index])
+            num_separated += 1
+            for index in self._separated(group, answers, num_separated):
+                pool.lose(index, "it cannot reach the others", incarnations[index])
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
+
+    def _meet(self, group: Members, incarnation: int) -> dict[int, Answer]:
+        """Have a group meet, where rank 0 has this incarnation; return the members' answers by index."""
+        meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
+        if meeting is not None:
+            return self._join(group, meeting)
+        reason = "it cannot be reached"
+        self._pool.lose(group[0], reason, incarnation)
+        return {group[0]: ReplicaLost(reason)}
+
+    def _note_joined(self, group: Members, answers: Mapping[int, Answer]) -> bool:
+        """Record a group if all its members have joined; return whether they have."""
+        infos = {index: answer.info for index, answer in answers.items() if isinstance(answer, Joined)}
+        if len(infos) < len(group):
+            return False
+        with self._pool.changed:
+            self._info = infos[group[0]]
+            self._pool.note_group(group)
+        return True
 
     @staticmethod
     def _separated(group: Members, answers: Mapping[int, Answer], num_separated: int) -> set[int]:
