@@ -155,7 +155,8 @@ class Server:
         """Answer POST /v1/messages."""
         use = body.tool_use()
         choices = await self._converse(body, request, use, None)
-        form = MessagesForm(self._settings.name, self._token_texts, body.length(), use.max_calls)
+        lengths = [length for length in (body.length(), self._settings.max_new_tokens) if length is not None]
+        form = MessagesForm(self._settings.name, self._token_texts, min(lengths, default=None), use.max_calls)
         return await self._answer(body, request, choices, form)
 
     async def _converse(

@@ -168,7 +168,7 @@ class Submitter:
         `max_new_tokens` is the limit that the client asks for; None for the default.
         """
         limit = self._settings.max_new_tokens
-        if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
+        if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
         num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
         if num_choices > max_jobs:
@@ -189,7 +189,8 @@ class Submitter:
         """Return how many tokens a request may generate; None for the default."""
         if max_new_tokens is None or not body.caps_length:
             return max_new_tokens
-        return min(max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
+        limits = (max_new_tokens, self._settings.max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
+        return min(limit for limit in limits if limit is not None)
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""
