@@ -39,7 +39,7 @@ def attend(
     """
     num_heads, num_rows, size = query.shape[1:]
     groups = num_heads // key.shape[1]
-    if groups == 1 or _takes_groups(query, value):
+    if groups == 1 or _accepts_groups(query, value):
         return _attend(query, key, value, scale, is_causal)
     if is_causal:
         key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
@@ -49,7 +49,7 @@ def attend(
     return output.reshape(1, num_heads, num_rows, -1), total.reshape(1, num_heads, num_rows)
 
 
-def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
+def _accepts_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `_attend` will use flash attention on a GPU, which needs no repeated keys for grouped heads."""
     size = query.shape[3]
     fits = size == value.shape[3] and size <= MAX_FLASH_HEAD_SIZE and size % 8 == 0
@@ -59,11 +59,11 @@ def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `attend` for as many query heads as key heads; for grouped heads if `_takes_groups`."""
+    """Return `attend` for as many query heads as key heads; for grouped heads if `_accepts_groups`."""
     aten = torch.ops.aten
     if query.device.type == "cpu" and query.shape[3] == value.shape[3]:
         return aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, is_causal, scale=scale)
-    if _takes_groups(query, value):
+    if _accepts_groups(query, value):
         output, total, *_ = aten._scaled_dot_product_flash_attention(
             query, key, value, 0.0, is_causal, False, scale=scale
         )
