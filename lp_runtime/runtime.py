@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Unpack
 
+from lp_runtime.chat.answer import end_of, read_message
+from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
@@ -14,6 +18,7 @@ from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.launchers.wire.lease import ReplicaLease
+from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.loading.loader import load_tokenizer
@@ -233,8 +238,9 @@ class LookaheadRuntime:
             ModelError: text is needed, and the model has no usable tokenizer.
         """
         text = self._text_of(request, optional=not (needs_text or request.stop))
+        read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
         events = self._launcher.run(request) if lease is None else self._launcher.run_on(request, lease)
-        return GenerationStream(events, text)
+        return GenerationStream(events, text, read)
 
     def _text_of(self, request: Request, optional: bool) -> RequestText | None:
         """Return the text of a request, empty yet; None if it is optional and the model has no tokenizer."""
@@ -265,9 +271,20 @@ class LookaheadRuntime:
             ConstraintError: the constraint is invalid, or cannot be compiled in time.
             ModelError: text is needed, and the model has no usable tokenizer.
         """
-        return RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler).build(
-            prompt, max_new_tokens, **options
-        )
+        builder = RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler)
+        messages = options.get("messages")
+        if messages is None or prompt is not None:
+            return builder.build(prompt, max_new_tokens, **options)
+        chat = self._chat_format
+        options["messages"] = chat.history(messages)
+        request = builder.build(None, max_new_tokens, **options)
+        reasoning = request.reasoning or chat.reasoning_marks(end_of(request.prompt_ids, self.tokenizer))
+        return replace(request, reasoning=reasoning, tools=tuple(options.get("tools", ())))
+
+    @cached_property
+    def _chat_format(self) -> ChatFormat:
+        """The syntax of the model's answers, by its chat template."""
+        return ChatFormat(ChatTemplate.of(self.tokenizer))
 
     def close(self) -> None:
         """Stop all replicas. Under torchrun, ranks other than 0 serve rank 0's requests until rank 0 closes."""

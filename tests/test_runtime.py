@@ -9,11 +9,13 @@ import signal
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.processes import own_replicas
 
 from lp_runtime import (
+    ConstraintConfig,
     LookaheadConfig,
     LookaheadRuntime,
     ModelConfig,
@@ -359,6 +361,43 @@ def test_messages(chat_dir, runtime):
             chatty.generate(messages=[{"role": "nobody", "content": "x"}])
     with pytest.raises(RequestError, match="messages: the model has no chat template; give a prompt instead"):
         runtime.generate(messages=messages)
+
+
+CALLING_TEMPLATE = (
+    "{% for t in tools or [] %}# tool: {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "\n{% endfor %}# assistant:{% if thinks %}<think>{% endif %}{# </think> #}"
+)
+
+
+def test_an_answer_is_parsed_as_a_message(demo_model_dir, tmp_path):
+    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(CALLING_TEMPLATE)
+    call = '<tool_call>\n{"name": "get", "arguments": {"n": 7}}\n</tool_call>'
+    asked = [{"role": "user", "content": "x"}]
+    tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
+    thinks = {"chat_template_kwargs": {"thinks": True}}
+    with LookaheadRuntime(folder, device="cpu", dtype="float32") as chatty:
+
+        def message(text: str, messages: list[dict] = asked, **options: Any) -> dict[str, Any]:
+            constraint = ConstraintConfig(choice=[text])
+            answer = chatty.generate(messages=messages, max_new_tokens=60, constraint=constraint, **options)
+            assert answer.text.startswith(text[:4])
+            return answer.message
+
+        assert message("Hi.", stop=["."]) == {"role": "assistant", "content": "Hi"}
+        both = message("well</think>Hi.", **thinks)
+        assert both == {"role": "assistant", "content": "Hi.", "reasoning_content": "well", "reasoning": "well"}
+        answer = message(f"a . b</think>{call}", tools=tools, stop=["."], **thinks)  # no stop string in reasoning
+        ((called,), name) = answer.pop("tool_calls"), "get"
+        assert answer == {"role": "assistant", "content": None, "reasoning_content": "a . b", "reasoning": "a . b"}
+        assert called["function"] == {"name": name, "arguments": '{"n": 7}'}
+        assert message(call)["content"] == call  # no tools were given
+        history = [*asked, {**answer, "tool_calls": [called]}, {"role": "tool", "content": "8"}]
+        request = chatty.request(messages=history, max_new_tokens=1)
+        assert f"# assistant: {call}# tool: 8" in chatty.tokenizer.decode(request.prompt_ids)
+        assert chatty.generate("x", 1).message is None
 
 
 def test_the_models_own_settings_apply(demo_model_dir, tmp_path):

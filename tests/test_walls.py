@@ -26,7 +26,7 @@ LAYERS = [
     {"sampling", "sizing"},
     {"model"},
     {"calibration", "request"},
-    {"decoder"},
+    {"chat", "decoder"},
     {"prefill"},
     {"engine"},
     {"dropin", "replica"},

@@ -1,9 +1,11 @@
 """Thousands of malformed HTTP requests and command lines: is each refused, and does the server go on?
 
-    python benchmarks/correctness.py fuzz --requests 2200 --overrides 1000
+    python benchmarks/correctness.py fuzz --requests 2200 --fields 1000 --overrides 1000
 
 Every request goes to a server of the demo model in this process, byte for byte over a socket. It must be answered by a
-4xx within a minute; requests of the kinds `extreme value` and `random` may be well-formed after all, and get a 200.
+4xx within a minute. Requests of the kinds `extreme value`, `random` and `derived` may be well-formed and get a 200.
+Those of the last kind have every field of every route, by the classes of the bodies. Chats of their server take
+tools, and reason.
 Every command line goes to the command's main function: it must end with status 2 and one line on stderr. Afterwards
 /health must say 200, nothing may be left running, and a good request must get the tokens that it got before. The tables
 count answers by kind and status; what was wrong goes to stderr. The exit status is 1 if anything was wrong.
@@ -23,7 +25,8 @@ from common import Results
 from support.fuzz import FIXED, answer, fuzz_overrides, fuzz_requests, tokens
 from support.fuzz_cases import LIMITS, http_cases, request
 from support.fuzz_command_lines import override_cases
-from support.serving import demo_model_that_chats, served
+from support.fuzz_fields import FIELDS_LIMITS, FIELDS_TEMPLATE, field_cases
+from support.serving import TEMPLATE, demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
 
@@ -31,6 +34,7 @@ from lp_runtime import LookaheadRuntime
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--requests", type=int, default=2200)
+    parser.add_argument("--fields", type=int, default=1000)
     parser.add_argument("--overrides", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
 
@@ -55,23 +59,30 @@ def write(name: str, output: Path | None, seen: Counter[tuple[str, int | str]], 
 
 def run(args: argparse.Namespace) -> int:
     """Send everything; 1 if anything is not refused, or the server does not go on."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = demo_model_that_chats(Path(folder) / "model")
-        with (
-            LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=FIXED) as runtime,
-            served(runtime, **cast(dict[str, Any], LIMITS)) as (url, scheduler),
-        ):
-            expected, started = tokens(url), time.perf_counter()
-            seen, faults = fuzz_requests(url, http_cases(args.requests, args.seed))
-            seconds = time.perf_counter() - started
-            health, _ = answer(url, request("/health", b"", "GET"))
-            is_same, num_left = tokens(url) == expected, scheduler.num_running + scheduler.num_waiting
-    compared = "unchanged" if is_same else "CHANGED"
-    after = f"afterwards /health {health}, a good request's tokens {compared}, {num_left} requests left"
-    about = f"{args.requests} requests in {seconds:.0f} s, seed {args.seed}; {after}"
-    write("fuzz_requests", args.output, seen, about)
+    faults, is_well = [], True
+    every = {
+        "fuzz_requests": (TEMPLATE, http_cases(args.requests, args.seed), LIMITS),
+        "fuzz_fields": (FIELDS_TEMPLATE, list(field_cases(args.fields, args.seed)), FIELDS_LIMITS),
+    }
+    for name, (template, cases, settings) in every.items():
+        with tempfile.TemporaryDirectory() as folder:
+            model = demo_model_that_chats(Path(folder) / "model", template)
+            with (
+                LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=FIXED) as runtime,
+                served(runtime, **cast(dict[str, Any], settings)) as (url, scheduler),
+            ):
+                expected, started = tokens(url), time.perf_counter()
+                seen, found = fuzz_requests(url, cases)
+                seconds = time.perf_counter() - started
+                health, _ = answer(url, request("/health", b"", "GET"))
+                is_same, num_left = tokens(url) == expected, scheduler.num_running + scheduler.num_waiting
+        faults += found
+        is_well &= health == 200 and is_same and not num_left
+        compared = "unchanged" if is_same else "CHANGED"
+        after = f"afterwards /health {health}, a good request's tokens {compared}, {num_left} requests left"
+        write(name, args.output, seen, f"{len(cases)} requests in {seconds:.0f} s, seed {args.seed}; {after}")
     seen, command_faults = fuzz_overrides(override_cases(args.overrides, args.seed))
     write("fuzz_command_lines", args.output, seen, f"{args.overrides} command lines, by exit status, seed {args.seed}")
     for line in faults + command_faults:
         print(line, file=sys.stderr)
-    return 0 if health == 200 and is_same and not num_left and not faults and not command_faults else 1
+    return 0 if is_well and not faults and not command_faults else 1

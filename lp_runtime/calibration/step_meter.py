@@ -90,6 +90,14 @@ def _clearly_more(duration: int, other: int) -> int:
     return duration - other if duration > other + other // NOISE_SHARE else 0
 
 
+def dummy_tree(size: int, branch_tokens: int, vocabulary_size: int) -> TokenTree:
+    """Return a tree of `size` tokens whose branches of `branch_tokens` tokens start at the root."""
+    nodes = np.arange(size)
+    parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
+    depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
+    return TokenTree.from_arrays(nodes % vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
+
+
 def measure_steps(model: ModelRunner) -> StepMeasurement:
     """Measure how long this replica takes to feed trees, sample the successors and read them back."""
     with model.slots.borrowed() as slot:
@@ -234,12 +242,8 @@ class _StepMeter:
     def _step(self, size: int) -> int:
         """Run a step of `size` tokens and return its duration in nanoseconds."""
         model = self._model
-        nodes = np.arange(size)
-        branch_tokens = size if model.feeds_chains else BRANCH_TOKENS
-        parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
-        depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
-        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
-        inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
+        tree = dummy_tree(size, size if model.feeds_chains else BRANCH_TOKENS, model.vocabulary_size)
+        inputs = StepInputs(self._slot, tree, list(range(size)), list(range(size)))
         start = time.perf_counter_ns()
         found = model.forward(inputs)
         self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()

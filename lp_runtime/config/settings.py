@@ -247,6 +247,11 @@ class RuntimeConfig:
         return self.replica_gpus // self.num_stages
 
     @property
+    def may_batch(self) -> bool:
+        """Whether a replica may decode several requests in one forward pass."""
+        return False
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs, or processes on CPUs, by the settings; under torchrun, WORLD_SIZE decides instead."""
         return self.gpus or self.replica_gpus

@@ -252,18 +252,17 @@ def _merge_owned(rows, owner, merged):
             places[rank] += width
 
 
-def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
+def broadcast_object(value: T, group: Group) -> T:
     """Return rank 0's picklable value on every replica; `value` is ignored on the others.
 
-    Used once per request, or once per step if the caller passed its own stopping criteria. With `is_patient`, the
-    others wait for rank 0 without limit, as between two requests.
+    Used once per request, or once per step if the caller passed its own stopping criteria.
 
     Raises:
         ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return value
-    data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient)
+    data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient=False)
     return value if group.rank == 0 else pickle.loads(data)
 
 

@@ -15,7 +15,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.forward.cuda_graph import GraphOptions
-from lp_runtime.model.forward.fixed_passes import FixedPasses
+from lp_runtime.model.forward.fixed_passes import FixedPasses, largest_size
 from lp_runtime.model.forward.following import LeadingShard
 from lp_runtime.model.forward.head import make_passes
 from lp_runtime.model.forward.inputs import compile_layout, lay_out
@@ -158,11 +158,14 @@ class ModelRunner:
         """Token counts that tree passes are padded to, ascending; empty without padding."""
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
-    def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
-        """Switch to passes of fixed sizes for trees."""
+    def enable_graphs(
+        self, capture: bool, compiled: bool = False, refuses_waits: bool = True, batches: bool = True
+    ) -> None:
+        """Switch to passes of fixed sizes for trees; the arguments are those of GraphOptions."""
+        max_tokens = largest_size(self.strict_tokens, compiled, self.leading is not None)
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
-        self.feed(BeginFixed(GraphOptions(capture, compiled, refuses_waits)))
+        self.feed(BeginFixed(GraphOptions(capture, compiled, refuses_waits, batches, max_tokens)))
         self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
         self.supports_batching |= is_strict
 

@@ -54,7 +54,7 @@ def encode_chat(
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
     try:
-        specials = _special_tokens(tokenizer) if split_special_tokens else ()
+        specials = special_tokens(tokenizer) if split_special_tokens else ()
         known = _with_known_roles(messages, chat_template(tokenizer))
         conversation = cast(list[dict[str, str]], [_with_breaks(message, specials) for message in known])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
@@ -110,7 +110,7 @@ def check_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> No
         raise ConfigError(f"chat=true: the model {location} has no chat template")
 
 
-def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return the texts of a tokenizer's special tokens, longest first."""
     specials = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(specials, key=len, reverse=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from lp_runtime.lookahead.drafter import Counts
 from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
@@ -29,6 +30,8 @@ class Generation:
         token_texts: text of each new token, if log-probabilities are requested. Joined, they equal the text, except for
             characters of the last token after a stop string.
         stop: the stop string that ended the text; None without one.
+        message: the answer to `messages`, as in the OpenAI API: a dict with role, content and, if the model wrote them,
+            reasoning_content and tool_calls. It can be appended to the messages. None if a prompt was given.
         prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see request.output.Report.
     """
 
@@ -49,14 +52,22 @@ class Generation:
     losses: int = 0
     token_texts: list[str] | None = None
     stop: str | None = None
+    message: dict[str, Any] | None = None
 
     @classmethod
-    def of(cls, deltas: Sequence[Delta], report: Report, stop: str | None = None) -> Generation:
-        """Combine the deltas and the report of a request."""
+    def of(
+        cls,
+        deltas: Sequence[Delta],
+        report: Report,
+        stop: str | None = None,
+        read_message: Callable[[list[int]], dict[str, Any]] | None = None,
+    ) -> Generation:
+        """Combine the deltas and the report of a request; `read_message` parses its tokens as an answer."""
+        token_ids = [token for delta in deltas for token in delta.token_ids]
         logprobs = [value for delta in deltas for value in delta.logprobs or ()]
         return cls(
             text="".join(delta.text for delta in deltas),
-            token_ids=[token for delta in deltas for token in delta.token_ids],
+            token_ids=token_ids,
             steps=report.num_steps,
             step_tokens=report.step_tokens,
             seconds=report.seconds,
@@ -72,6 +83,7 @@ class Generation:
             losses=report.losses,
             token_texts=[text for delta in deltas for text in delta.token_texts] if logprobs else None,
             stop=stop,
+            message=None if read_message is None else read_message(token_ids),
         )
 
     @property
@@ -115,16 +127,22 @@ class GenerationStream:
     Args:
         events: yielded by the launcher: a StepOutput per step, then a Report.
         text: the request's text; None if the model has no tokenizer.
+        read_message: returns the message of an answer's tokens; None if the text is not an answer.
 
     Attributes:
         generation: the complete result after the iteration; None before.
         has_text: False if the model has no tokenizer; deltas then contain token ids only.
     """
 
-    def __init__(self, events: Generator[Event, None, None], text: RequestText | None):
+    def __init__(
+        self,
+        events: Generator[Event, None, None],
+        text: RequestText | None,
+        read_message: Callable[[list[int]], dict[str, Any]] | None = None,
+    ):
         self.generation: Generation | None = None
         self.has_text = text is not None
-        self._events = events
+        self._events, self._read_message = events, read_message
         self._deltas = self._decode(text)
 
     def __iter__(self) -> GenerationStream:
@@ -150,4 +168,4 @@ class GenerationStream:
             if rest or texts:
                 deltas.append(Delta(rest, [], token_texts=texts))
                 yield deltas[-1]
-            self.generation = Generation.of(deltas, event, text.stop if text else None)
+            self.generation = Generation.of(deltas, event, text.stop if text else None, self._read_message)

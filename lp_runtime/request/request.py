@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -18,6 +19,8 @@ MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: i
 class Request:
     """One prompt to decode. Fields that are not listed are those of RequestOptions.
 
+    It is sent to replicas in the encoding of utils/encoding.py, so a field's type must be one that this can decode.
+
     Attributes:
         prompt_ids: at least one token id, all in the vocabulary.
         max_new_tokens: upper bound on new tokens, >= 1.
@@ -28,6 +31,7 @@ class Request:
         processors: the caller's logits processors, run after transformers' processors and before its warpers.
         committed: new tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
         constraint: what the new text must match; None for any text.
+        tools: tools that an answer may call; None if the new text is not parsed as a message.
     """
 
     prompt_ids: tuple[int, ...]
@@ -51,6 +55,7 @@ class Request:
     skip_special_tokens: bool = True
     reasoning: Reasoning | None = None
     prediction: tuple[int, ...] = ()
+    tools: tuple[Mapping[str, Any], ...] | None = None
 
     @property
     def text_context(self) -> tuple[int, ...]:

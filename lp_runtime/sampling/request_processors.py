@@ -47,11 +47,70 @@ class ReasoningBudget:
         num_forced = len(part) - self._num_tokens
         if not 0 <= num_forced < len(self._end) or self._has_ended(part[: self._num_tokens]):
             return scores
-        token = self._end[num_forced]
-        processed = torch.full_like(scores, -torch.inf)
-        processed[:, token] = scores[:, token]
+        return only(self._end[num_forced], scores)
+
+    def _has_ended(self, part: list[int]) -> bool:
+        return _find(part, self._end, 0) >= 0
+
+
+class ChannelBudget:
+    """Ends the messages on a channel once they have some tokens together, and then allows no more of them.
+
+    The channel of analysis is the reasoning of models that write harmony.
+
+    Args:
+        num_prompt: tokens of the prompt.
+        channel: tokens of the mark of a channel and its name.
+        message: tokens that begin a message's text.
+        end: tokens that end it.
+        num_tokens: largest number of tokens of all the channel's texts together, >= 0.
+    """
+
+    prefix_only = True
+
+    def __init__(
+        self, num_prompt: int, channel: Sequence[int], message: Sequence[int], end: Sequence[int], num_tokens: int
+    ):
+        self._num_prompt, self._num_tokens = num_prompt, num_tokens
+        self._channel, self._message, self._end = list(channel), list(message), list(end)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return `scores`, [1, V], with all but the end at -inf once it is due; later the channel's name is at -inf."""
+        new = input_ids[0, self._num_prompt :].tolist()
+        num_left, start = self._num_tokens, 0
+        while (begin := _find(new, self._channel, start)) >= 0:
+            text = _find(new, self._message, begin + len(self._channel))
+            if text < 0:
+                return scores  # the message has no text yet
+            text += len(self._message)
+            end = _find(new, self._end, text)
+            if end < 0:
+                num_forced = len(new) - text - max(num_left, 0)
+                return only(self._end[num_forced], scores) if 0 <= num_forced < len(self._end) else scores
+            num_left -= end - text
+            start = end + len(self._end)
+        *mark, name = self._channel
+        if num_left > 0 or new[len(new) - len(mark) :] != mark:
+            return scores
+        processed = scores.clone()
+        processed[:, name] = -torch.inf
         return processed
 
-    def _has_ended(self, part: Sequence[int]) -> bool:
-        size = len(self._end)
-        return any(part[place : place + size] == self._end for place in range(len(part) - size + 1))
+
+def only(token: int, scores: torch.Tensor) -> torch.Tensor:
+    """Return `scores` with those of all other tokens at -inf."""
+    processed = torch.full_like(scores, -torch.inf)
+    processed[:, token] = scores[:, token]
+    return processed
+
+
+def _find(tokens: list[int], part: list[int], start: int) -> int:
+    """Return the first place from `start` on at which tokens have a part; -1 if there is none."""
+    try:
+        while True:
+            start = tokens.index(part[0], start)
+            if tokens[start : start + len(part)] == part:
+                return start
+            start += 1
+    except ValueError:
+        return -1

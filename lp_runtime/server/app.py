@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from typing import cast
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -14,8 +14,9 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from lp_runtime.chat.answer import end_of
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
-from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
@@ -23,10 +24,9 @@ from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.tools import ToolUse
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
+from lp_runtime.server.generating_check import GeneratingCheck
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
 from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
@@ -41,7 +41,7 @@ from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
-PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
+T = TypeVar("T")
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
@@ -59,9 +59,12 @@ class Server:
         self._context_length = runtime.info.context_length
         self._open: set[Job] = set()  # jobs of unfinished answers
         self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
-        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
+        check = None
+        if settings.health_interval is not None:
+            check = GeneratingCheck(scheduler, settings.health_interval, settings.health_timeout)
+        self._scheduler = scheduler
+        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics, check)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
-        self._chat_format = ChatFormat(ChatTemplate.of(tokenizer), settings.tool_format, settings.reasoning)
         self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
 
@@ -92,6 +95,11 @@ class Server:
         app.post("/v1/responses")(self.respond)
         app.post("/v1/messages")(self.message)
         return app
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up or being started."""
+        return self._scheduler.has_replicas
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -155,14 +163,13 @@ class Server:
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         options = self._options(body, request, num_top)
-        chat_format, has_tools = self._chat_format, bool(use.tools)
+        chat_format, has_tools = self._submitter.chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
         kwargs = {**body.template_kwargs(), **body.rendering()}
-        messages = chat_format.history(body.conversation())
-        ids = await self._submitter.encode_chat(messages, body.split_special_tokens, use.shown(), kwargs)
+        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.tools, kwargs)
         ids = body.truncated(ids, self._context_length)
-        prompt_end = self._text(ids[-PROMPT_END_TOKENS:])
+        prompt_end = end_of(ids, self._tokenizer)
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
         options["is_answer"] = not body.continues_message
@@ -200,9 +207,6 @@ class Server:
         choices = self._submitter.submit(body, prompts, max_new_tokens, options)
         self._open.update(choice.job for choice in choices)
         return choices
-
-    def _text(self, tokens: list[int]) -> str:
-        return cast(str, self._tokenizer.decode(tokens))  # decode returns a list only for a batch of sequences
 
     def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
         """Show each choice's prompt before its text; `with_texts`: also the texts of its tokens."""
@@ -279,7 +283,12 @@ class Server:
             for each in form.opening(choices):
                 yield each
             num_sent = dict.fromkeys(range(len(choices)), 0)
-            async for choice, text in texts:
+            seconds = self._settings.ping_seconds
+            async for found in _with_waits(texts, seconds) if form.waiting() else texts:
+                if found is None:
+                    yield form.waiting()
+                    continue
+                choice, text = found
                 new = slice(num_sent[choice.index], choice.num_final)
                 num_sent[choice.index] = choice.num_final
                 shows_tokens = form.shows_tokens or choice.job.request.trace
@@ -291,6 +300,24 @@ class Server:
         except Exception as error:  # the HTTP status has already been sent
             for each in form.failure(_api_error(error).body):
                 yield each
+
+
+async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
+    """Yield the items, and None whenever none has come for some seconds."""
+    task = asyncio.ensure_future(anext(items))
+    try:
+        while True:
+            if not (await asyncio.wait({task}, timeout=seconds))[0]:
+                yield None
+                continue
+            try:
+                item = task.result()
+            except StopAsyncIteration:
+                return
+            yield item
+            task = asyncio.ensure_future(anext(items))
+    finally:
+        task.cancel()
 
 
 def _api_error(error: Exception) -> ApiError:

@@ -10,17 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.chat_parser import ANALYSIS, END, MESSAGE
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import RequestError
+from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.infilling import encode_infilling
 from lp_runtime.model.tokenizer import encode, encode_chat, unknown_variables
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.sampling.request_processors import ReasoningBudget
+from lp_runtime.sampling.request_processors import ChannelBudget, ReasoningBudget
+from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.gate import GateRules
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.server.openai.responses import Choice
@@ -43,8 +47,11 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        health_interval: seconds between two checks by /health_generate; None for no such route.
+        health_timeout: seconds within which such a check must get a token.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
         chat_template_kwargs: variables of the chat template; those of a request come first.
+        ping_seconds: time between events that keep a stream open while there is no text, in APIs that have such events.
     """
 
     name: str
@@ -53,15 +60,23 @@ class ServerSettings:
     queue_timeout: float | None = None
     strict_fields: bool = False
     tracing: Tracing | None = None
+    health_interval: float | None = None
+    health_timeout: float = 10.0
     tool_format: str = "auto"
     reasoning: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    ping_seconds: float = 10.0
 
 
 class Submitter:
-    """Checks requests and puts them into the scheduler's queue."""
+    """Checks requests and puts them into the scheduler's queue.
+
+    Attributes:
+        chat_format: the syntax of the model's chats.
+    """
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
+        self.chat_format = ChatFormat(ChatTemplate.of(tokenizer), settings.tool_format, settings.reasoning)
         self._scheduler = scheduler
         self._settings = settings
         self._tokenizer = tokenizer
@@ -128,12 +143,14 @@ class Submitter:
         variables = {**self._settings.chat_template_kwargs, **(template_kwargs or {})}
         for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
             self._log_once(name, "the chat template has no variable %s: it has no effect")
+        messages = self.chat_format.history(messages)
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 
-    def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> ReasoningBudget:
+    def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> LogitsProcessor:
         """Return the processor that ends the reasoning part of an answer after some tokens."""
-        if marks.begin == "":
-            raise RequestError("thinking_token_budget: is not supported for models that write channels (harmony)")
+        if marks.begin == "":  # harmony
+            channel, message, end = (encode(self._tokenizer, mark, False) for mark in (ANALYSIS, MESSAGE, END))
+            return ChannelBudget(num_prompt, channel, message, end, num_tokens)
         begin, end = (encode(self._tokenizer, mark or "", False) for mark in marks)
         return ReasoningBudget(num_prompt, begin, end, num_tokens)
 

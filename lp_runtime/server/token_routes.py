@@ -85,6 +85,6 @@ class TokenRoutes:
         """Answer POST /v1/messages/count_tokens: the number of tokens of a conversation and its tools."""
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        tools, kwargs = body.tool_use().shown(), {**body.template_kwargs(), **body.rendering()}
+        tools, kwargs = body.tool_use().tools, {**body.template_kwargs(), **body.rendering()}
         ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
         return {"input_tokens": len(ids)}

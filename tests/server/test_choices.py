@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.app import Server
 from lp_runtime.server.chat.messages import Message
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice, CompletionForm
 
 

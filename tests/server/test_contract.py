@@ -252,14 +252,22 @@ def test_responses(client):
     assert (final.output_text, final.status) == (text[: text.index(stop)], "completed")
 
 
+def test_responses_have_no_tools_of_openais_servers(client, caplog):
+    more = {"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]}
+    answers = [client.responses.create(model="demo", input="x", temperature=0, **each) for each in (more, {})]
+    assert answers[0].output_text == answers[1].output_text
+    assert "'tools[web_search]'" in caplog.text and "'text.verbosity'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"input": []}, "input: is empty"),
         ({"previous_response_id": "x"}, "previous_response_id: is not supported"),
         ({"background": True}, "background=true: is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.type='web_search': must be 'function'"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity: must be medium"),
+        ({"tools": [{"type": 5}]}, "tools.0.type=5: must be 'function'"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice=required: there are no tools"),
+        ({"include": ["file_search_call.results"]}, "include=.* is not supported; leave it out"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference' are not supported"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments: must be given"),
         (

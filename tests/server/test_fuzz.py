@@ -11,6 +11,7 @@ import pytest
 from support import fuzz
 from support.fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
 from support.fuzz_command_lines import override_cases
+from support.fuzz_fields import FIELDS_LIMITS, FIELDS_TEMPLATE, field_cases
 from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadRuntime
@@ -36,6 +37,19 @@ def test_every_malformed_request_is_refused_and_the_server_goes_on(site):
     assert sum(seen.values()) == 400 and len({status for _, status in seen}) > 4
     assert fuzz.answer(url, request("/health", b"", "GET"))[0] == 200
     assert fuzz.tokens(url) == before and not scheduler.num_running
+
+
+def test_every_field_of_every_route_is_answered():
+    cases = list(field_cases(600, seed=1))
+    with tempfile.TemporaryDirectory() as folder:
+        model = demo_model_that_chats(Path(folder) / "model", FIELDS_TEMPLATE)
+        with (
+            LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
+            served(runtime, **FIELDS_LIMITS) as (url, _),
+        ):
+            seen, faults = fuzz.fuzz_requests(url, cases)
+    assert not faults, "\n".join(faults)
+    assert seen["derived", 200] > 100 and seen["derived", 400] > 100
 
 
 def test_the_fuzzer_sees_what_is_not_refused(site):

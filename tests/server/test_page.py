@@ -29,6 +29,11 @@ def site(demo_model_dir):
             yield url, done
 
 
+def test_a_probe_of_the_page_is_answered(site):
+    with urllib.request.urlopen(urllib.request.Request(site[0], method="HEAD")) as answer:
+        assert answer.status == 200 and answer.read() == b""
+
+
 def test_the_page_asks_for_nothing_from_elsewhere(site):
     with urllib.request.urlopen(site[0]) as answer:
         page = answer.read().decode()

@@ -53,7 +53,9 @@ def answer(url: str, data: bytes) -> tuple[int | str, bytes]:
 def fault(case: HttpCase, status: int | str, body: bytes) -> str | None:
     """Return what is wrong with the answer to a malformed request; None if it is refused as it must be."""
     if status == 200 and case.may_pass:
-        return None
+        return (
+            f"an error in the stream: {body[-300:]!r}" if b'"server_error"' in body or b'"api_error"' in body else None
+        )
     if not isinstance(status, int) or not 400 <= status < 500:
         return f"{status} {body[:200]!r}"
     if body.startswith(b"{"):

@@ -215,7 +215,6 @@ UNKNOWN = {
     ],
     "modalities": [["text", "audio"]],
     "audio": [{"voice": "alloy", "format": "mp3"}],
-    "reasoning_effort": ["low"],
     "verbosity": ["low"],
     "web_search_options": [{}],
     "guided_json": [{}],
@@ -407,12 +406,12 @@ def _headers(rng: random.Random) -> Iterator[HttpCase]:
         yield HttpCase("request line", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
 
 
-def _value(rng: random.Random, depth: int = 3) -> object:
+def any_value(rng: random.Random, depth: int = 3) -> object:
     """Any JSON value."""
     plain = [None, True, False, 0, 1, -1, 0.5, HUGE, 1e308, NAN, INFINITY, "", "x", "7", SURROGATE, "\x00", "9" * 50]
     if depth == 0 or rng.random() < 0.6:
         return rng.choice(plain)
-    values = [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+    values = [any_value(rng, depth - 1) for _ in range(rng.randrange(4))]
     return values if rng.random() < 0.5 else {rng.choice(("x", "1", "W", "N", "role", SURROGATE)): v for v in values}
 
 
@@ -420,7 +419,7 @@ def _random(rng: random.Random) -> HttpCase:
     """Several fields with any values, some by a few bytes off."""
     path = rng.choice(list(GOOD))
     names = [*COMMON, *OWN[path], *rng.sample(list(UNKNOWN), 1)]
-    body = GOOD[path] | {name: _value(rng) for name in rng.sample(names, rng.randrange(1, 5))}
+    body = GOOD[path] | {name: any_value(rng) for name in rng.sample(names, rng.randrange(1, 5))}
     data = bytearray(_json(body))
     if rng.random() < 0.3:
         for _ in range(rng.randrange(1, 4)):

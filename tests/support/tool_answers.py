@@ -13,10 +13,10 @@ from typing import Any
 
 import jsonschema
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.formats import FORMATS
+from lp_runtime.chat.tool_use import Tool, ToolUse
 from lp_runtime.model.chat_template import ChatTemplate
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.formats import FORMATS
-from lp_runtime.server.chat.tools import Tool, ToolUse
 from support.constrained_texts import texts_of
 from support.tool_formats import SAMPLES
 
@@ -40,7 +40,8 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 def tools_of(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tool]:
     """Return tools for calls; several calls of one tool have equal types."""
-    return [Tool(function={"name": name, "parameters": schema_of(value)}) for name, value in dict(calls).items()]
+    functions = [{"name": name, "parameters": schema_of(value)} for name, value in dict(calls).items()]
+    return [{"type": "function", "function": function} for function in functions]
 
 
 def parts_of(parser: Any, texts: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
@@ -121,7 +122,7 @@ def random_answer(name: str, form: ChatFormat, rng: random.Random) -> tuple[str,
     called = [(rng.choice(("f", "get_it", "a-b.c")), *random_object(rng, 3)) for _ in range(rng.randint(1, 3))]
     called = list({tool: (tool, arguments, schema) for tool, arguments, schema in called}.values())
     calls = [(tool, arguments) for tool, arguments, _ in called]
-    tools = [Tool(function={"name": tool, "parameters": schema}) for tool, _, schema in called]
+    tools = [{"type": "function", "function": {"name": tool, "parameters": schema}} for tool, _, schema in called]
     text, content, thought = history_of(name, form, calls), "", ""
     if FORMATS[name].mark and not form.is_harmony:
         content = rng.choice(BEFORE)
@@ -175,7 +176,7 @@ SCHEMAS = {
     },
     "none": {"type": "object", "properties": {}, "additionalProperties": False},
 }
-TOOLS = [Tool(function={"name": name, "parameters": schema}) for name, schema in SCHEMAS.items()]
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in SCHEMAS.items()]
 
 
 def follows_schemas(calls: Sequence[tuple[str, Any]]) -> bool:

@@ -31,6 +31,19 @@ MIN_LARGEST = 256  # tokens: if a pass of this size does not fit into memory, no
 MAX_SEQUENCES = 16  # in a pass; a larger batch takes several passes
 
 
+def pass_sizes(strict_tokens: int | None, is_compiled: bool) -> tuple[int, ...]:
+    """Return the token counts of passes, ascending."""
+    if strict_tokens is not None:
+        return (strict_tokens,)
+    return COMPILED_SIZES if is_compiled else SIZES
+
+
+def largest_size(strict_tokens: int | None, is_compiled: bool, has_followers: bool) -> int:
+    """Return the tokens of the largest pass, if it fits into memory."""
+    largest = pass_sizes(strict_tokens, is_compiled)[-1]
+    return min(largest, MIN_LARGEST) if has_followers and strict_tokens is None else largest
+
+
 class FixedPasses:
     """Passes of fixed sizes for trees.
 
@@ -50,10 +63,8 @@ class FixedPasses:
         self._leading = leading
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
-        self._all_sizes: tuple[int, ...] = COMPILED_SIZES if self.options.compiled else SIZES
-        if self._strict_tokens is not None:
-            self._all_sizes = (self._strict_tokens,)
-        self.max_tokens = self._strict_tokens or (self._all_sizes[-1] if leading is None else MIN_LARGEST)
+        self._all_sizes = pass_sizes(self._strict_tokens, self.options.compiled)
+        self.max_tokens = largest_size(self._strict_tokens, self.options.compiled, leading is not None)
 
     @property
     def options(self) -> GraphOptions:
@@ -91,8 +102,10 @@ class FixedPasses:
         """Make all passes, the largest first, so that the others reuse its memory.
 
         Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
-        several sequences are made if `with_batches`. Yields the capacity of each pass, (tokens, sequences), once made.
+        several sequences are made if `with_batches`, and if the options ask for that. Yields the capacity of each pass,
+        (tokens, sequences), once made.
         """
+        with_batches = with_batches and self.options.batches
         for size in reversed(self.sizes):
             for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
                 try:
@@ -114,6 +127,8 @@ class FixedPasses:
         """Whether parts fit into passes of fixed sizes."""
         if self._strict_tokens is not None:
             return True
+        if len(parts) > 1 and not self.options.batches:
+            return False
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:

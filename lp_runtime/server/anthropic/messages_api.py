@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.blocks import Block, Part, Turn, conversation_of
-from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, ToolUse, choose_tools
+from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, choose_tools
 from lp_runtime.server.openai.protocol import Conversation, check_stops
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
@@ -17,7 +18,7 @@ CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any"
 
 
 class AnthropicTool(Part):
-    """A tool that the client runs; tools that Anthropic's servers run have other types and are refused."""
+    """A tool that the client runs; tools that Anthropic's servers run have other types."""
 
     type: str | None = None
     name: str = Field(pattern=NAME_PATTERN)
@@ -25,10 +26,15 @@ class AnthropicTool(Part):
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def is_own(self) -> bool:
+        """Whether the client describes the tool."""
+        return self.type in (None, "custom")
+
     def tool(self) -> Tool:
         """Convert the tool to the form of /v1/chat/completions."""
-        if self.type not in (None, "custom") or self.input_schema is None:
-            raise RequestError(f"tool {self.name!r}: only tools of type custom, with an input_schema, are supported")
+        if self.input_schema is None:
+            raise RequestError(f"tool {self.name!r}: must have an input_schema")
         parameters, strict = self.input_schema, self.strict
         return Tool(
             function=Function(name=self.name, description=self.description, parameters=parameters, strict=strict)
@@ -61,8 +67,8 @@ class Messages(Conversation):
     """The body of POST /v1/messages.
 
     `thinking` turns the template's thinking on or off, if the template can, and `budget_tokens` bounds it. The fields
-    after it concern Anthropic's own machines. A last message of the assistant is continued. Extensions of the API are
-    those of Conversation.
+    after it concern Anthropic's own machines, and have no effect. A last message of the assistant is continued.
+    Extensions of the API are those of Conversation.
     """
 
     caps_length: ClassVar[bool] = True
@@ -73,10 +79,23 @@ class Messages(Conversation):
     tools: list[AnthropicTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: ToolChoice = ToolChoice(type="auto")
     output_config: OutputConfig | None = None
+    output_format: ResponseFormat | None = None
     thinking: Thinking | None = None
     cache_control: dict[str, object] | None = None
+    context_management: dict[str, object] | None = None
+    compaction: object = None
+    container: object = None
+    diagnostics: object = None
+    fallbacks: object = None
     inference_geo: str | None = None
     speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+    def unknown_fields(self) -> list[str]:
+        """Return the names of unknown fields, and of tools that are left out."""
+        hosted = [f"tools[{tool.type}]" for tool in self.tools if not tool.is_own]
+        return [*super().unknown_fields(), *hosted]
 
     def check(self) -> None:
         """Raise RequestError if a field asks for something that is not supported."""
@@ -115,9 +134,8 @@ class Messages(Conversation):
 
     def constraint(self) -> ConstraintConfig | None:
         """Return the constraint of the answer's text; None for any text."""
-        if self.output_config is None or self.output_config.format is None:
-            return super().constraint()
-        return constraint_of(self.output_config.format, self.structured_outputs)
+        form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
+        return super().constraint() if form is None else constraint_of(form, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
         """Return the conversation as the messages that chat templates expect."""
@@ -126,7 +144,7 @@ class Messages(Conversation):
 
     def tool_use(self) -> ToolUse:
         """Return which tools the answer may or must call."""
-        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools]
+        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools if tool.is_own]
         if choice.type == "any" and not tools:
             raise RequestError("tool_choice=any: there are no tools")
         is_parallel = not choice.disable_parallel_tool_use

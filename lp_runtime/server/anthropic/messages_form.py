@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from pydantic_core import from_json
 
+from lp_runtime.chat.chat_parser import Piece
 from lp_runtime.server.anthropic.error_body import error_body
-from lp_runtime.server.chat.chat_parser import Piece
 from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event
 from lp_runtime.text.token_text import TokenTexts
 
@@ -69,7 +69,10 @@ class MessagesForm(Form):
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         (choice,) = choices
         yield _event("message_start", message=self._message(choice))
-        yield _event("ping")
+        yield self.waiting()
+
+    def waiting(self) -> str:
+        return _event("ping")
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         for piece in choice.pieces(text):

@@ -1,1 +1,1 @@
-"""Chat templates, tool calls and reasoning parts."""
+"""Messages and tools as clients send them."""

@@ -1,13 +1,13 @@
-"""Tools of a chat: definitions sent by the client, and which of them an answer may or must call."""
+"""Definitions of tools that clients send."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.errors import RequestError
 
 MAX_TOOLS = 128
@@ -36,6 +36,10 @@ class Tool(_Part):
     function: Function
     cache_control: dict[str, object] | None = None
 
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as the dict that chat templates expect."""
+        return self.model_dump(exclude_none=True, exclude={"cache_control"})
+
 
 class _Typed(_Part):
     """The field `type`, in a separate base class so that pydantic checks it first."""
@@ -49,6 +53,23 @@ class FunctionTool(Function, _Typed):
     def tool(self) -> Tool:
         """Convert the tool to the form of /v1/chat/completions."""
         return Tool(function=Function(**self.model_dump(exclude={"type"})))
+
+
+class HostedTool(BaseModel):
+    """A tool of /v1/responses that OpenAI's servers run, or one that is not a function; the model is not shown it."""
+
+    type: str
+
+
+def _tag(tool: Any) -> str:
+    """Return a tool's union tag; because of its brackets, server/errors.py keeps it out of messages."""
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "[hosted]" if isinstance(kind, str) and kind != "function" else "[function]"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[HostedTool, Tag("[hosted]")], Discriminator(_tag)
+]
 
 
 class NamedFunction(_Part):
@@ -68,29 +89,6 @@ class NamedFunctionTool(NamedFunction, _Typed):
     """A tool_choice of /v1/responses that names a tool."""
 
 
-@dataclass(frozen=True)
-class ToolUse:
-    """Which tools an answer may or must call.
-
-    Attributes:
-        tools: the tools that the model may call; empty if the answer is not searched for calls.
-        is_parallel: whether an answer may have several calls.
-    """
-
-    tools: Sequence[Tool] = ()
-    must_call: bool = False
-    is_parallel: bool = True
-
-    @property
-    def max_calls(self) -> int | None:
-        """Number of calls that an answer shows at most; None for no limit."""
-        return None if self.is_parallel else 1
-
-    def shown(self) -> list[dict[str, Any]]:
-        """Return the tools as the dicts that chat templates expect."""
-        return [tool.model_dump(exclude_none=True, exclude={"cache_control"}) for tool in self.tools]
-
-
 def choose_tools(
     tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedFunction, is_parallel: bool
 ) -> ToolUse:
@@ -98,10 +96,10 @@ def choose_tools(
     if choice == "none":
         return ToolUse((), False, is_parallel)
     if isinstance(choice, NamedFunction):
-        named = [tool for tool in tools if tool.function.name == choice.name]
+        named = [tool.plain() for tool in tools if tool.function.name == choice.name]
         if not named:
             raise RequestError(f"tool_choice: {choice.name!r} is not the name of any of the tools")
         return ToolUse(named, True, False)
     if choice == "required" and not tools:
         raise RequestError("tool_choice=required: there are no tools")
-    return ToolUse(tools, choice == "required", is_parallel)
+    return ToolUse([tool.plain() for tool in tools], choice == "required", is_parallel)

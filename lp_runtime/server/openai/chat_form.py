@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
+from lp_runtime.chat.answer import message_of, parts_of
 from lp_runtime.request.output import Logprob
-from lp_runtime.server.chat.chat_parser import Piece
 from lp_runtime.server.openai.responses import Choice, ChoicesForm
 from lp_runtime.text.token_text import TokenTexts
 
@@ -37,33 +36,15 @@ class ChatForm(ChoicesForm):
             )
 
     def choice(self, choice: Choice) -> dict[str, object]:
-        parts = self._parts(choice, choice.text)
-        calls = [_without_index(call) for call in merged(parts.pop("tool_calls", []))]
-        content = None if calls else ""
-        message = {"role": "assistant", "content": content, **parts, **({"tool_calls": calls} if calls else {})}
+        message = message_of(choice.pieces(choice.text), self._max_calls)
         logprobs = self._logprobs(choice, slice(None))
         reason = self._reason(choice)
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        parts = self._parts(choice, text)
-        if "tool_calls" in parts:
-            parts["tool_calls"] = merged(parts["tool_calls"])
+        parts = parts_of(choice.pieces(text), self._max_calls)
         logprobs = self._logprobs(choice, new)
         return {"index": choice.index, "delta": parts, "logprobs": logprobs, "finish_reason": self._reason(choice)}
-
-    def _parts(self, choice: Choice, text: str) -> dict[str, Any]:
-        """Parse text into the content, reasoning_content and tool_calls of a message or delta."""
-        parts: dict[str, Any] = {}
-        for piece in choice.pieces(text):
-            if piece.kind != "arguments":
-                name = "content" if piece.kind == "content" else "reasoning_content"
-                parts[name] = parts.get(name, "") + piece.text
-            elif self._max_calls is None or piece.call < self._max_calls:
-                parts.setdefault("tool_calls", []).append(_call(piece))
-        if "reasoning_content" in parts:
-            parts["reasoning"] = parts["reasoning_content"]  # vLLM's newer name
-        return parts
 
     @staticmethod
     def _reason(choice: Choice) -> str | None:
@@ -92,25 +73,3 @@ class ChatForm(ChoicesForm):
 
     def _entry(self, token: int, value: float) -> dict[str, object]:
         return {"token": self.texts.label(token), "logprob": value, "bytes": list(self.texts.bytes_of(token))}
-
-
-def _call(piece: Piece) -> dict[str, Any]:
-    """Return a fragment of a call in the format of a delta."""
-    if piece.name is None:
-        return {"index": piece.call, "function": {"arguments": piece.text}}
-    function = {"name": piece.name, "arguments": piece.text}
-    return {"index": piece.call, "id": piece.call_id, "type": "function", "function": function}
-
-
-def merged(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Merge fragments of calls, so that each call has its arguments in one string."""
-    calls: dict[int, dict[str, Any]] = {}
-    for part in parts:
-        known = calls.setdefault(part["index"], part)
-        if known is not part:
-            known["function"]["arguments"] += part["function"]["arguments"]
-    return list(calls.values())
-
-
-def _without_index(call: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in call.items() if name != "index"}

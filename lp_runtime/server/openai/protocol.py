@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
@@ -20,7 +21,7 @@ from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
 from lp_runtime.server.chat.messages import ContentPart, Message, joined
-from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, ToolUse, choose_tools
+from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, choose_tools
 from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
 
 # Limits on one request, so that it cannot slow down other clients too much.

@@ -9,11 +9,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lp_runtime.chat.chat_parser import ChatParser, Piece
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
-from lp_runtime.server.chat.chat_parser import ChatParser, Piece
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 
@@ -168,6 +168,10 @@ class Form(ABC):
     @abstractmethod
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         """Yield the events of a streamed answer that come after all text, once all choices have ended."""
+
+    def waiting(self) -> str:
+        """Return an event that keeps a stream's connection open until there is new text; empty for none."""
+        return ""
 
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
         """Yield the events for an error after the answer began; `error` is the body of an ApiError."""

@@ -6,15 +6,17 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.chat.messages import Message
-from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ToolUse, choose_tools
+from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ResponsesTool, choose_tools
 from lp_runtime.server.openai.input_items import InputItem, messages_of
 from lp_runtime.server.openai.protocol import Conversation
 from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 VERBOSITIES = (None, "medium")
+NO_EFFECT = ("reasoning.encrypted_content",)  # of `include`: reasoning is always sent, in plain text
 
 
 class TextSettings(BaseModel):
@@ -38,7 +40,7 @@ class Responses(Conversation):
     """The body of POST /v1/responses."""
 
     input: str | list[InputItem]
-    tools: list[FunctionTool] = Field(default=[], max_length=MAX_TOOLS)
+    tools: list[ResponsesTool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     instructions: str | None = None
@@ -54,6 +56,12 @@ class Responses(Conversation):
     def effort(self) -> str | None:
         return None if self.reasoning is None else self.reasoning.effort
 
+    def unknown_fields(self) -> list[str]:
+        """Return the names of fields without effect, and of tools that are left out."""
+        hosted = [f"tools[{tool.type}]" for tool in self.tools if not isinstance(tool, FunctionTool)]
+        has_verbosity = self.text is not None and self.text.verbosity not in VERBOSITIES
+        return [*super().unknown_fields(), *hosted, *(["text.verbosity"] if has_verbosity else [])]
+
     def check(self) -> None:
         """Raise RequestError if a field asks for something that is not supported."""
         refused = {
@@ -61,9 +69,8 @@ class Responses(Conversation):
                 self.previous_response_id is not None
             ),
             "background=true: is not supported": self.background,
-            f"include={self.include}: is not supported; leave it out": bool(self.include),
+            f"include={self.include}: is not supported; leave it out": bool(set(self.include or ()) - set(NO_EFFECT)),
             f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
-            "text.verbosity: must be medium": self.text is not None and self.text.verbosity not in VERBOSITIES,
             f"n={self.n}: must be 1": self.n != 1,
             "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
             "input: is empty": not self.input,
@@ -90,7 +97,11 @@ class Responses(Conversation):
 
     def tool_use(self) -> ToolUse:
         """Return which tools the answer may or must call."""
-        return choose_tools([tool.tool() for tool in self.tools], self.tool_choice, self.parallel_tool_calls)
+        return choose_tools(
+            [tool.tool() for tool in self.tools if isinstance(tool, FunctionTool)],
+            self.tool_choice,
+            self.parallel_tool_calls,
+        )
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""

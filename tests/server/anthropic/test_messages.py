@@ -195,6 +195,7 @@ def test_usage_tells_cached_tokens_apart(client):
     assert num_input(usages[0]) == num_input(usages[1]) and usages[1].input_tokens > 0
 
 
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
@@ -208,7 +209,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "bot", "content": "x"}]}, "messages.0.role='bot': must be 'user', 'assistant' or"),
         ({"thinking": {"type": "always"}}, "thinking.type='always': must be 'enabled', 'adaptive',"),
         ({"system": [IMAGE]}, "system: a block of type 'image' is not supported in system; must be text"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tool 'web_search': only tools of type"),
+        ({"tools": [{"name": "clock"}]}, "tool 'clock': must have an input_schema"),
+        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "tool_choice=any: there are no tools"),
         ({"tools": [CLOCK], "tool_choice": {"type": "tool", "name": "nope"}}, "'nope' is not the name of any"),
         ({"tool_choice": {"type": "any"}}, "tool_choice=any: there are no tools"),
         ({"stop_sequences": ["x", ""]}, "stop_sequences='': must be strings of at least one character"),
@@ -225,6 +227,25 @@ def test_what_is_refused(client, more, message):
     assert error["type"] == "invalid_request_error" and message in error["message"] and "\n" not in error["message"]
 
 
+def test_what_only_anthropics_servers_can_do_is_left_out(client, caplog):
+    more = {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}, "container": "x"}
+    asked_more = asked(tools=[CLOCK, WEB_SEARCH], extra_body=more)
+    assert client.messages.create(**asked_more).content == client.messages.create(**asked(tools=[CLOCK])).content
+    assert "'tools[web_search_20250305]'" in caplog.text and "context_management" not in caplog.text
+
+
+def test_pings_come_while_there_is_no_text(runtime):
+    with served(runtime, ping_seconds=1e-4) as (url, _):
+        body = {"messages": [{"role": "user", "content": "Write a loop. " * 200}], "max_tokens": 24, "stream": True}
+        request = urllib.request.Request(f"{url}/v1/messages", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as answer:  # the anthropic package shows no pings
+            events = [line.split() for line in answer.read().decode().splitlines()]
+        kinds = [words[1] for words in events if words[:1] == ["event:"]]
+        assert kinds[0] == "message_start" and kinds[1:4] == ["ping"] * 3 and kinds[-1] == "message_stop"
+        assert "content_block_delta" in kinds
+
+
 def test_another_model_is_not_found(client):
     for ask in (client.messages.create, client.messages.count_tokens):
         options = asked(model="claude") if ask == client.messages.create else {"model": "claude", "messages": MESSAGES}
@@ -238,7 +259,7 @@ def test_another_model_is_not_found(client):
 
 def test_keys_and_fields(runtime, caplog):
     """A key in x-api-key is accepted; unknown fields are named once, or refused with strict_fields."""
-    body = {"messages": MESSAGES, "max_tokens": 2, "context_management": {}, "thinking": {"type": "adaptive"}}
+    body = {"messages": MESSAGES, "max_tokens": 2, "no_such_field": {}, "thinking": {"type": "adaptive"}}
     headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
     with served(runtime, api_keys={"a": "secret"}) as (url, _):
 
@@ -251,14 +272,14 @@ def test_keys_and_fields(runtime, caplog):
                 with urllib.request.urlopen(ask("secret")) as answer:
                     assert answer.headers["request-id"] == answer.headers["x-request-id"]
                     assert json.load(answer)["usage"]["output_tokens"] == 2
-        assert sum("context_management" in record.message for record in caplog.records) == 1
+        assert sum("no_such_field" in record.message for record in caplog.records) == 1
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(ask("guess"))
         assert json.load(refused.value)["error"]["type"] == "authentication_error"
     with served(runtime, strict_fields=True) as (url, _):
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
-        with pytest.raises(anthropic.BadRequestError, match="context_management: is not a known field"):
-            client.messages.create(**asked(extra_body={"context_management": {}}))
+        with pytest.raises(anthropic.BadRequestError, match="no_such_field: is not a known field"):
+            client.messages.create(**asked(extra_body={"no_such_field": {}}))
 
 
 def test_an_error_during_a_stream(runtime):

@@ -9,11 +9,11 @@ import anthropic
 import pytest
 from support.serving import answering
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"]}}</tool_call>'

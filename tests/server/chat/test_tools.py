@@ -11,11 +11,11 @@ import xgrammar
 from support.serving import TOOLS_TEMPLATE, demo_model_that_chats, served
 
 from lp_runtime import ConstraintConfig, LookaheadConfig, LookaheadRuntime, ModelConfig, SamplingConfig
+from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.server.chat.chat_format import ChatFormat
 
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 SCHEMA = {

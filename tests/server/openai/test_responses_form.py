@@ -9,9 +9,9 @@ import openai
 import pytest
 from support.serving import answering
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.openai.responses import Choice
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 import regex
 
-from lp_runtime.server.chat.arguments import dumped, parameter_of
-from lp_runtime.server.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.server.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
-from lp_runtime.server.chat.text_reader import SPACE, Steps, TextReader
+from lp_runtime.chat.arguments import dumped, parameter_of
+from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
+from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
 
 Kind = Literal["reasoning", "content", "arguments"]
 
@@ -25,10 +25,13 @@ STRING = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 KNOWN_KEY = regex.compile(r'\s*"(name|arguments|parameters|type|id)"\s*:\s*')  # before an object is known to be a call
 NEXT_KEY = regex.compile(rf"\s*,\s*{STRING}\s*:\s*", regex.DOTALL)
 SCALAR = regex.compile(rf"{STRING}|[\w.+-]+", regex.DOTALL)
+LOOSE_END = regex.compile(r"[\s\]}]*")
+OBJECT_START = regex.compile(r"[\s,;\[]*(?=\{)")
 COMMA, OPEN, CLOSE = regex.compile(r"\s*,"), regex.compile(r"\{"), regex.compile(r"\s*\}")
 START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis"
+MESSAGE, END = "<|message|>", "<|end|>"
 RECIPIENT = regex.compile(r"to=functions\.([\w.-]+)")
-MESSAGE, MESSAGE_END = regex.compile(r"<\|message\|>"), regex.compile(r"<\|(?:end|call|return|start)\|>")
+TEXT_START, TEXT_END = regex.compile(regex.escape(MESSAGE)), regex.compile(r"<\|(?:end|call|return|start)\|>")
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class AnswerParser(ChatParser):
         is_thinking: whether the prompt has already opened the reasoning part.
         is_either: whether the answer, after its reasoning part, is either only calls or only text.
         schemas: JSON schema of each tool's arguments, by its name.
+        is_strict: whether a format's loose marks begin no calls.
     """
 
     def __init__(
@@ -85,11 +89,15 @@ class AnswerParser(ChatParser):
         is_thinking: bool = False,
         is_either: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
+        is_strict: bool = False,
     ):
         self._form, self._schemas = form, schemas or {}
         self._reasoning, self._is_thinking = reasoning, is_thinking
         self._is_either = is_either
-        self._marks = NEVER if form is None else call_patterns(form).marks
+        self._loose = {} if form is None or is_strict or is_either or not schemas else dict(form.loose)
+        self._marks = NEVER
+        if form is not None:
+            self._marks = call_patterns(form).loose_marks if self._loose else call_patterns(form).marks
         self._text, self._pieces = TextReader(), list[Piece]()
         self._steps = self._answer()
 
@@ -127,9 +135,12 @@ class AnswerParser(ChatParser):
         form = self._form
         if form is not None and (yield from self._begins_with_a_call(form)):
             yield from self._calls(form, "")
+        elif form is not None and "" in self._loose:
+            yield from self._loose_calls(form, "")
         while (found := (yield from self._text.until(self._marks, self._content))) is not None:
             assert form is not None
-            yield from self._calls(form, found.group())
+            read = self._loose_calls if found.group() in self._loose else self._calls
+            yield from read(form, found.group())
 
     def _think(self) -> Steps[None]:
         """Read the reasoning part, if there is one."""
@@ -168,6 +179,23 @@ class AnswerParser(ChatParser):
         elif self._is_either:
             self._marks = NEVER
 
+    def _loose_calls(self, form: CallFormat, mark: str) -> Steps[None]:
+        """Read the calls of known tools that follow a loose mark; what is not a call is text, as the mark is."""
+        num_before = self.num_calls
+        while True:
+            self._text.keep()
+            try:
+                if (yield from self._text.match(OBJECT_START)) is None:
+                    raise NotACallError
+                yield from self._object(form, is_known=True)
+            except NotACallError:
+                self._text.rewind()
+                break
+        if self.num_calls > num_before:
+            yield from self._text.match_all([LOOSE_END, regex.compile(r"\s*" + regex.escape(self._loose[mark])), SPACE])
+        elif mark:
+            self._content(mark)
+
     def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
         """Read one call, after its mark; raise NotACallError if it is none."""
         found = yield from self._text.match(head)
@@ -184,8 +212,11 @@ class AnswerParser(ChatParser):
             yield from self._text.json(self._arguments)
         yield from self._text.match_all(call_patterns(form).tail)
 
-    def _object(self, form: CallFormat) -> Steps[None]:
-        """Read a JSON object with a name and arguments, in any order; other keys are skipped."""
+    def _object(self, form: CallFormat, is_known: bool = False) -> Steps[None]:
+        """Read a JSON object with a name and arguments, in any order; other keys are skipped.
+
+        With `is_known`, it is a call only if it names a known tool.
+        """
         text, name, early = self._text, None, list[str]()  # early: arguments that come before the name
         yield from text.match(OPEN)
         while name is None or not early:
@@ -200,6 +231,8 @@ class AnswerParser(ChatParser):
                 break
             if (name is None or not early) and (yield from text.match(COMMA)) is None:
                 raise NotACallError
+        if is_known and name not in self._schemas:
+            raise NotACallError
         self._begin_call(name, new_call_id(form.call_id))
         self._arguments("".join(early))
         if not early:
@@ -245,14 +278,14 @@ class HarmonyParser(AnswerParser):
 
     def _answer(self) -> Steps[None]:
         head = list[str]()
-        while (yield from self._text.until(MESSAGE, head.append)) is not None:
+        while (yield from self._text.until(TEXT_START, head.append)) is not None:
             header, recipient = "".join(head), RECIPIENT.search("".join(head))
             head.clear()
             if recipient is not None:
                 self._begin_call(recipient[1], new_call_id())
                 yield from self._text.json(self._arguments)
             shown = len if recipient is not None else self._thought if ANALYSIS in header else self._content
-            yield from self._text.until(MESSAGE_END, shown)
+            yield from self._text.until(TEXT_END, shown)
 
 
 def new_call_id(text: str = LONG_ID, values: Mapping[str, str] | None = None) -> str:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import regex
 
-from lp_runtime.server.chat.arguments import Parameter, dumped, json_of
-from lp_runtime.server.chat.patterns import ArgumentPatterns, Pattern
+from lp_runtime.chat.arguments import Parameter, dumped, json_of
+from lp_runtime.chat.patterns import ArgumentPatterns, Pattern
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # waits for more text at each `yield`

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from lp_runtime.chat.arguments import resolved
+from lp_runtime.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.arguments import resolved
-from lp_runtime.server.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.server.chat.tools import Function
 
 Tag = dict[str, Any]
 
@@ -21,13 +20,16 @@ MAX_SPACES = 2  # in a row, between the parts of arguments
 MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
 
 
-def calls(form: CallFormat, functions: Sequence[Function], is_parallel: bool) -> Tag:
-    """Return the tag of at least one call of some functions, and at most one without `is_parallel`."""
+def calls(form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], is_parallel: bool) -> Tag:
+    """Return the tag of at least one call, and at most one without `is_parallel`.
+
+    `schemas` are those of the tools' arguments, by the tools' names.
+    """
     return sequence(
         text(form.begin),
         {
             "type": "tags_with_separator",
-            "tags": [_call(form, function) for function in functions],
+            "tags": [_call(form, name, schema) for name, schema in schemas.items()],
             "separator": form.separator or "",
             "at_least_one": True,
             "stop_after_first": not is_parallel or form.separator is None,
@@ -36,12 +38,12 @@ def calls(form: CallFormat, functions: Sequence[Function], is_parallel: bool) ->
     )
 
 
-def _call(form: CallFormat, function: Function) -> Tag:
-    """Return the tag of a call of one function."""
-    head, _, tail = form.call.replace("$NAME", function.name).partition("$ARGS")
+def _call(form: CallFormat, name: str, schema: Mapping[str, Any]) -> Tag:
+    """Return the tag of a call of one tool."""
+    head, _, tail = form.call.replace("$NAME", name).partition("$ARGS")
     begin, *others = re.split(r"(\$INDEX|\$ID)", head)
     parts = [{"type": "regex", "pattern": PATTERNS[part]} if part in PATTERNS else text(part) for part in others]
-    content = sequence(*parts, _arguments(form.style, function.parameters or {"type": "object"}))
+    content = sequence(*parts, _arguments(form.style, schema))
     return {"type": "tag", "begin": begin, "content": content, "end": tail}
 
 

@@ -8,19 +8,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lp_runtime.chat import tags
+from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
+from lp_runtime.chat.formats import FORMATS, REASONINGS
+from lp_runtime.chat.recognition import reasoning_of, recognize
+from lp_runtime.chat.template_parser import TemplateParser
+from lp_runtime.chat.tool_use import Tool, ToolUse, schemas_of
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
-from lp_runtime.server.chat import tags
-from lp_runtime.server.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
-from lp_runtime.server.chat.formats import FORMATS, REASONINGS
-from lp_runtime.server.chat.recognition import reasoning_of, recognize
-from lp_runtime.server.chat.template_parser import TemplateParser
-from lp_runtime.server.chat.tools import Tool, ToolUse
 from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
 
+PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
 FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
 ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
@@ -92,26 +93,39 @@ class ChatFormat:
             is_either: whether the answer is either only calls or only text; true if the text is constrained.
         """
         known = [] if isinstance(tools, bool) else list(tools)
-        schemas = {tool.function.name: tool.function.parameters or {} for tool in known}
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
         if self.is_harmony:
-            parser = HarmonyParser(FORMATS["harmony"], schemas=schemas)
+            parser = HarmonyParser(FORMATS["harmony"], schemas=schemas_of(known))
             parser.add(prompt_end.rpartition(START)[2])  # a message that the prompt has begun
             return parser
         if self._uses_own_parser:
-            return TemplateParser(self._template.response_parser(prompt_end, ToolUse(known).shown()))
+            return TemplateParser(self._template.response_parser(prompt_end, known))
         if form is None and self.reasoning is None:
             return None
-        return AnswerParser(form, self.reasoning, self.is_thinking(prompt_end), is_either, schemas)
+        return AnswerParser(form, self.reasoning, self.is_thinking(prompt_end), is_either, schemas_of(known))
 
-    def history(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Return a conversation with the arguments of its calls in the form that the template expects."""
-        if not self._wants_text:
-            return list(messages)
-        return [
-            {**message, "tool_calls": list(map(_with_text, calls))} if (calls := message.get("tool_calls")) else message
-            for message in messages
-        ]
+    def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Return a conversation with the arguments of its calls as the template expects them: an object, or JSON text.
+
+        A `content` that is null becomes empty. An empty list of calls is left out, because templates only check whether
+        the key exists.
+        """
+        if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
+            return messages  # the chat template refuses them
+        known: list[Mapping[str, Any]] = []
+        for message in messages:
+            changed = {**message}
+            if changed.get("content", "") is None:
+                changed["content"] = ""
+            if isinstance(calls := changed.pop("tool_calls", None), list | tuple) and calls:
+                changed["tool_calls"] = [self._with_arguments(call) for call in calls]
+            known.append(changed)
+        return known
+
+    def _with_arguments(self, call: Any) -> Any:
+        """Return a call of an earlier answer with its arguments in the form that the template expects."""
+        known = _with_object(call)
+        return _with_text(known) if self._wants_text else known
 
     def is_thinking(self, prompt_end: str) -> bool:
         """Whether the prompt has already opened the answer's reasoning part."""
@@ -149,8 +163,8 @@ class ChatFormat:
         if self.tool_format is None or not use.tools:
             assert text is not None
             return self.behind_reasoning(text, prompt_end)
-        functions = [tool.function for tool in use.tools]
-        answer, whitespace = tags.calls(FORMATS[self.tool_format], functions, use.is_parallel), "fixed"
+        schemas = schemas_of(use.tools)
+        answer, whitespace = tags.calls(FORMATS[self.tool_format], schemas, use.is_parallel), "fixed"
         if text is not None and not use.must_call:
             answer = {"type": "or", "elements": [answer, self._text(text)]}
             whitespace = text.whitespace
@@ -190,3 +204,13 @@ def _with_text(call: Any) -> Any:
         return call
     text = json.dumps(function.get("arguments"), ensure_ascii=False)
     return {**call, "function": {**function, "arguments": text}}
+
+
+def _with_object(call: Any) -> Any:
+    """Return a call whose arguments are an object; a call that has none is kept as it is."""
+    try:
+        function = call["function"]
+        arguments = json.loads(function["arguments"].strip() or "{}")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from lp_runtime.server.chat.stop_trimmer import StopTrimmer
+from lp_runtime.chat.stop_trimmer import StopTrimmer
 
 HIDDEN = "#"  # stands for a special token
 texts = st.text("ab\n", max_size=12)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from lp_runtime.server.chat.chat_parser import ChatParser, Kind, Piece, new_call_id
+from lp_runtime.chat.chat_parser import ChatParser, Kind, Piece, new_call_id
 
 KINDS: dict[str, Kind] = {
     "content": "content",

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import regex
 
+from lp_runtime.chat.chat_parser import AnswerParser, HarmonyParser
+from lp_runtime.chat.formats import FORMATS, REASONINGS, CallFormat, ReasoningFormat
 from lp_runtime.model.chat_template import ChatTemplate
-from lp_runtime.server.chat.chat_parser import AnswerParser, HarmonyParser
-from lp_runtime.server.chat.formats import FORMATS, REASONINGS, CallFormat, ReasoningFormat
 
 QUESTION = {"role": "user", "content": "How is the weather?"}
 NAME, ARGUMENTS = "get_weather_of", {"city": "Rome", "days": 7}
@@ -100,7 +100,7 @@ def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> lis
 def _rest(form: CallFormat, answer: str, reasoning: ReasoningFormat | None, is_thinking: bool) -> int | None:
     """Return how many characters next to the call a format reads as text; None if it does not read the call."""
     kind = HarmonyParser if form is FORMATS["harmony"] else AnswerParser
-    parser = kind(form, reasoning, is_thinking, schemas={NAME: SCHEMA})
+    parser = kind(form, reasoning, is_thinking, schemas={NAME: SCHEMA}, is_strict=True)
     pieces = [*parser.add(answer), *parser.finish()]
     arguments = "".join(piece.text for piece in pieces if piece.kind == "arguments")
     try:

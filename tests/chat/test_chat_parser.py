@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.text_reader import MAX_MATCH_CHARS
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.text_reader import MAX_MATCH_CHARS
 
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
 MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "arguments": {ARGUMENTS[1]}}}]'
@@ -25,6 +25,15 @@ def hermes_text(calls):
 
 thinking, opened = reading("none", "think"), reading("none", "think", "<think>\n")
 hermes, either = reading("hermes", "think"), reading("hermes", "think", is_either=True)
+KNOWN = [{"type": "function", "function": {"name": name}} for name in "fg"]
+F, G = f'{{"name": "f", "arguments": {ARGUMENTS[0]}}}', '{\n  "name": "g",\n  "arguments": {}\n}'
+
+
+def known(**more):
+    """Return the parser of a chat with two tools."""
+    return ChatFormat("", "hermes", "think").parser(KNOWN, "", **more)
+
+
 llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmony")
 
 CASES = {
@@ -60,6 +69,17 @@ CASES = {
         '{"arguments": {}}</tool_call>',
         [],
     ),
+    "hermes, bare": (known, f"<think>x</think>\n{F}\n{G}\n", "x", "", CALLS),
+    "hermes, bare, text behind": (known, f"{G}\nand so", "", "and so", CALLS[1:]),
+    "hermes, a bare list": (known, f"[{F}, {G}]", "", "", CALLS),
+    "hermes, fenced": (known, f"First:\n```json\n{F}\n```\nThen:\n```json\n{G}\n```", "", "First:\nThen:\n", CALLS),
+    "hermes, in the tag of tools": (known, f"<tools>\n{F}\n{G}\n</tools>", "", "", CALLS),
+    "hermes, both": (known, f"{F}\n{hermes_text(CALLS[1:])}", "", "", CALLS),
+    "hermes, a fence of other JSON": (known, "```json\n{}\n```", "", "```json\n{}\n```", []),
+    "hermes, another name": (known, G.replace("g", "h"), "", G.replace("g", "h"), []),
+    "hermes, bare, in a text": (known, f"Write {G}", "", f"Write {G}", []),
+    "hermes, bare, no tools": (hermes, F, "", F, []),
+    "hermes, bare, of a constraint": (lambda: known(is_either=True), F, "", F, []),
     "llama, a type first": (llama, '{"type": "function", "name": "g", "parameters": {}}', "", "", CALLS[1:]),
     "llama, JSON of a name": (llama, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}', []),
     "llama, a name that is none": (llama, ' {"name": 1}', "", ' {"name": 1}', []),

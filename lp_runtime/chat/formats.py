@@ -58,6 +58,8 @@ class CallFormat:
         end: text after the last call.
         style: syntax of the arguments; None if they are one JSON object.
         also: other marks that may begin calls, each with the text that ends them; a mark inside `call` may come first.
+        loose: marks that models write instead, each with the text that ends the calls; an empty one is the beginning of
+            the answer. After them only objects that name a known tool are calls, and they are not part of constraints.
         call_id: text of a call's id, with the same placeholders; LONG_ID and SHORT_ID stand for random ones.
     """
 
@@ -67,6 +69,7 @@ class CallFormat:
     end: str = ""
     style: ParameterStyle | None = None
     also: tuple[tuple[str, str], ...] = ()
+    loose: tuple[tuple[str, str], ...] = ()
     call_id: str = LONG_ID
 
     @property
@@ -95,7 +98,12 @@ INVOKE = '<｜DSML｜invoke name="$NAME">\n$ARGS</｜DSML｜invoke>\n'
 
 # Of two formats that read a call of a template equally well, the first is taken.
 FORMATS = {
-    "hermes": CallFormat(f"<tool_call>\n{OBJECT}\n</tool_call>", separator="\n"),
+    # Qwen2.5-Coder is asked for the first form, and mostly writes one of the others.
+    "hermes": CallFormat(
+        f"<tool_call>\n{OBJECT}\n</tool_call>",
+        separator="\n",
+        loose=(("", ""), ("<tools>", "</tools>"), ("```json", "```")),
+    ),
     "qwen3_coder": CallFormat(
         "<tool_call>\n<function=$NAME>\n$ARGS</function>\n</tool_call>",
         separator="\n",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from lp_runtime.server.chat.formats import CallFormat, ParameterStyle
+from lp_runtime.chat.formats import CallFormat, ParameterStyle
 
 Pattern = Any  # the package regex has no type hints
 
@@ -28,6 +28,7 @@ class CallPatterns(NamedTuple):
     """Patterns of a format's calls."""
 
     marks: Pattern  # what begins calls, anywhere in an answer
+    loose_marks: Pattern  # the same, and the format's loose marks
     bare: Pattern | None  # what begins an answer whose calls have no mark; None if they have one
     heads: dict[str, Pattern]  # what comes between a mark and the first call's arguments, or its JSON object
     following: Pattern | None  # what comes before the next call's; None if it needs a mark
@@ -53,6 +54,7 @@ def call_patterns(form: CallFormat) -> CallPatterns:
     between = r"[\s,;]*" if is_list else r"\s*"
     return CallPatterns(
         marks=regex.compile(any_of(marks)) if marks else NEVER,
+        loose_marks=regex.compile(any_of([*marks, *(mark for mark, _ in form.loose if mark)])) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
         following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,

@@ -10,10 +10,10 @@ import xgrammar
 from support.constrained_texts import INFO, texts_of
 from support.tool_answers import parts_of
 
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.tools import Tool, ToolUse
 
 STYLES = ("gemma", "functiongemma", "pythonic")
 PROPERTIES = {
@@ -39,7 +39,7 @@ PROPERTIES = {
 
 def drawn(name, schema, num=6):
     """Yield arguments of random calls under a schema."""
-    tools = [Tool(function={"name": "f", "parameters": schema})]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     form = ChatFormat("", name, "none")
     for text in texts_of(form.constraint(ToolUse(tools, True, False), None, ""), num):
         ((_, arguments),) = parts_of(form.parser(tools, ""), [text])[2]
@@ -66,7 +66,7 @@ def test_literals_follow_their_schemas(name):
 @pytest.mark.parametrize("required", ["", "b", "ac"])
 def test_members_that_are_not_required_may_be_missing(name, call, member, separator, required):
     schema = {"properties": {key: {"enum": [key]} for key in "abc"}, "required": list(required)}
-    tools = [Tool(function={"name": "f", "parameters": schema})]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     compiled = compile_constraint(ChatFormat("", name).constraint(ToolUse(tools, True), None, ""), INFO)
     for keys in ("", "a", "b", "c", "ab", "ac", "bc", "abc", "ba", "aa"):
         matcher = xgrammar.GrammarMatcher(load_compiled(compiled, INFO))
@@ -88,7 +88,7 @@ def test_members_that_are_not_required_may_be_missing(name, call, member, separa
 def test_schemas_that_are_refused(schema, message):
     form = ChatFormat("", "gemma", "none")
     with pytest.raises(RequestError, match=message):
-        form.constraint(ToolUse([Tool(function={"name": "f", "parameters": schema})], True), None, "")
+        form.constraint(ToolUse([{"function": {"name": "f", "parameters": schema}}], True), None, "")
 
 
 def test_a_literal_is_json():

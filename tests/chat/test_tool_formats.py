@@ -22,10 +22,10 @@ from support.tool_answers import (
 from support.tool_formats import SAMPLES
 
 from lp_runtime import ConstraintConfig
+from lp_runtime.chat import formats
+from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
-from lp_runtime.server.chat import formats
-from lp_runtime.server.chat.chat_format import ChatFormat
-from lp_runtime.server.chat.tools import ToolUse
 
 NUM_RANDOM = 8  # answers of each format and test; tests/support/tool_answers.py draws more
 
@@ -85,7 +85,7 @@ BUILT_IN = {
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_calls_of_xgrammars_formats_are_read(name):
-    shown = ToolUse(TOOLS).shown()
+    shown = TOOLS
     tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
     prompt_end = "<think>" if name == "minimax_m2" else ""
     for text in texts_of(ConstraintConfig(structural_tag=tag.model_dump()), NUM_RANDOM):

@@ -1,0 +1,72 @@
+"""An answer as a message of OpenAI's API."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lp_runtime.chat.chat_format import PROMPT_END_TOKENS, ChatFormat
+from lp_runtime.chat.chat_parser import Piece
+from lp_runtime.chat.stop_trimmer import StopTrimmer
+from lp_runtime.model.hf.types import Tokenizer
+from lp_runtime.model.tokenizer import special_tokens
+from lp_runtime.request.request import Request
+from lp_runtime.request.request_text import RequestText
+
+
+def read_message(chat: ChatFormat, tokenizer: Tokenizer, request: Request, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the message of the new tokens of a request that was made from a conversation."""
+    tools = request.tools or ()
+    skips_special = request.skip_special_tokens and not chat.shows_special_tokens(tools)
+    text = RequestText(replace(request, skip_special_tokens=skips_special, logprobs=False), tokenizer)
+    whole = text.add(token_ids)[0] + text.finish()[0]
+    trimmer = StopTrimmer(request.stop, special_tokens(tokenizer) if skips_special else ())
+    whole = trimmer.add(whole) + trimmer.finish(text.stop)
+    parser = chat.parser(tools, end_of(request.prompt_ids, tokenizer))
+    if parser is None:
+        return message_of([Piece("content", whole)])
+    return message_of([*parser.add(whole), *parser.finish()])
+
+
+def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Return the text of a prompt's last tokens, which may have begun the answer's reasoning part."""
+    text = tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]))
+    assert isinstance(text, str)  # a list only for a batch of sequences
+    return text
+
+
+def message_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str, Any]:
+    """Return the message of a whole answer; `max_calls` is the number of calls that it shows at most."""
+    parts = parts_of(pieces, max_calls)
+    calls = [{name: value for name, value in call.items() if name != "index"} for call in parts.pop("tool_calls", [])]
+    content = None if calls else ""
+    return {"role": "assistant", "content": content, **parts, **({"tool_calls": calls} if calls else {})}
+
+
+def parts_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str, Any]:
+    """Return the content, reasoning_content and tool_calls that pieces have, as in a delta of a message.
+
+    Reasoning has two names: `reasoning_content`, and `reasoning` as in newer versions of vLLM.
+    """
+    parts: dict[str, Any] = {}
+    calls: dict[int, dict[str, Any]] = {}
+    for piece in pieces:
+        if piece.kind != "arguments":
+            name = "content" if piece.kind == "content" else "reasoning_content"
+            parts[name] = parts.get(name, "") + piece.text
+        elif piece.call in calls:
+            calls[piece.call]["function"]["arguments"] += piece.text
+        elif max_calls is None or piece.call < max_calls:
+            calls[piece.call] = _call(piece)
+    if "reasoning_content" in parts:
+        parts["reasoning"] = parts["reasoning_content"]
+    return {**parts, "tool_calls": list(calls.values())} if calls else parts
+
+
+def _call(piece: Piece) -> dict[str, Any]:
+    """Return a fragment of a call in the format of a delta."""
+    if piece.name is None:
+        return {"index": piece.call, "function": {"arguments": piece.text}}
+    function = {"name": piece.name, "arguments": piece.text}
+    return {"index": piece.call, "id": piece.call_id, "type": "function", "function": function}

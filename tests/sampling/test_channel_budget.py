@@ -1,0 +1,45 @@
+"""A bound on the tokens of a channel, in masked decoding of one token a step."""
+
+import itertools
+
+import pytest
+import torch
+
+from lp_runtime.sampling.request_processors import ChannelBudget
+
+PROMPT = [9, 9]
+START, CHANNEL, MESSAGE, END, ANALYSIS, FINAL, WORD, OTHER = range(8)
+THOUGHT = [CHANNEL, ANALYSIS, MESSAGE]
+
+
+def decode(wanted: list[int], num_tokens: int, end: list[int]) -> list[int]:
+    """Return what a model writes that wants some tokens, one after another, and else its second choice, FINAL."""
+    budget = ChannelBudget(len(PROMPT), [CHANNEL, ANALYSIS], [MESSAGE], end, num_tokens)
+    new: list[int] = []
+    for token in wanted:
+        scores = torch.zeros(1, 10)
+        scores[0, FINAL], scores[0, token] = 1, 2
+        new.append(int(budget(torch.tensor([PROMPT + new]), scores).argmax()))
+    return new
+
+
+@pytest.mark.parametrize("end", [[END], [END, START]])
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_the_end_is_forced_and_the_channel_does_not_come_again(num_tokens, end):
+    wanted = [*THOUGHT, *[WORD] * (num_tokens + len(end)), CHANNEL, ANALYSIS, MESSAGE, WORD, WORD]
+    found = decode(wanted, num_tokens, end)
+    assert found == [*THOUGHT, *[WORD] * num_tokens, *end, CHANNEL, FINAL, MESSAGE, WORD, WORD]
+
+
+def test_no_tokens_are_no_channel():
+    assert decode([*THOUGHT, WORD], 0, [END]) == [CHANNEL, FINAL, MESSAGE, WORD]
+
+
+def test_texts_of_the_channel_count_together():
+    wanted = [*THOUGHT, WORD, END, *THOUGHT, *[WORD] * 3]
+    assert decode(wanted, 3, [END]) == [*THOUGHT, WORD, END, *THOUGHT, WORD, WORD, END]
+
+
+def test_other_channels_have_no_bound():
+    wanted = list(itertools.chain([CHANNEL, FINAL, MESSAGE], [WORD] * 9, [END, CHANNEL, OTHER, MESSAGE], [WORD] * 9))
+    assert decode(wanted, 2, [END]) == wanted
