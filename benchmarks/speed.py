@@ -5,6 +5,7 @@ python benchmarks/speed.py STUDY [ARGUMENT ...]
 requests         nucleus sampling, long prefixes and batches, beside one token a step
 kinds            tokens per second by kind of prompt and temperature, over one token a step
 tensor_parallel  lookahead parallelism beside transformers' tensor parallelism; under torchrun
+prediction       code edits with and without the file as predicted output
 first_answer     the first answers of a new process, with and without the vocabulary prior on disk
 splits_on_paper  bytes, collectives and times of a large model's steps, for each split of a machine's GPUs
 where_lp_pays    S and step time by LP degree: dense models, experts, quantized weights, long prefixes
@@ -13,7 +14,16 @@ where_lp_pays    S and step time by LP degree: dense models, experts, quantized 
 from common import run_command
 
 STUDIES = {
-    name: name for name in ("requests", "kinds", "tensor_parallel", "first_answer", "splits_on_paper", "where_lp_pays")
+    name: name
+    for name in (
+        "requests",
+        "kinds",
+        "tensor_parallel",
+        "prediction",
+        "first_answer",
+        "splits_on_paper",
+        "where_lp_pays",
+    )
 }
 
 if __name__ == "__main__":

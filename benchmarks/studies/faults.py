@@ -41,6 +41,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def config_of(args: argparse.Namespace, **more: Any) -> RuntimeConfig:
     """Return the settings of a runtime of two replicas."""
     failure = FailureConfig(timeout=args.timeout, restarts=RESTARTS)
-    settings = {"model": ModelConfig(path=args.model), "lookahead": FIXED, "failure": failure, "gpus": 2} | more
+    settings: dict[str, Any] = {
+        "model": ModelConfig(path=args.model),
+        "lookahead": FIXED,
+        "failure": failure,
+        "gpus": 2,
+    } | more
     return RuntimeConfig(device="cpu", dtype="float32", **settings)
 
 
@@ -352,7 +358,11 @@ def ray_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Wat
     from ray.cluster_utils import Cluster
 
     os.environ |= RAY_SETTINGS
-    small = {"object_store_memory": 80_000_000, "include_dashboard": False, "dashboard_agent_listen_port": None}
+    small: dict[str, Any] = {
+        "object_store_memory": 80_000_000,
+        "include_dashboard": False,
+        "dashboard_agent_listen_port": None,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=small | {"num_cpus": 0})
     try:
         nodes = [cluster.add_node(num_cpus=1, **small) for _ in range(2)]
@@ -361,9 +371,7 @@ def ray_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Wat
         with LookaheadRuntime.from_config(config_of(args, launcher=launcher)) as runtime:
             while True:
                 lost = nodes.pop()
-                yield of_runtime(
-                    runtime, case.request, args.when, lambda lost=lost: lost.kill_raylet(check_alive=False)
-                )
+                yield of_runtime(runtime, case.request, args.when, partial(lost.kill_raylet, check_alive=False))
                 cluster.remove_node(lost, allow_graceful=False)
                 nodes.append(cluster.add_node(num_cpus=1, **small))
                 while runtime.num_ready < 2:

@@ -118,7 +118,7 @@ class SettledEngine(Engine):
         times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
         budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
         parts = (decoder.state, budget, decoder.sampler, decoder.draft_tables)
-        return Decoder(*parts, num_harvested=decoder.num_harvested, times_are_late=True)
+        return Decoder(*parts, num_harvested=decoder.num_harvested)
 
 
 class ReplayDevice:

@@ -59,8 +59,9 @@ class Gathered(NamedTuple):
         logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if the request
             does not ask for them.
         packed: [T, width] int64 the gathered integers of each node.
-        forward_ns: of each replica's forward pass; of the previous step's, if the decoder's `times_are_late`.
+        forward_ns: of each replica's forward pass.
         overhead_ns: that each replica spent between the passes of this step and the previous one.
+        times_are_late: whether `forward_ns` is that of the previous step.
     """
 
     result: VerificationResult
@@ -68,6 +69,7 @@ class Gathered(NamedTuple):
     packed: np.ndarray
     forward_ns: Sequence[int] = ()
     overhead_ns: Sequence[int] = ()
+    times_are_late: bool = False
 
 
 class Decoder:
@@ -80,7 +82,6 @@ class Decoder:
             are called on one replica only.
         num_harvested: number of trailing prompt tokens whose top-k candidates the drafter learns.
         is_traced: whether outputs name the rank and the source of each token.
-        times_are_late: whether gathered times of passes are those of the previous step.
     """
 
     def __init__(
@@ -92,7 +93,6 @@ class Decoder:
         num_followers: int = 0,
         num_harvested: int = 0,
         is_traced: bool = False,
-        times_are_late: bool = False,
     ):
         self.state = state
         self.budget = budget
@@ -100,7 +100,7 @@ class Decoder:
         self.draft_tables = draft_tables
         self.num_harvested = num_harvested
         self._num_followers = num_followers
-        self._is_traced, self._times_are_late = is_traced, times_are_late
+        self._is_traced = is_traced
 
     @property
     def drafter(self) -> Drafter:
@@ -153,7 +153,12 @@ class Decoder:
         )
 
     def unpack(
-        self, step: Step, values: np.ndarray, forward_ns: Sequence[int] = (), overhead_ns: Sequence[int] = ()
+        self,
+        step: Step,
+        values: np.ndarray,
+        forward_ns: Sequence[int] = (),
+        overhead_ns: Sequence[int] = (),
+        times_are_late: bool = False,
     ) -> Gathered:
         """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read.
 
@@ -163,7 +168,7 @@ class Decoder:
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
         result = VerificationResult.from_root(root, successors, top_k)
-        return Gathered(result, logprobs, values, forward_ns, overhead_ns)
+        return Gathered(result, logprobs, values, forward_ns, overhead_ns, times_are_late)
 
     def accepted_nodes(self, step: Step, gathered: Gathered) -> list[int]:
         """Return the nodes that the accepted tokens follow, from the root on."""
@@ -183,7 +188,7 @@ class Decoder:
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
-        budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=self._times_are_late)
+        budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=gathered.times_are_late)
         return self._output(step, gathered, token_ids, nodes)
 
     def _output(self, step: Step, gathered: Gathered, token_ids: list[int], nodes: list[int]) -> StepOutput:

@@ -34,13 +34,11 @@ class DecoderFactory:
         calibration: Calibration,
         draft_pool: DraftPool,
         grammars: Grammars | None,
-        times_are_late: bool = False,
     ):
         self._model = model
         self._group = group
         self._calibration = calibration
         self._draft_pool, self._grammars = draft_pool, grammars
-        self._times_are_late = times_are_late
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
     def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
@@ -86,8 +84,7 @@ class DecoderFactory:
             num_followers = self._group.size - num_replicas
             harvested = num_to_harvest(request, drafter, self._model, calibration, self._group.size)
             sampler = spec.build(drafter.num_top_k)
-            is_late = self._times_are_late
-            return Decoder(state, budget, sampler, tables, num_followers, harvested, request.trace, is_late)
+            return Decoder(state, budget, sampler, tables, num_followers, harvested, is_traced=request.trace)
         except BaseException:
             if tables is not None:
                 pool.release(tables)

@@ -75,9 +75,7 @@ class Engine:
         self._peers = Peers(group, make_exchange, model.timer is not None if times_are_late is None else times_are_late)
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self._draft_pool = DraftPool(draft_tables)
-        self._decoders = DecoderFactory(
-            model, group, self._calibration, self._draft_pool, grammars, self._peers.times_are_late
-        )
+        self._decoders = DecoderFactory(model, group, self._calibration, self._draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
 
     @property
@@ -290,17 +288,17 @@ class Engine:
     def _feed(self, batch: list[RunningRequest], inputs: list[StepInputs]) -> list[StepLogits | LookaheadError]:
         """Feed the requests' shares in one pass; while memory does not suffice, leave out the youngest, the last."""
         lengths = [len(each.slot.tokens) for each in inputs]
-        found = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
-        if not isinstance(found, LookaheadError):
-            return list(found)
+        logits = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
+        if not isinstance(logits, LookaheadError):
+            return list(logits)
         if len(batch) > 1 and lengths != [len(each.slot.tokens) for each in inputs]:  # re-fed, and committed in part
             return [running.unshared_error("its batch lacks memory") for running in batch]
         self._model.slots.drop(inputs[-1].slot)
         if len(batch) == 1:
-            return [found]
+            return [logits]
         for each in inputs[:-1]:
             each.slot.cache.truncate(each.slot.cache.length)  # a strict step may have written parts of its tree
-        return [*self._feed(batch[:-1], inputs[:-1]), found]
+        return [*self._feed(batch[:-1], inputs[:-1]), logits]
 
     def _sample(
         self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits | LookaheadError]

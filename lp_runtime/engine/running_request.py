@@ -294,7 +294,8 @@ class RunningRequest:
 
     def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
         """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
-        gathered = self.decoder.unpack(step, outcome.values, *StepTimer.unpacked(outcome.clocks))
+        times = StepTimer.unpacked(outcome.clocks)
+        gathered = self.decoder.unpack(step, outcome.values, *times, self._times_are_late)
         if self._callbacks.observe:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:

@@ -141,9 +141,9 @@ class Drafter(ABC):
         """Reduce the tree proposed last to some of its nodes (see `TokenTree.part`), which are fed instead."""
         return tree.part(nodes)
 
-    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
         """Return (accepted, path) of the tree proposed last; see lp_runtime.lookahead.tree.accept."""
-        return accept(tree, found.successors)
+        return accept(tree, result.successors)
 
     def may_accept(self, node: int) -> bool:
         """Return whether `accept` may continue to a node of the tree proposed last."""
@@ -156,7 +156,7 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         """Learn from the result of the prompt's last token; `tokens` end with the first committed one."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Drafter(ABC):
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:

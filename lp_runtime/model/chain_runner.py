@@ -33,7 +33,7 @@ class ChainPasses(Passes):
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
         super().__init__(model, masks, None, lengths)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._scans = FittedScans(model)
 
     @torch.inference_mode()
@@ -48,7 +48,7 @@ class ChainPasses(Passes):
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
         inputs: dict[str, object] = {self.cache_name: cache}
-        return inputs | ({"position_ids": positions[None]} if self._takes_positions else {})
+        return inputs | ({"position_ids": positions[None]} if self._accepts_positions else {})
 
 
 class ChainRunner(ModelRunner):
@@ -115,7 +115,7 @@ class ChainRunner(ModelRunner):
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)
         cache = _states(slot)
         self._settle(slot, cache, len(slot.tokens) if start is None else start)
-        self._make_room(slot, len(nodes))
+        self._ensure_capacity(slot, len(nodes))
         fed = tree.arrays()[0][nodes]
         are_certain = commit and int(nodes[-1]) <= tree.root
         if not are_certain:

@@ -279,15 +279,15 @@ class ModelRunner:
             any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
         slot, tree, nodes, wanted, _ = inputs
-        self._make_room(slot, len(nodes))
+        self._ensure_capacity(slot, len(nodes))
         rope_length = self._refeed([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = self._feed_tree(FeedShare(layout, rope_length), [slot.cache]) if found is None else found[0]
+        logits = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
+        output = self._feed_tree(FeedShare(layout, rope_length), [slot.cache]) if logits is None else logits[0]
         slot.commit(tree.pending, commit)
         return output
 
-    def _make_room(self, slot: CacheSlot, num_nodes: int) -> None:
+    def _ensure_capacity(self, slot: CacheSlot, num_nodes: int) -> None:
         """Grow a slot that is too small for the nodes that a step feeds; all tokens in it are committed."""
         needed = len(slot.tokens) + num_nodes
         if slot.capacity < self.padded_capacity(needed):
@@ -325,18 +325,18 @@ class ModelRunner:
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
         for inputs in batch:
-            self._make_room(inputs.slot, len(inputs.nodes))
+            self._ensure_capacity(inputs.slot, len(inputs.nodes))
         # Copies: the next pass of a fixed size overwrites the results of this one.
         if not self.supports_batching or self._refeed(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
-        found = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
-        if found is None:
-            found = self._feed_tree(FeedShares(layouts), caches).split([len(layout.rows) for layout in layouts])
+        logits = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
+        if logits is None:
+            logits = self._feed_tree(FeedShares(layouts), caches).split([len(layout.rows) for layout in layouts])
         for inputs in batch:
             inputs.slot.commit(inputs.tree.pending, commit)
-        return found
+        return logits
 
     def free_memory(self) -> None:
         """Free what no running request needs: free slots, cached prefixes, and torch's unused blocks, on all shards."""

@@ -167,13 +167,7 @@ class Submitter:
 
         `max_new_tokens` is the limit that the client asks for; None for the default.
         """
-        limit = self._settings.max_new_tokens
-        if limit is not None and max_new_tokens is not None and max_new_tokens > limit:
-            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
-        num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
-        if num_choices > max_jobs:
-            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
-            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
+        self._check_limits(body, len(prompts), max_new_tokens)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
             first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
@@ -185,11 +179,22 @@ class Submitter:
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
 
+    def _check_limits(self, body: Common, num_prompts: int, max_new_tokens: int | None) -> None:
+        """Raise RequestError if a client asks for longer or more answers than the server allows."""
+        limit = self._settings.max_new_tokens
+        if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
+            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        max_jobs = self._scheduler.max_jobs
+        if num_prompts * body.n > max_jobs:
+            asked = f"n={body.n}" if num_prompts == 1 else f"{num_prompts} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
+
     def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
         """Return how many tokens a request may generate; None for the default."""
         if max_new_tokens is None or not body.caps_length:
             return max_new_tokens
-        return min(max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
+        limits = (max_new_tokens, self._settings.max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
+        return min(limit for limit in limits if limit is not None)
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""

@@ -164,6 +164,7 @@ OWN = {
         "truncation": (*NO_STRING, "auto"),
     },
     MESSAGES: {
+        "max_tokens": (*NO_INT, 0, -1, -HUGE),
         "messages": (
             *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}], [{"role": "user"}]),
             *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", SURROGATE)),
@@ -231,6 +232,7 @@ UNKNOWN = {
 # Allowed, or at the edge of it: a 200 will do, an error of the server's will not.
 EXTREME = {
     "temperature": (1e-9, 1e-4, 1e308, HUGE, 10**308),
+    "max_tokens": (65, HUGE),  # the limit of /v1/messages is lower
     "top_k": (HUGE, 2**63, 10**9),
     "top_p": (0, 1e-300, 5e-324),
     "min_p": (1, 1e-300),

@@ -68,7 +68,7 @@ class GroupFormer:
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
     def _meet(self, group: Members, incarnation: int) -> dict[int, Answer]:
-        """Let a group meet and return its answers by index; `incarnation` is that of rank 0."""
+        """Let a group meet, where rank 0 has this incarnation; return the members' answers by index."""
         meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
         if meeting is not None:
             return self._join(group, meeting)

@@ -26,7 +26,7 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import attention_of, takes_attention
+from lp_runtime.model.hf.config import accepts_attention, attention_of
 from lp_runtime.model.kv_cache.device import DeviceCache
 
 MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
@@ -64,7 +64,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     same head size for keys and values, which the Triton kernels require.
     """
     config = model.config.get_text_config()
-    if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
+    if attention_of(config) not in (TREE, STRICT) or not accepts_attention(model):
         return "the model uses its own attention"
     if getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"

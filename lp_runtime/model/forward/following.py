@@ -61,7 +61,7 @@ def run_agreed(link: ShardLink, order: Announcement, run: Callable[[], torch.Ten
     Raises the error of this shard; PassFailedError if only others have one; ShardError if they cannot leave the pass.
     """
     try:
-        found = run()
+        logits = run()
     except (ShardError, PassFailedError):
         raise
     except Exception as error:
@@ -70,7 +70,7 @@ def run_agreed(link: ShardLink, order: Announcement, run: Callable[[], torch.Ten
         raise
     if not order.is_captured:
         link.end_pass()
-    return found
+    return logits
 
 
 class LeadingShard:

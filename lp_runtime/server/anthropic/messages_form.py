@@ -49,7 +49,7 @@ class MessagesForm(Form):
     """The form of answers to POST /v1/messages.
 
     Args:
-        max_tokens: the request's; an answer with a lower limit had no more room in the model's context.
+        max_tokens: the request's, or the server's limit; an answer with a lower limit had no more room in the context.
         max_calls: calls that an answer shows at most; None for no limit.
     """
 

@@ -116,7 +116,7 @@ class Common(_Body):
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
-    caps_length: ClassVar[bool] = False  # whether a length that does not fit into the context is shortened, not refused
+    caps_length: ClassVar[bool] = False  # whether a length above the context or the server's limit is shortened
 
     model: str | None = None
     max_tokens: int | None = None

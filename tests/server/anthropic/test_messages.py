@@ -188,6 +188,13 @@ def test_an_answer_that_fills_the_context(client, runtime):
         client.messages.create(**asked(messages=[{"role": "user", "content": "x " * context}]))
 
 
+def test_the_servers_limit_shortens_answers(runtime):
+    with served(runtime, max_new_tokens=5) as (url, _):
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        done = client.messages.create(**asked(max_tokens=20_000, extra_body={"ignore_eos": True}))
+        assert (done.stop_reason, done.usage.output_tokens) == ("max_tokens", 5)
+
+
 def test_usage_tells_cached_tokens_apart(client):
     question = [{"role": "user", "content": "Write code that is short and correct. " * 12}]
     usages = [client.messages.create(**asked(messages=question)).usage for _ in range(2)]

@@ -144,8 +144,8 @@ class BestFirstDrafter(Drafter):
         own.sources[:num], own.hashes[:num] = own.sources[nodes], own.hashes[nodes]
         return kept
 
-    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        nodes, successors = self._nodes, found.successor_array
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
+        nodes, successors = self._nodes, result.successor_array
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), successors, self._path)
         path = self._path[:num]
         return successors[path].tolist(), path[1:].tolist()
@@ -159,18 +159,18 @@ class BestFirstDrafter(Drafter):
             self._draft_tables.next_stamp(),
         )
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         self._draft_tables.append_text(tokens[-1:])
 
     def advance(
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        if found.top_k is None:  # a step without guesses: no top-k candidates were exchanged
+        if result.top_k is None:  # a step without guesses: no top-k candidates were exchanged
             self._draft_tables.append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
@@ -185,8 +185,8 @@ class BestFirstDrafter(Drafter):
             len(tokens) - len(committed),
             np.array([tree.root, *path], np.int64),
             np.array(committed, np.int64),
-            found.successor_array,
-            np.ascontiguousarray(found.top_k, np.int32),
+            result.successor_array,
+            np.ascontiguousarray(result.top_k, np.int32),
             self._draft_tables.next_stamp(),
         )
 
@@ -255,6 +255,6 @@ def compile_drafter() -> None:
         drafter.learn_prompt([1, 2, 1], np.zeros((3, ENTRY), np.int32))
         drafter.advance_prefill(tokens, VerificationResult([2]))
         tree = drafter.propose(tokens, 3, max_depth=3)
-        found = VerificationResult([1] * len(tree), np.zeros((len(tree), ENTRY), np.int32))
-        accepted, path = drafter.accept(tree, found)
-        drafter.advance([*tokens, *accepted], tree, found, accepted, path)
+        result = VerificationResult([1] * len(tree), np.zeros((len(tree), ENTRY), np.int32))
+        accepted, path = drafter.accept(tree, result)
+        drafter.advance([*tokens, *accepted], tree, result, accepted, path)

@@ -1,0 +1,69 @@
+"""Code edits with and without the file as predicted output: tokens per second and S.
+
+    python benchmarks/speed.py prediction --model DIR --classes classeval.jsonl --edits 20
+
+The model is asked to rename one method of a class and to answer with the whole class. The class is in the prompt, as
+clients send it. Each edit is decoded without and with `prediction`, in turns, in alternating order. S = new tokens /
+steps, the prefill's step included. The exit status is 1 if any two texts differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+from pathlib import Path
+
+import torch
+from common import Results
+
+from lp_runtime import LookaheadRuntime
+from lp_runtime.request.generation import Generation
+
+TASK = "Rename the method {old} to {new}. Answer with the whole class and nothing else.\n```python\n{code}\n```"
+HOW = ("without", "with")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the study's arguments."""
+    parser.add_argument("--model", required=True, help="directory of a model with a chat template")
+    parser.add_argument("--classes", type=Path, required=True, help="JSON lines whose `prompt` is a class")
+    parser.add_argument("--edits", type=int, default=20)
+    parser.add_argument("--max-new-tokens", type=int, default=192)
+
+
+def edits(path: Path, num: int) -> list[tuple[str, str]]:
+    """Return (question, class) of the shortest classes that have a method to rename."""
+    found = []
+    for code in sorted((json.loads(line)["prompt"] for line in path.read_text().splitlines()), key=len):
+        methods = [name for name in re.findall(r"def (\w+)\(", code) if not name.startswith("_")]
+        if methods:
+            found.append((TASK.format(old=methods[0], new=f"{methods[0]}_checked", code=code), code))
+    return found[:num]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Decode every edit in both ways; 1 if any text differs."""
+    torch.set_num_threads(1)
+    done: dict[str, list[Generation]] = {how: [] for how in HOW}
+    with LookaheadRuntime(args.model, device="cpu", dtype="float32") as runtime:
+        runtime.generate("x", 16)  # warm up
+        for number, (question, code) in enumerate(edits(args.classes, args.edits)):
+            for how in HOW if number % 2 else reversed(HOW):
+                messages = [{"role": "user", "content": question}]
+                prediction = code if how == "with" else ""
+                answer = runtime.generate(messages=messages, max_new_tokens=args.max_new_tokens, prediction=prediction)
+                done[how].append(answer)
+    results = Results("prediction", args.output, {"tokens/s": ".1f"})
+    for how, answers in done.items():
+        num_tokens, num_steps = sum(each.num_tokens for each in answers), sum(each.steps for each in answers)
+        seconds = sum(each.seconds - each.prefill_seconds for each in answers)
+        row: dict[str, str | int | float] = {"prediction": how, "edits": len(answers), "new tokens": num_tokens}
+        results.add(row | {"S": num_tokens / num_steps, "tokens/s": num_tokens / seconds})
+    pairs = list(zip(done["without"], done["with"], strict=True))
+    num_wrong = sum(one.token_ids != other.token_ids for one, other in pairs)
+    ratios = [(one.seconds - one.prefill_seconds) / (other.seconds - other.prefill_seconds) for one, other in pairs]
+    about = f"seconds without / with, median {statistics.median(ratios):.2f}, no prefills; {num_wrong} texts differ"
+    results.finish(f"{Path(args.model).name}, float32, greedy, {about}")
+    return 1 if num_wrong else 0

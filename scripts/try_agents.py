@@ -1,0 +1,195 @@
+"""Coding agents against a running lp-serve, unmodified: each reads a file, writes a program and runs it.
+
+    npm install --prefix DIR @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli @anthropic-ai/claude-code
+    python -m venv VENV && VENV/bin/pip install aider-chat        # and the same for mini-swe-agent
+    lp-serve model.path=MODEL port=8000 access_log=true 2> LOG &
+    PATH=DIR/node_modules/.bin:VENV/bin:$PATH python scripts/try_agents.py http://127.0.0.1:8000 LOG [AGENT ...]
+
+Agents that are not installed are left out. Each runs in a new folder and a new home, for at most SECONDS. A line for
+each says how it ended and how many requests were refused, by the access log. The exit status is 1 if any was. What a
+small model makes of its task does not count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SECONDS = 600
+TASK = "Read the file notes.txt, then create a file hello.py that prints hello, then run it."
+LENGTH = 160  # tokens of an answer, for agents that have a setting for it; small models do not end
+
+
+@dataclass(frozen=True)
+class Agent:
+    """How to run an agent; URL and MODEL in texts stand for the server's.
+
+    Attributes:
+        command: its first word is looked for in PATH; TASK stands for the task.
+        files: settings, by their path in the home folder.
+        variables: of the environment.
+        project: further files of the project.
+    """
+
+    command: tuple[str, ...]
+    files: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    project: dict[str, str] = field(default_factory=dict)
+
+
+OPENAI = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "URL/v1", "OPENAI_API_BASE": "URL/v1"}
+CONTINUE_MODEL = {
+    "name": "lp",
+    "provider": "openai",
+    "model": "MODEL",
+    "apiBase": "URL/v1",
+    "apiKey": "none",
+    "capabilities": ["tool_use"],
+    "defaultCompletionOptions": {"maxTokens": LENGTH},
+}
+QWEN_MODEL = {"generationConfig": {"samplingParams": {"max_tokens": LENGTH}}}
+OPENCODE_PROVIDER = {
+    "npm": "@ai-sdk/openai-compatible",
+    "options": {"baseURL": "URL/v1", "apiKey": "none"},
+    "models": {"MODEL": {"limit": {"context": 32768, "output": LENGTH}}},
+}
+AGENTS = {
+    "codex": Agent(
+        ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "TASK"),
+        {
+            ".codex/config.toml": 'model = "MODEL"\nmodel_provider = "lp"\n'
+            '[model_providers.lp]\nname = "lp"\nbase_url = "URL/v1"\nwire_api = "responses"\n'
+        },
+    ),
+    "claude": Agent(
+        ("claude", "-p", "TASK", "--dangerously-skip-permissions"),
+        variables={
+            "ANTHROPIC_BASE_URL": "URL",
+            "ANTHROPIC_AUTH_TOKEN": "none",
+            "ANTHROPIC_MODEL": "MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "MODEL",
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "IS_SANDBOX": "1",
+        },
+    ),
+    "opencode": Agent(
+        ("opencode", "run", "-m", "lp/MODEL", "TASK"),
+        project={"opencode.json": json.dumps({"provider": {"lp": OPENCODE_PROVIDER}, "small_model": "lp/MODEL"})},
+    ),
+    "qwen": Agent(
+        ("qwen", "--auth-type", "openai", "--yolo", "-p", "TASK"),
+        {
+            ".qwen/settings.json": json.dumps(
+                {"model": {"generationConfig": {"samplingParams": {"max_tokens": LENGTH}}}}
+            )
+        },
+        OPENAI | {"OPENAI_MODEL": "MODEL"},
+    ),
+    "cn": Agent(
+        ("cn", "-p", "--auto", "--config", "HOME/config.yaml", "TASK"),
+        {"config.yaml": json.dumps({"name": "lp", "version": "0.0.1", "schema": "v1", "models": [CONTINUE_MODEL]})},
+        {"CONTINUE_TELEMETRY_ENABLED": "0"},
+    ),
+    "aider": Agent(
+        (
+            *("aider", "--model", "openai/MODEL", "--yes-always", "--no-check-update", "--analytics-disable"),
+            *("--no-show-model-warnings", "--message", "TASK", "notes.txt"),
+        ),
+        variables=OPENAI,
+    ),
+    "mini": Agent(
+        (
+            "mini",
+            "-y",
+            "--exit-immediately",
+            "-l",
+            "0",
+            "-m",
+            "openai/MODEL",
+            "-o",
+            "HOME/trajectory.json",
+            "-t",
+            "TASK",
+        ),
+        variables=OPENAI | {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
+    ),
+}
+
+
+def run(agent: Agent, url: str, model: str) -> str:
+    """Run an agent; return how it ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        home, project = Path(folder) / "home", Path(folder) / "project"
+
+        def filled(text: str) -> str:
+            for name, value in (("URL", url), ("MODEL", model), ("HOME/", f"{home}/"), ("TASK", TASK)):
+                text = text.replace(name, value)
+            return text
+
+        written = {home / name: text for name, text in agent.files.items()}
+        written |= {project / name: text for name, text in agent.project.items()}
+        for path, text in (written | {project / "notes.txt": "The answer is 42.\n"}).items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(filled(text))
+        home.mkdir(exist_ok=True)
+        subprocess.run(["git", "init", "--quiet", str(project)], check=True)
+        variables = {name: filled(text) for name, text in agent.variables.items()}
+        process = subprocess.Popen(
+            [filled(word) for word in agent.command],
+            cwd=project,
+            env={**os.environ, **variables, "HOME": str(home)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            process.wait(SECONDS)
+        except subprocess.TimeoutExpired:
+            return f"was ended after {SECONDS} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # nothing that it started is left
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return f"ended with status {process.returncode}"
+
+
+def statuses(log: Path, start: int) -> list[int]:
+    """Return the statuses of requests in an access log from some byte on."""
+    with open(log, "rb") as lines:
+        lines.seek(start)
+        return [json.loads(line)["status"] for line in lines if line.startswith(b'{"time"')]
+
+
+def main() -> int:
+    """Run the agents; return the exit status."""
+    url, log, names = sys.argv[1].rstrip("/"), Path(sys.argv[2]), sys.argv[3:]
+    if unknown := [name for name in names if name not in AGENTS]:
+        sys.exit(f"try_agents: {unknown[0]}: must be one of {', '.join(AGENTS)}")
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        model = json.load(answer)["data"][0]["id"]
+    num_refused = 0
+    for name in names or AGENTS:
+        if shutil.which(AGENTS[name].command[0]) is None:
+            print(f"{name:10} is not installed")
+            continue
+        start = log.stat().st_size
+        ending = run(AGENTS[name], url, model)
+        answered = statuses(log, start)
+        refused = [status for status in answered if status >= 400]
+        num_refused += len(refused)
+        print(f"{name:10} {ending}; {len(answered)} requests, {len(refused)} refused {refused or ''}", flush=True)
+    return int(num_refused > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
