@@ -70,6 +70,8 @@ def decode(kind: type[T], data: bytes) -> T:
 
 def _built(kind: Any, value: Any, where: str) -> Any:
     """Return a value of type `kind` from its JSON; `where` names it in messages."""
+    if kind is Any:  # JSON of a caller, such as a tool's schema
+        return value
     if kind is bool and value in (0, 1):  # a caller may have set a flag to 1
         return bool(value)
     if kind in SCALARS:
@@ -81,7 +83,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
         return _optional(args, value, where)
     if kind is bytes:
         return base64.b64decode(_built(str, value, where), validate=True)
-    if is_dataclass(kind) or origin is dict:
+    if is_dataclass(kind) or origin in (dict, Mapping):
         return _of_object(kind, args, value, where)
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, not {type(value).__name__}")

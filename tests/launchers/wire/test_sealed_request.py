@@ -95,6 +95,7 @@ FULL = Request(
     skip_special_tokens=False,
     reasoning=Reasoning(None, "</think>"),
     prediction=(8, 9),
+    tools=({"type": "function", "function": {"name": "find", "parameters": {"type": "object", "required": [1.5]}}},),
 )
 
 
