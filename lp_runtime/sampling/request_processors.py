@@ -72,7 +72,8 @@ class ChannelBudget:
         self, num_prompt: int, channel: Sequence[int], message: Sequence[int], end: Sequence[int], num_tokens: int
     ):
         self._num_prompt, self._num_tokens = num_prompt, num_tokens
-        self._channel, self._message, self._end = list(channel), list(message), list(end)
+        self._channel = list(channel)
+        self._message, self._end = list(message), list(end)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return `scores`, [1, V], with all but the end at -inf once it is due; later the channel's name is at -inf."""
