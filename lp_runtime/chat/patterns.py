@@ -54,13 +54,19 @@ def call_patterns(form: CallFormat) -> CallPatterns:
     between = r"[\s,;]*" if is_list else r"\s*"
     return CallPatterns(
         marks=regex.compile(any_of(marks)) if marks else NEVER,
-        loose_marks=regex.compile(any_of([*marks, *(mark for mark, _ in form.loose if mark)])) if marks else NEVER,
+        loose_marks=loose_marks(form, marks),
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
         following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
         tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
         end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
+
+
+def loose_marks(form: CallFormat, marks: list[str]) -> Pattern:
+    """Return the pattern of a format's marks and loose marks."""
+    found = [*marks, *(mark for mark, _ in form.loose if mark)]
+    return regex.compile(any_of(found)) if found else NEVER
 
 
 def first_head(form: CallFormat, mark: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -276,16 +276,8 @@ class Server:
             num_sent = dict.fromkeys(range(len(choices)), 0)
             waited = _with_waits(texts, self._settings.ping_seconds) if form.waiting() else texts
             async for found in waited:
-                if found is None:
-                    yield form.waiting()
-                    continue
-                choice, text = found
-                new = slice(num_sent[choice.index], choice.num_final)
-                num_sent[choice.index] = choice.num_final
-                shows_tokens = form.shows_tokens or choice.job.request.trace
-                if text or choice.reason or (shows_tokens and new.start < new.stop):
-                    for each in form.grown(choice, text, new):
-                        yield each
+                for each in [form.waiting()] if found is None else _grown(form, *found, num_sent):
+                    yield each
             for each in form.closing(choices, with_usage):
                 yield each
         except Exception as error:  # the HTTP status has already been sent
@@ -309,6 +301,15 @@ async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[
             task = asyncio.ensure_future(anext(items))
     finally:
         task.cancel()
+
+
+def _grown(form: Form, choice: Choice, text: str, num_sent: dict[int, int]) -> Iterator[str]:
+    """Yield the events for new text of a choice; `num_sent` counts the tokens of each that have been in events."""
+    new = slice(num_sent[choice.index], choice.num_final)
+    num_sent[choice.index] = choice.num_final
+    shows_tokens = form.shows_tokens or choice.job.request.trace
+    if text or choice.reason or (shows_tokens and new.start < new.stop):
+        yield from form.grown(choice, text, new)
 
 
 def _api_error(error: Exception) -> ApiError:

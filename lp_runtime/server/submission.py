@@ -167,9 +167,7 @@ class Submitter:
 
         `max_new_tokens` is the limit that the client asks for; None for the default.
         """
-        limit = self._settings.max_new_tokens
-        if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
-            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        self._check_length(body, max_new_tokens)
         num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
         if num_choices > max_jobs:
             asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
@@ -184,6 +182,12 @@ class Submitter:
         hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
+
+    def _check_length(self, body: Common, max_new_tokens: int | None) -> None:
+        """Refuse a length above the server's limit, in APIs that do not shorten it."""
+        limit = self._settings.max_new_tokens
+        if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
+            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
 
     def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
         """Return how many tokens a request may generate; None for the default."""
