@@ -148,7 +148,7 @@ class RequestBuilder:
         ids = self._encode(prompt, options)
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
-        self._check_lengths(len(ids), max_new_tokens, sampling)  # first: to look at each token of a long text takes time
+        self._check_lengths(len(ids), max_new_tokens, sampling)  # before each token of a long text is checked
         stop_tokens = options.get("stop_token_ids", ())
         prediction = options.get("prediction", ())
         if isinstance(prediction, str):
