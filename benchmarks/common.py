@@ -239,7 +239,7 @@ def replica_processes() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         try:
-            if REPLICA_MODULE in child.cmdline():
+            if any(REPLICA_MODULE in word for word in child.cmdline()):  # within the code of python -c
                 found.append(child)
         except psutil.Error:  # it has just ended
             continue

@@ -5,6 +5,7 @@ python benchmarks/correctness.py STUDY [ARGUMENT ...]
 equality        greedy decoding in float32 against transformers' `generate`
 identity        one seed, one output: random models, settings, numbers of replicas and samplers
 constraints     text under a grammar against masked decoding of one token a step
+schemas         random JSON schemas through every path that takes one, against masked decoding
 forced          steps that a grammar saves, with and without drafting what it forces
 distribution    sampled tokens against the probabilities that transformers gives them
 half_precision  outputs in bfloat16 with exactness=fast and exactness=strict
@@ -27,6 +28,7 @@ STUDIES = {
         "equality",
         "identity",
         "constraints",
+        "schemas",
         "forced",
         "distribution",
         "half_precision",

@@ -258,7 +258,7 @@ class GooseDrafter(Peer):
             tokens[tree.root :], [self._before_root if self._is_chain else None, *previous], ids, logits
         )
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         self._matcher.extend(tokens[-1:])
 
     def propose(
@@ -299,7 +299,7 @@ class GooseDrafter(Peer):
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:

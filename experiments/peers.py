@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.guide import Guide
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 
 NUM_COPIED = 40  # tokens, model/samd's default
@@ -53,7 +53,7 @@ class Peer(CountingDrafter):
             logits: [n, NUM_SHOWN] float32 their logits.
         """
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         pass
 
 
@@ -106,12 +106,12 @@ class SamDrafter(Peer):
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        assert found.top_k is not None
-        for token, row in zip(tree.tokens[tree.root :], found.top_k, strict=True):
+        assert result.top_k is not None
+        for token, row in zip(tree.tokens[tree.root :], result.top_k, strict=True):
             self._table[token] = row
         nodes = range(tree.root + 1, len(tree))
         self.count(tree, path, [nodes if self._is_copied else (), nodes])

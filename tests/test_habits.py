@@ -33,6 +33,7 @@ LIBRARY_PRIVATE = {
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
+    "_flash_attention_forward",
     "_cuda_endAllocateToPool",  # what torch.cuda.graph should do where a capture fails
     "_asdict",  # namedtuples, whose underscores are no secret
     "_fields",

@@ -24,8 +24,8 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
-from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
@@ -237,10 +237,10 @@ class Bench:
             started = time.perf_counter()
             if isinstance(drafter, Peer):
                 drafter.note_nodes(step.tree, answers.ids, answers.logits)
-            gathered = decoder.unpack(step, answers.values(step.tree.root, width))
             sizes = step.shares.sizes
             forward_ns = [0 if times is None else int(times[min(size, len(times) - 1)]) for size in sizes]
-            decoder.advance(step, gathered, forward_ns, [host_ns] * len(sizes))
+            values = answers.values(step.tree.root, width)
+            decoder.advance(step, decoder.unpack(step, values, forward_ns, [host_ns] * len(sizes)))
             host_ns = 0 if times is None else HOST_NS
             step_ns += max(forward_ns) + host_ns
             advance_seconds += time.perf_counter() - started

@@ -30,7 +30,7 @@ from lp_runtime.distributed.partition.partition import Shares
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import connect, host_store
 from lp_runtime.distributed.transport.group import CPU, Group
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 
 WIDTH = 1 + K // 2  # integers of a node's result with its top-k candidates
 NUM_WARM_UPS = 20  # exchanges of each size

@@ -34,7 +34,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer
 from lp_runtime.distributed.shards import ShardPlace, shard_group
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.types import CausalLM

@@ -50,7 +50,7 @@ from studies.replay import (
     ReplayRunner,
     SettledEngine,
 )
-from studies.whole_tree import decode_whole_trees
+from studies.whole_tree import WholeTreeEngine
 
 CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # of one token's time: what is aimed at on an H200 with 7B parameters
 
@@ -135,16 +135,13 @@ class HostBench:
         self, num_replicas: int, calibration: AssumedCalibration, lookahead: LookaheadConfig
     ) -> Sequence[Recorded]:
         """Decode all prompts on this machine."""
-        engine = SettledEngine(self._model, num_replicas, calibration)
-        recorded = []
-        for prompt in self.prompts:
-            request = Request(prompt, lookahead, self._args.max_new_tokens)
-            decoder = engine.open_decoder(request, make_sampler_spec(self._model, request))
-            decoded = decode_whole_trees(self._model, decoder, request, self._clocks(calibration), True)
-            steps = [each.values for each in decoded]
-            engine.close_decoder(decoder)
-            recorded.append(Recorded(request, decoder.state.new_tokens, steps))
-        return recorded
+        engine = WholeTreeEngine(lambda: self._clocks(calibration), self._model, num_replicas, calibration)
+        requests = [Request(prompt, lookahead, self._args.max_new_tokens) for prompt in self.prompts]
+        for request in requests:
+            for _ in engine.run(request):
+                pass
+        decoded = zip(requests, engine.decoded, strict=True)
+        return [Recorded(request, each.decoder.state.new_tokens, each.steps) for request, each in decoded]
 
     def _clocks(self, calibration: AssumedCalibration) -> AssumedClocks:
         return AssumedClocks(calibration.seconds, self._args.host_us, self._args.node_us)

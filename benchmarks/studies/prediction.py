@@ -59,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     for how, answers in done.items():
         num_tokens, num_steps = sum(each.num_tokens for each in answers), sum(each.steps for each in answers)
         seconds = sum(each.seconds - each.prefill_seconds for each in answers)
-        row = {"prediction": how, "edits": len(answers), "new tokens": num_tokens, "S": num_tokens / num_steps}
-        results.add(row | {"tokens/s": num_tokens / seconds})
+        row: dict[str, str | int | float] = {"prediction": how, "edits": len(answers), "new tokens": num_tokens}
+        results.add(row | {"S": num_tokens / num_steps, "tokens/s": num_tokens / seconds})
     pairs = list(zip(done["without"], done["with"], strict=True))
     num_wrong = sum(one.token_ids != other.token_ids for one, other in pairs)
     ratios = [(one.seconds - one.prefill_seconds) / (other.seconds - other.prefill_seconds) for one, other in pairs]

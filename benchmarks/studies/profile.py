@@ -22,7 +22,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.loading import choose_device

@@ -95,7 +95,7 @@ class SettledEngine(Engine):
         model: the first replica's.
         num_replicas: R.
         calibration: of the replicas.
-        make_exchange: see Engine; not needed if decoders alone are opened.
+        make_exchange: see Engine.
     """
 
     def __init__(
@@ -117,9 +117,8 @@ class SettledEngine(Engine):
         learned = LearnedCosts.initial(self._num_replicas, is_timed=True)
         times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
         budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
-        return Decoder(
-            decoder.state, budget, decoder.sampler, decoder.draft_tables, num_harvested=decoder.num_harvested
-        )
+        parts = (decoder.state, budget, decoder.sampler, decoder.draft_tables)
+        return Decoder(*parts, num_harvested=decoder.num_harvested)
 
 
 class ReplayDevice:

@@ -32,7 +32,7 @@ from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer
 from lp_runtime.distributed.shards import ShardLink, ShardPlace, shard_group
 from lp_runtime.kernels.types import Packing
-from lp_runtime.lookahead.drafters.best_first.tables import MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear

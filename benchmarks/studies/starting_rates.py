@@ -17,7 +17,8 @@ from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
 from lp_runtime.lookahead.drafters.best_first.estimates import NUM_LEVELS, ONE, Rates, make_rates
 from lp_runtime.lookahead.drafters.best_first.features import NUM_LENGTHS, NUM_NOISE_BINS
 from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, StartingRates
-from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS, K
+from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS
+from lp_runtime.lookahead.top_k import K
 
 # Of an entry's first token by its margin, from wide to narrow; of the other tokens by their margin, from none to wide,
 # and by rank; times a factor by order, the vocabulary behind the orders, and then the orders of the prompt.

@@ -1,108 +1,77 @@
 """Decodes a request on one model as R replicas would: every step's tree is fed whole, in one forward pass.
 
-Trees, shares and so the number of steps are those of R replicas; only the time of a forward pass is not. The steps are
-the engine's own (lp_runtime/decoder/decoder.py).
+Trees, shares and so the number of steps are those of R replicas; only the time of a forward pass is not. The loop is
+the engine's own (`Engine._step`).
 Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 
-from lp_runtime.decoder.decoder import Decoder
-from lp_runtime.decoder.prompt_harvest import PromptHarvest
+from lp_runtime.bench.critical_path import LocalRequest
+from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.partition.partition import Shares
-from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.running_request import Callbacks, RunningRequest
+from lp_runtime.errors import LookaheadError
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.runner import ModelRunner
+from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.request import Request
-from lp_runtime.request.step_timer import StepTimer
 from lp_runtime.sampling.step_logits import StepLogits
-from lp_runtime.utils.generators import result_of
+from studies.replay import SettledEngine
 
-# What all replicas tell of their times in the exchange of a step with these shares: [R] integers of StepTimer.packed.
+# What all replicas report of their times in the exchange of a step with these shares: [R] integers of pack_clock.
 Clocks = Callable[[Shares], list[int]]
 
 
-def unknown_times(shares: Shares) -> list[int]:
-    """Return clocks of replicas that tell nothing of their times."""
-    return [0] * len(shares)
-
-
-@dataclass(frozen=True)
-class DecodedStep:
-    """A step that was decoded.
+class WholeTree(LocalRequest):
+    """A request whose trees rank 0 feeds whole, and whose nodes it samples for all ranks.
 
     Attributes:
-        step: the step.
-        values: [T, width] int64 what all replicas sample; -1 before the root.
+        steps: [T, width] what all ranks sampled, by step, the prefill's first; -1 before the root.
     """
 
-    step: Step
-    values: np.ndarray
+    def __init__(self, report_times: Clocks, *args: Any):
+        super().__init__(*args)
+        self.steps: list[np.ndarray] = []
+        self._report_times = report_times
+
+    def inputs(self, step: Step) -> StepInputs:
+        super().inputs(step)
+        return StepInputs.whole(self.slot, step.tree)
+
+    def sample(self, step: Step, logits: StepLogits | LookaheadError) -> Samples | LookaheadError:
+        if step.is_prefill or isinstance(logits, LookaheadError):
+            return super().sample(step, logits)
+        rows = [torch.from_numpy(share.owned - step.tree.root).to(logits.logits.device) for share in step.shares]
+        samples = [self.decoder.sample(step, i, StepLogits(logits.logits[each])) for i, each in enumerate(rows)]
+        for share, each in zip(step.shares, samples, strict=True):
+            self.values[share.owned] = each.values.cpu().numpy()
+        return samples[0]
+
+    def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
+        self.clocks = self._report_times(step.shares)
+        self.steps.append(self.values)
+        return super().finish_exchange(step, samples)
 
 
-def decode_whole_trees(
-    model: ModelRunner,
-    decoder: Decoder,
-    request: Request,
-    clocks: Clocks = unknown_times,
-    times_are_late: bool = False,
-) -> Iterator[DecodedStep]:
-    """Decode a request to its end.
+class WholeTreeEngine(SettledEngine):
+    """An engine that feeds whole trees, with assumed times; it keeps its requests."""
 
-    Args:
-        model: feeds the trees.
-        decoder: the request's, before its prefill.
-        request: what to decode.
-        clocks: what the replicas tell of their times.
-        times_are_late: whether a step's clocks are of the pass of the step before.
+    def __init__(self, make_times: Callable[[], Clocks], *args: Any):
+        super().__init__(*args)
+        self._make_times = make_times
+        self.decoded: list[WholeTree] = []
 
-    Yields:
-        every step, the prefill's first, once its tokens are committed.
-    """
-    drafter = decoder.drafter
-    with model.slots.borrowed() as slot:
-        one_step = drafter.max_nodes + drafter.max_committed
-        capacity = len(request.prompt_ids) + request.max_new_tokens + one_step
-        model.begin(slot, capacity, prompt_length=len(request.prompt_ids))
-        step = decoder.propose_prefill()
-        prompt, alone = request.prompt_ids, Group.alone()
-        harvest = PromptHarvest(model, slot, prompt, decoder.num_harvested, decoder.sampler, alone)
-        values = sample_for_all(decoder, step, result_of(harvest.prefill_in_chunks()))
-        clocks(step.shares)
-        decoder.advance(step, decoder.unpack(step, values))
-        if decoder.num_harvested:
-            drafter.learn_prompt(prompt, harvest.share())
-        yield DecodedStep(step, values)
-        while decoder.state.finish_reason is None:
-            step = decoder.propose()
-            found = model.forward(StepInputs.whole(slot, step.tree))
-            values = sample_for_all(decoder, step, found.logits)
-            gathered = decoder.unpack(step, values)
-            decoder.advance(step, gathered, *StepTimer.unpacked(clocks(step.shares)), times_are_late)
-            yield DecodedStep(step, values)
-
-
-def sample_for_all(decoder: Decoder, step: Step, logits: torch.Tensor) -> np.ndarray:
-    """Return what every replica samples of the nodes that it owns, as the exchange would.
-
-    Args:
-        decoder: the request's.
-        step: the step.
-        logits: [n, V] float32 of all nodes from the root on.
-
-    Returns:
-        [T, width] int64; -1 before the root.
-    """
-    root = step.tree.root
-    values = np.full((len(step.tree), decoder.sampler.width), -1, np.int64)
-    for rank, share in enumerate(step.shares):
-        rows = torch.from_numpy(share.owned - root).to(logits.device)
-        values[share.owned] = decoder.sample(step, rank, StepLogits(logits[rows])).values.cpu().numpy()
-    return values
+    def make_running(
+        self, request: Request, decoder: Decoder, slot: CacheSlot, prefix: PromptPrefix, callbacks: Callbacks
+    ) -> RunningRequest:
+        parts = (self._model, self._peers, request, decoder, slot, prefix, callbacks)
+        self.decoded.append(WholeTree(self._make_times(), *parts))
+        return self.decoded[-1]

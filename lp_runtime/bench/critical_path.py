@@ -5,32 +5,37 @@ inside a forward pass, so their shares can run one after another on one device:
 
     step = slowest share + exchange + work that every replica does itself
 
-The trees, the shares and so the number of steps are those of R replicas.
+The engine runs its own step (`Engine._step`) as rank 0. Its request computes the shares of the other ranks, too. The
+trees, the shares and so the number of steps are those of R replicas.
 Letters: R replicas, T nodes in the tree.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Generator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from lp_runtime.calibration.calibration import Calibration
-from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
 from lp_runtime.decoder.prompt_harvest import PromptHarvest
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.decoder.step import Step
+from lp_runtime.distributed.exchange import Outcome
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.running_request import capacity_of
-from lp_runtime.model.forward.step_inputs import StepLogits
+from lp_runtime.engine.running_request import Callbacks, RunningRequest
+from lp_runtime.errors import LookaheadError
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
-from lp_runtime.utils.generators import result_of
+from lp_runtime.request.step_timer import pack_clock
 
 
 @dataclass(frozen=True)
@@ -80,75 +85,139 @@ class _EqualReplicas(Calibration):
         self._measured.prepare_vocabulary(seconds)
 
 
+class LocalRequest(RunningRequest):
+    """A request of rank 0 whose other ranks do not exist: no exchange happens, and rank 0 knows all results.
+
+    Subclasses write the results of a step to `values`, [T, width], before `finish_exchange`, and may set `clocks`, the
+    [R] packed times of the step.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.values = np.zeros((0, 0), np.int64)
+        self.clocks: list[int] = [0] * self._group.size
+
+    def harvest(self, prompt: tuple[int, ...]) -> PromptHarvest:
+        """Return a prefill that collects all candidates here. Real replicas each collect a part, in less time."""
+        num_harvested = min(self.decoder.num_harvested, len(prompt))
+        return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, Group.alone())
+
+    def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
+        """Return False: no other replica can cancel."""
+        if error is not None:
+            raise error
+        return False
+
+    def inputs(self, step: Step) -> StepInputs:
+        """Return rank 0's inputs."""
+        self.values = np.full((len(step.tree), self.decoder.sampler.width), -1, dtype=np.int64)
+        return super().inputs(step)
+
+    def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
+        """Note rank 0's samples."""
+        if isinstance(samples, LookaheadError):
+            raise samples
+        if step.is_prefill:
+            self.values = np.full((1, self.decoder.sampler.width), -1, dtype=np.int64)
+        self.values[step.shares[0].owned] = samples.values.cpu().numpy()
+
+    def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
+        """Return the results of all ranks."""
+        assert not isinstance(samples, LookaheadError)
+        return self.unpack(step, samples, Outcome(self.values, 0, self.clocks))
+
+
+class _SharesInTurn(LocalRequest):
+    """A request whose shares one device computes one after another.
+
+    Attributes:
+        num_fed: tokens that the busiest rank fed, summed over steps.
+        forward_seconds: time of the slowest shares, summed over steps.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.num_fed, self.forward_seconds = 0, 0.0
+        self._open = ExitStack()
+        self._other_slots: list[CacheSlot] = []  # of models with states: each rank has fed another chain
+        self._times: list[float] = []  # of the step's shares, the ranks' from 1 on first
+        self._started = 0.0
+
+    def prefill(self) -> Generator[None, None, StepOutput | None]:
+        """Feed the prompt; with chains also to the other ranks' slots, which is not timed."""
+        model = self._model
+        if model.feeds_chains:
+            for _ in range(1, self._group.size):
+                slot = self._open.enter_context(model.slots.borrowed())
+                model.begin(slot, self.capacity, prompt_length=len(self._request.prompt_ids))
+                model.prefill(slot, self._request.prompt_ids)
+                self._other_slots.append(slot)
+        return (yield from super().prefill())
+
+    def inputs(self, step: Step) -> StepInputs:
+        """Compute the other ranks' shares, then return rank 0's inputs."""
+        inputs, self._times = super().inputs(step), []
+        for rank in range(1, len(step.shares)):
+            started = time.perf_counter()
+            # With trees all ranks hold the same keys and values; rank 0, the last one, commits the pending tokens.
+            slot = self._other_slots[rank - 1] if self._other_slots else self.slot
+            logits = self._model.forward(step.inputs(rank, slot), commit=bool(self._other_slots))
+            samples = self.decoder.sample(step, rank, logits)
+            self.values[step.shares[rank].owned] = samples.values.cpu().numpy()
+            self._times.append(time.perf_counter() - started)
+        self._started = time.perf_counter()
+        return inputs
+
+    def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
+        """Note rank 0's samples and the time of each rank's share."""
+        super().start_exchange(step, samples)
+        if step.is_prefill:
+            return
+        times = [time.perf_counter() - self._started, *self._times]
+        self.clocks = [pack_clock(seconds, self.timer.overhead_seconds) for seconds in times]
+        self.num_fed += max(step.shares.sizes)
+        self.forward_seconds += max(times)
+
+    def release_other_slots(self) -> None:
+        """Release the slots of the other ranks, at the end of the request."""
+        self._open.close()
+
+
+class _InTurnEngine(Engine):
+    """An engine that computes all shares of its requests, and remembers the latest request."""
+
+    latest: _SharesInTurn | None = None
+
+    def make_running(
+        self, request: Request, decoder: Decoder, slot: CacheSlot, prefix: PromptPrefix, callbacks: Callbacks
+    ) -> RunningRequest:
+        self.latest = _SharesInTurn(self._model, self._peers, request, decoder, slot, prefix, callbacks)
+        return self.latest
+
+
 class CriticalPathRunner:
     """Runner of requests as on R replicas, with one model on one device."""
 
     def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
-        self._model, self._num_replicas = model, num_replicas
         group = Group(0, num_replicas, model.device)
-        self._engine = Engine(model, group, _EqualReplicas(calibration, num_replicas))
+        self._engine = _InTurnEngine(model, group, _EqualReplicas(calibration, num_replicas), times_are_late=False)
 
     def run(self, request: Request) -> CriticalPath:
         """Decode one request, and measure its critical path."""
         self._engine.prepare(request.lookahead)  # compile now: inside a step it would count as the host's time
-        decoder = self._engine.open_decoder(request, make_sampler_spec(self._model, request))
         try:
-            # With chains each replica holds a different state; with trees all hold the same keys and values.
-            num_slots = self._num_replicas if self._model.feeds_chains else 1
-            with contextlib.ExitStack() as stack:
-                slots = [stack.enter_context(self._model.slots.borrowed()) for _ in range(num_slots)]
-                return self._run(request, decoder, slots)
+            *_, report = self._engine.run(request)
         finally:
-            self._engine.close_decoder(decoder)
-
-    def _run(self, request: Request, decoder: Decoder, slots: Sequence[CacheSlot]) -> CriticalPath:
-        state, model = decoder.state, self._model
-        for slot in slots:
-            model.begin(slot, capacity_of(request, decoder), prompt_length=len(request.prompt_ids))
-        for slot in slots[1:]:
-            model.prefill(slot, request.prompt_ids)
-        started = time.perf_counter()
-        step = decoder.propose_prefill()
-        # Replicas would each harvest a part of the prompt; all of it is harvested here, so the prefill takes longer.
-        harvest = PromptHarvest(
-            model, slots[0], request.prompt_ids, decoder.num_harvested, decoder.sampler, Group(0, 1, model.device)
-        )
-        samples = decoder.sample(step, 0, StepLogits(result_of(harvest.prefill_in_chunks())))
-        decoder.advance(step, decoder.unpack(step, samples.values.cpu().numpy()))
-        if decoder.num_harvested:
-            decoder.drafter.learn_prompt(request.prompt_ids, harvest.share())
-        prefill_seconds = time.perf_counter() - started
-
-        num_fed, forward_seconds, other_seconds, other = 0, 0.0, 0.0, 0.0
-        while state.finish_reason is None:
-            started = time.perf_counter()
-            step = decoder.propose()
-            values = np.full((len(step.tree), decoder.sampler.width), -1, dtype=np.int64)
-            proposing = time.perf_counter() - started
-            times = [self._run_share(decoder, step, rank, slots, values) for rank in range(len(step.shares))]
-            started = time.perf_counter()
-            forward_ns = [int(1e9 * each) for each in times]
-            decoder.advance(step, decoder.unpack(step, values), forward_ns, [int(1e9 * other)] * len(times))
-            other = proposing + time.perf_counter() - started
-            num_fed += max(step.shares.sizes)
-            forward_seconds += max(times)
-            other_seconds += other
+            running = self._engine.latest
+            assert running is not None
+            running.release_other_slots()
+        assert isinstance(report, Report)
+        state = running.decoder.state
         return CriticalPath(
             token_ids=state.new_tokens,
             num_steps=state.num_steps,
-            step_tokens=num_fed / max(1, state.num_steps - 1),
-            prefill_seconds=prefill_seconds,
-            forward_seconds=forward_seconds,
-            other_seconds=other_seconds,
+            step_tokens=running.num_fed / max(1, state.num_steps - 1),
+            prefill_seconds=report.prefill_seconds,
+            forward_seconds=running.forward_seconds,
+            other_seconds=report.times.other,
         )
-
-    def _run_share(
-        self, decoder: Decoder, step: Step, rank: int, slots: Sequence[CacheSlot], values: np.ndarray
-    ) -> float:
-        """Run one replica's share of a step, write its samples to `values` [T, width], and return its seconds."""
-        started = time.perf_counter()
-        is_last_of_slot = len(slots) > 1 or rank == len(step.shares) - 1
-        found = self._model.forward(step.inputs(rank, slots[rank % len(slots)]), commit=is_last_of_slot)
-        samples = decoder.sample(step, rank, found)
-        values[step.shares[rank].owned] = samples.values.cpu().numpy()
-        return time.perf_counter() - started

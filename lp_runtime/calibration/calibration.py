@@ -22,7 +22,7 @@ from lp_runtime.calibration.step_meter import StepMeasurement, measure_steps, me
 from lp_runtime.calibration.vocabulary_prior import Answers, VocabularyPrior
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import free_bytes
+from lp_runtime.model.forward.passes import Pretend
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -87,6 +88,14 @@ def num_context_tokens(model: ModelRunner) -> int:
 def _clearly_more(duration: int, other: int) -> int:
     """Return how much longer `duration` is than `other`; 0 if the difference may be noise."""
     return duration - other if duration > other + other // NOISE_SHARE else 0
+
+
+def dummy_tree(size: int, branch_tokens: int, vocabulary_size: int) -> TokenTree:
+    """Return a tree of `size` tokens whose branches of `branch_tokens` tokens start at the root."""
+    nodes = np.arange(size)
+    parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
+    depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
+    return TokenTree.from_arrays(nodes % vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
 
 
 def measure_steps(model: ModelRunner) -> StepMeasurement:
@@ -219,7 +228,7 @@ class _StepMeter:
             self._model.prefill(self._slot, self._context)
             return
         self._model.prefill(self._slot, self._context[:1])
-        self._model.feed("pretend", [self._slot.cache], num_tokens)
+        self._model.feed(Pretend(num_tokens), [self._slot.cache])
         self._slot.tokens = [0] * num_tokens
 
     @property
@@ -233,12 +242,8 @@ class _StepMeter:
     def _step(self, size: int) -> int:
         """Run a step of `size` tokens and return its duration in nanoseconds."""
         model = self._model
-        nodes = np.arange(size)
-        branch_tokens = size if model.feeds_chains else BRANCH_TOKENS
-        parents = np.where(nodes % branch_tokens == 1, 0, nodes - 1) if branch_tokens > 1 else nodes - 1
-        depths = np.where(nodes > 0, (nodes - 1) % branch_tokens + 1, 0)
-        tree = TokenTree.from_arrays(nodes % model.vocabulary_size, parents, depths, nodes, 0, max_depth=branch_tokens)
-        inputs = StepInputs(self._slot, tree, nodes.tolist(), nodes.tolist())
+        tree = dummy_tree(size, size if model.feeds_chains else BRANCH_TOKENS, model.vocabulary_size)
+        inputs = StepInputs(self._slot, tree, list(range(size)), list(range(size)))
         start = time.perf_counter_ns()
         found = model.forward(inputs)
         self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()

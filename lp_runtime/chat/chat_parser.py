@@ -234,7 +234,12 @@ class AnswerParser(ChatParser):
         self._check_known(name, is_known)
         self._begin_call(name, new_call_id(form.call_id))
         self._arguments("".join(early))
-        if not early:
+        yield from self._end_of_object(bool(early))
+
+    def _end_of_object(self, has_arguments: bool) -> Steps[None]:
+        """Read the arguments if they come last, then skip other keys."""
+        text = self._text
+        if not has_arguments:
             yield from text.json(self._arguments)
         while (yield from text.match(NEXT_KEY)) is not None:
             yield from text.json(len)  # not shown

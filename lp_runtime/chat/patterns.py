@@ -49,12 +49,12 @@ class ArgumentPatterns(NamedTuple):
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
     """Return the patterns of a format's calls."""
-    marks = [mark for mark in (form.mark, *(mark for mark, _ in form.also)) if mark]
+    marks = list(filter(None, (form.mark, *(mark for mark, _ in form.also))))
     is_list = bool(form.begin) or not form.mark
     between = r"[\s,;]*" if is_list else r"\s*"
     return CallPatterns(
-        marks=regex.compile(any_of(marks)) if marks else NEVER,
-        loose_marks=loose_marks(form, marks),
+        marks=_any_mark(marks),
+        loose_marks=_any_mark([*marks, *filter(None, (mark for mark, _ in form.loose))]) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
         following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
@@ -63,10 +63,8 @@ def call_patterns(form: CallFormat) -> CallPatterns:
     )
 
 
-def loose_marks(form: CallFormat, marks: list[str]) -> Pattern:
-    """Return the pattern of a format's marks and loose marks."""
-    found = [*marks, *(mark for mark, _ in form.loose if mark)]
-    return regex.compile(any_of(found)) if found else NEVER
+def _any_mark(marks: list[str]) -> regex.Pattern[str]:
+    return regex.compile(any_of(marks)) if marks else NEVER
 
 
 def first_head(form: CallFormat, mark: str) -> str:

@@ -85,6 +85,11 @@ class GenerateConfig(RuntimeConfig):
         if self.turns == "all" and self.prompts is None:
             raise ConfigError("turns=all: only with prompts")
 
+    @property
+    def may_batch(self) -> bool:
+        """Whether a replica may decode several prompts in one forward pass."""
+        return self.policy != "latency" and self.max_batch > 1
+
     def _check_policy(self) -> None:
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
         if self.policy != "latency" and self.prompts is None:

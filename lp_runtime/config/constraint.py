@@ -102,7 +102,7 @@ def _json_text(name: str, value: object) -> str:
         if not isinstance(parsed, Mapping | bool):
             raise ValueError(f"it is a {type(parsed).__name__}")
         text = json.dumps(parsed, allow_nan=False)
-        text.encode()
+        json.dumps(parsed, ensure_ascii=False).encode()  # refuses surrogates outside pairs
         return text
     except (ValueError, TypeError, RecursionError) as error:
         raise ConstraintError(f"constraint.{name}: must be a JSON object, true or false: {error}") from error

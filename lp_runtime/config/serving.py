@@ -11,7 +11,7 @@ from lp_runtime.errors import ConfigError
 
 SCHEDULING_POLICIES = ("fair", "latency", "throughput")
 MAX_BATCH = 8  # default of the largest number of requests in a forward pass of one replica
-TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout")
+TIMEOUTS = ("header_timeout", "body_timeout", "keep_alive_timeout", "shutdown_timeout", "health_timeout")
 TOOL_FORMATS = (
     *("auto", "none", "response_template", "hermes", "qwen3_coder", "seed_oss", "glm", "deepseek_v3", "deepseek_v31"),
     *("deepseek_v32", "deepseek_v4", "kimi_k2", "minimax_m2", "mistral", "mistral_args", "mistral_id", "harmony"),
@@ -79,6 +79,11 @@ class ServeConfig(RuntimeConfig):
     shutdown_timeout: float = 5.0
     """Seconds for answers to finish after SIGINT or SIGTERM; the rest are then ended with an error that clients
     receive."""
+    health_interval: Optional[float] = None  # noqa: UP045
+    """Turns on GET /health_generate, which generates a token: seconds between two such checks, > 0. A call before that
+    has the last answer."""
+    health_timeout: float = 10.0
+    """Seconds within which the check of /health_generate must get a token."""
     otlp_endpoint: Optional[str] = None  # noqa: UP045
     """OpenTelemetry collector that receives a span for every request, by OTLP over HTTP, such as
     http://HOST:4318/v1/traces; none if not given. Needs the extra otel."""
@@ -101,7 +106,7 @@ class ServeConfig(RuntimeConfig):
         require_int("max_waiting", self.max_waiting, 0)
         require_int("max_body_bytes", self.max_body_bytes, 1)
         check_limits(self.max_new_tokens, None, None)
-        for name in ("queue_timeout", *TIMEOUTS):
+        for name in ("queue_timeout", "health_interval", *TIMEOUTS):
             if getattr(self, name) is not None:
                 require_seconds(name, getattr(self, name))
         require_int("max_connections", self.max_connections, 1)
@@ -113,6 +118,11 @@ class ServeConfig(RuntimeConfig):
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("api_key: must be printable ASCII")
+
+    @property
+    def may_batch(self) -> bool:
+        """Whether a replica may decode several requests in one forward pass."""
+        return self.policy != "latency" and self.max_batch > 1
 
     def _check_server(self) -> None:
         require_choice("server", self.server, SERVERS)

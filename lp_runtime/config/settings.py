@@ -88,7 +88,7 @@ class LauncherConfig:
     port: int = 0
     """Port for the replicas' rendezvous (local and ray) unless they share memory, 0 to 65535; 0 picks a free one."""
     timeout: float = 300.0
-    """Seconds for a replica to join its peers."""
+    """Seconds for a replica to join its first group; failure.timeout limits later ones (local and ray)."""
     start_timeout: float = 600.0
     """Seconds for every replica to load its model."""
     own_process: bool = False
@@ -124,7 +124,7 @@ class FailureConfig:
     """Settings of when a replica counts as lost, and of how often it is restarted."""
 
     timeout: float = 60.0
-    """Seconds without an answer in a step after which a replica counts as lost."""
+    """Seconds without an answer in a step, or while a group forms again, after which a replica counts as lost."""
     heartbeat: float = 5.0
     """Seconds without an answer to a ping after which a decoding replica counts as lost, whatever it is computing
     (local and ray)."""
@@ -245,6 +245,11 @@ class RuntimeConfig:
     def num_shards(self) -> int:
         """Number of processes of one replica, each with a slice of every layer; 1 with pipeline parallelism."""
         return self.replica_gpus // self.num_stages
+
+    @property
+    def may_batch(self) -> bool:
+        """Whether a replica may decode several requests in one forward pass."""
+        return False
 
     @property
     def num_gpus(self) -> int:

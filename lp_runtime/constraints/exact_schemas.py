@@ -6,14 +6,16 @@ docs/decisions/constraints.md lists where xgrammar 0.2.8's grammars allow more.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
-from lp_runtime.constraints.schema_checks import LISTS, MAPPINGS, SINGLES, check_schema
+from lp_runtime.constraints.schema_checks import LEAST, LISTS, MAPPINGS, MOST, SINGLES, TYPES, check_schema
 
+# Keywords of strings and numbers, which xgrammar ignores without a type.
+TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
 MAX_AUTOMATON_LENGTH = 100
 
@@ -25,7 +27,12 @@ def exact_schema(schema: object) -> object:
         ConstraintError: no grammar can express the schema.
     """
     check_schema(schema)
-    return _rewritten(schema)
+    return _rewritten(schema, _rewrite_for_json)
+
+
+def with_exact_patterns(schema: object) -> object:
+    """Rewrite only the patterns of a schema whose text is not JSON."""
+    return _rewritten(schema, lambda each: _rewrite_patterns(each, exact_regex))
 
 
 def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
@@ -35,26 +42,38 @@ def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = Fals
     )
 
 
-def _rewritten(schema: object) -> object:
+def _rewritten(schema: object, rewrite: Callable[[dict[str, Any]], None]) -> object:
+    """Return a copy of a schema with `rewrite` applied to it and the schemas inside."""
     if not isinstance(schema, Mapping):
         return schema
     found = dict(schema)
     for name in MAPPINGS:
         if isinstance(found.get(name), Mapping):
-            found[name] = {key: _rewritten(each) for key, each in found[name].items()}
+            found[name] = {key: _rewritten(each, rewrite) for key, each in found[name].items()}
     for name in LISTS:
         if isinstance(found.get(name), list):
-            found[name] = list(map(_rewritten, found[name]))
+            found[name] = [_rewritten(each, rewrite) for each in found[name]]
     for name in SINGLES:
         if name in found:
-            found[name] = _rewritten(found[name])
-    if isinstance(found.get("pattern"), str):
-        found["pattern"] = _in_json(found["pattern"])
-    if isinstance(found.get("patternProperties"), Mapping):
-        found["patternProperties"] = {_in_json(key): each for key, each in found["patternProperties"].items()}
-    _rewrite_lengths(found)
-    _rewrite_free_keys(found)
+            found[name] = _rewritten(found[name], rewrite)
+    rewrite(found)
     return found
+
+
+def _rewrite_for_json(schema: dict[str, Any]) -> None:
+    if "type" not in schema and any(name in schema for name in TYPED):
+        schema["type"] = list(TYPES)
+    _rewrite_patterns(schema, _in_json)
+    _rewrite_lengths(schema)
+    _rewrite_free_keys(schema)
+
+
+def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> None:
+    """Rewrite the regular expressions of a schema's text and keys."""
+    if isinstance(schema.get("pattern"), str):
+        schema["pattern"] = rewrite(schema["pattern"])
+    if isinstance(schema.get("patternProperties"), Mapping):
+        schema["patternProperties"] = {rewrite(key): each for key, each in schema["patternProperties"].items()}
 
 
 def _in_json(pattern: str) -> str:

@@ -47,6 +47,7 @@ ANNOTATIONS = (
     "definitions",
     "components",
 )
+LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")  # limits of numbers
 # Where schemas are inside a schema: in mappings, in lists, or directly.
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -114,6 +115,7 @@ def _check_one(place: str, schema: Mapping[str, Any]) -> None:
     _check_values(place, schema)
     _check_required(place, schema)
     _check_keys(place, schema)
+    _check_multiple(place, schema)
 
 
 def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
@@ -135,6 +137,13 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     for value in values:
         if isinstance(kinds, list) and not any(kind in TYPES and TYPES[kind](value) for kind in kinds):
             raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, kinds))}")
+
+
+def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:
+    """Check `multipleOf`, which xgrammar ignores for other numbers."""
+    is_half_limited = any(name in schema for name in LEAST) != any(name in schema for name in MOST)
+    if "multipleOf" in schema and (schema.get("type") != "integer" or is_half_limited):
+        raise refusal(f"{place}/multipleOf", "is supported for integers, with both limits or none")
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
-from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
+from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar, with_exact_patterns
 from lp_runtime.constraints.library import library
 
 Format = Mapping[str, Any]  # a part of a structural tag, of the kind that its `type` names
@@ -41,8 +41,9 @@ def _exact(value: Any) -> Any:
         return value
     found = {name: each if name == "json_schema" else _exact(each) for name, each in value.items()}
     kind = value.get("type")  # xgrammar guesses the format if there is none
-    if _is_json(value):
-        found["json_schema"] = exact_schema(value["json_schema"])
+    if "json_schema" in value:
+        rewrite = exact_schema if _is_json(value) else with_exact_patterns
+        found["json_schema"] = rewrite(value["json_schema"])
     if kind in ("regex", None) and isinstance(value.get("pattern"), str):
         found["pattern"] = exact_regex(value["pattern"])
     if kind in ("grammar", None) and isinstance(value.get("grammar"), str):

@@ -1,7 +1,6 @@
 """The decoder of a request: state, step budget and sampler. Equal on every replica, without any communication.
 
-`Engine._step` (engine/engine.py) calls it. So do lp-bench's critical path and the drafting studies, which run the
-replicas of a group one after another.
+`Engine._step` (engine/engine.py) calls it once a step: `propose`, `sample`, `unpack` and `advance`.
 
 Letters: T nodes in the tree, n nodes that a replica owns, R replicas, V vocabulary.
 """
@@ -54,15 +53,23 @@ class Samples:
 class Gathered(NamedTuple):
     """Samples of all replicas in a step, unpacked.
 
+    Times are nanoseconds by replica, [R], 0 where unknown; empty if none are known.
+
     Attributes:
         logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if the request
             does not ask for them.
         packed: [T, width] int64 the gathered integers of each node.
+        forward_ns: of each replica's forward pass.
+        overhead_ns: that each replica spent between the passes of this step and the previous one.
+        times_are_late: whether `forward_ns` is that of the previous step.
     """
 
     result: VerificationResult
     logprobs: list[float] | None
     packed: np.ndarray
+    forward_ns: Sequence[int] = ()
+    overhead_ns: Sequence[int] = ()
+    times_are_late: bool = False
 
 
 class Decoder:
@@ -145,36 +152,31 @@ class Decoder:
             self.drafter.may_accept(node) and tree.tokens[node] not in self.state.rules.eos_token_ids
         )
 
-    def unpack(self, step: Step, values: np.ndarray) -> Gathered:
-        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read."""
+    def unpack(
+        self,
+        step: Step,
+        values: np.ndarray,
+        forward_ns: Sequence[int] = (),
+        overhead_ns: Sequence[int] = (),
+        times_are_late: bool = False,
+    ) -> Gathered:
+        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read.
+
+        The times are kept with them: see Gathered.
+        """
         root = step.tree.root
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        return Gathered(VerificationResult.from_root(root, successors, top_k), logprobs, values)
+        result = VerificationResult.from_root(root, successors, top_k)
+        return Gathered(result, logprobs, values, forward_ns, overhead_ns, times_are_late)
 
     def accepted_nodes(self, step: Step, gathered: Gathered) -> list[int]:
         """Return the nodes that the accepted tokens follow, from the root on."""
         _, path = self.drafter.accept(step.tree, gathered.result)
         return [step.tree.root, *path]
 
-    def advance(
-        self,
-        step: Step,
-        gathered: Gathered,
-        forward_ns: Sequence[int] = (),
-        overhead_ns: Sequence[int] = (),
-        times_are_late: bool = False,
-    ) -> StepOutput:
-        """Accept, commit, and learn from a step.
-
-        The times are not read for the prefill's step.
-
-        Args:
-            forward_ns: [R] nanoseconds of each replica's forward pass; 0 where unknown.
-            overhead_ns: [R] nanoseconds that each replica spent between the passes of this step and the previous one;
-                0 where unknown.
-            times_are_late: whether `forward_ns` is the previous step's, too.
-        """
+    def advance(self, step: Step, gathered: Gathered) -> StepOutput:
+        """Accept, commit, and learn from a step. Times are not read for the prefill's step."""
         if step.is_prefill:
             return self._output(step, gathered, self.state.advance_prefill(step.proposal, gathered.result), [0])
         shares, budget = step.shares, self.budget
@@ -182,10 +184,11 @@ class Decoder:
         token_ids, nodes = self.state.advance(step.proposal, gathered.result, caches_pending=not follows_chains)
         if isinstance(budget, ChainBudget):
             self.state.count_cached(budget.settle(shares, nodes, step.tree.root + 1))
+        forward_ns, overhead_ns = gathered.forward_ns, gathered.overhead_ns
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
-        budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=times_are_late)
+        budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=gathered.times_are_late)
         return self._output(step, gathered, token_ids, nodes)
 
     def _output(self, step: Step, gathered: Gathered, token_ids: list[int], nodes: list[int]) -> StepOutput:

@@ -44,17 +44,17 @@ class DraftPool:
             sample: index of the request among the samples of its prompt.
             tag: names kept tables of a finished sequence, which are returned as they are; 0 for none.
         """
-        tables = self._take_shared(num_bytes) if is_shared else self._take_kept(num_bytes, tag)
+        tables = self._acquire_shared(num_bytes) if is_shared else self._acquire_kept(num_bytes, tag)
         if tables is None:
-            tables = self._take_known(num_bytes, prompt, sample)
+            tables = self._acquire_known(num_bytes, prompt, sample)
         if tables is None:
-            tables = self._take_free(num_bytes)
+            tables = self._acquire_free(num_bytes)
             tables.clear()
             self._decoded[id(tables)] = prompt, {sample}
         self._in_use.add(id(tables))
         return tables
 
-    def _take_known(self, num_bytes: int, prompt: Hashable, sample: int) -> DraftTables | None:
+    def _acquire_known(self, num_bytes: int, prompt: Hashable, sample: int) -> DraftTables | None:
         """Return free tables that know other samples of a prompt, but not this one; None if none exist."""
         for place, tables in enumerate(self._free):
             known, samples = self._decoded[id(tables)]
@@ -63,11 +63,11 @@ class DraftPool:
                 return self._free.pop(place)
         return None
 
-    def _take_shared(self, num_bytes: int) -> DraftTables | None:
+    def _acquire_shared(self, num_bytes: int) -> DraftTables | None:
         self._shared = self._shared or DraftTables(num_bytes)
         return None if id(self._shared) in self._in_use else self._shared
 
-    def _take_kept(self, num_bytes: int, tag: int) -> DraftTables | None:
+    def _acquire_kept(self, num_bytes: int, tag: int) -> DraftTables | None:
         tables = self._kept.get(tag)
         return self._kept.pop(tag) if tables is not None and tables.num_bytes == num_bytes else None
 
@@ -75,7 +75,7 @@ class DraftPool:
         """Whether tables of this tag and size are kept."""
         return tag in self._kept and self._kept[tag].num_bytes == num_bytes
 
-    def _take_free(self, num_bytes: int) -> DraftTables:
+    def _acquire_free(self, num_bytes: int) -> DraftTables:
         for place, tables in enumerate(self._free):
             if tables.num_bytes == num_bytes:
                 return self._free.pop(place)

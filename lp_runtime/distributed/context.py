@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from lp_runtime.errors import ConfigError, LaunchError
 
 NO_GPUS = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last one
+# Settings of torch's GPU allocator. The last two are older names, which torch still reads.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,16 @@ def keep_caches_in(folder: str | None) -> None:
         return
     for library in ("numba", "triton"):
         os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.join(os.path.expanduser(folder), library))
+
+
+def use_expandable_segments() -> None:
+    """Set torch's GPU allocator to expandable segments unless the user configures it; call it before CUDA starts.
+
+    Slots and cached prefixes are tensors of many sizes. Without expandable segments, a block that was split is of no
+    use to larger tensors until all of its parts are free.
+    """
+    if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
+        os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
 
 
 def started_by_torchrun() -> bool:

@@ -29,7 +29,7 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 3  # integers before the results: digest and rank, control, clock
 DIGEST_BITS = 56  # low bits of the first integer; the rank above them reveals rows in the wrong order
-NUM_TOLD_RANKS = 1 << 7  # the 7 bits above the digest hold the rank modulo this; the sign bit stays 0
+NUM_SENT_RANKS = 1 << 7  # the 7 bits above the digest hold the rank modulo this; the sign bit stays 0
 NODES_ROUNDED_TO = 16  # limits the number of different message sizes
 
 T = TypeVar("T")
@@ -123,7 +123,7 @@ class Exchange:
         num_sent = 0
         if not self.group.is_alone:
             num_sent = self._num_sent(shares)
-            self._header_values[:] = digest | self._told(self.group.rank) << DIGEST_BITS, control, clock
+            self._header_values[:] = digest | self._rank_bits(self.group.rank) << DIGEST_BITS, control, clock
         if self._on_gpu and num_sent:
             self._sent[:HEADER].copy_(self._header, non_blocking=True)
             self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
@@ -186,9 +186,9 @@ class Exchange:
         return self._merge(pending, rows.reshape(self.group.size, -1))
 
     @staticmethod
-    def _told(rank: int) -> int:
+    def _rank_bits(rank: int) -> int:
         """Return the bits of a rank that are sent in a row."""
-        return rank % NUM_TOLD_RANKS
+        return rank % NUM_SENT_RANKS
 
     def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
         """Check the rows of all replicas, [R, n] int64, and merge them into the outcome.
@@ -200,7 +200,7 @@ class Exchange:
         self.bytes_sent += 8 * pending.num_sent
         words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         ranks = [word >> DIGEST_BITS for word in words]
-        if any(found != self._told(rank) for rank, found in enumerate(ranks)):
+        if any(found != self._rank_bits(rank) for rank, found in enumerate(ranks)):
             raise ReplicaError(f"rank {self.group.rank} received the replicas' rows in the order {ranks}")
         digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
         if any(each != pending.digest for each in digests):
@@ -252,18 +252,17 @@ def _merge_owned(rows, owner, merged):
             places[rank] += width
 
 
-def broadcast_object(value: T, group: Group, is_patient: bool = False) -> T:
+def broadcast_object(value: T, group: Group) -> T:
     """Return rank 0's picklable value on every replica; `value` is ignored on the others.
 
-    Used once per request, or once per step if the caller passed its own stopping criteria. With `is_patient`, the
-    others wait for rank 0 without limit, as between two requests.
+    Used once per request, or once per step if the caller passed its own stopping criteria.
 
     Raises:
         ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return value
-    data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient)
+    data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient=False)
     return value if group.rank == 0 else pickle.loads(data)
 
 

@@ -101,6 +101,10 @@ def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
     )
 
 
+class PeersMissingError(ValueError):
+    """Replicas that are not at the meeting point."""
+
+
 class StoreConnection:
     """Caches the connection to the latest group's store: connecting may take seconds if DNS is slow."""
 
@@ -122,6 +126,7 @@ class StoreConnection:
         if self._store is None or self._address != address:
             self._store = None
             self._store, self._address = connect(context, timeout), address
+        self._store.set_timeout(timedelta(seconds=timeout))
         return self._store
 
 
@@ -129,11 +134,11 @@ def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandone
     """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
 
     Raises:
-        ValueError: if the counter, to which every replica adds 1, is lower when the wait ends.
+        PeersMissingError: if the counter, to which every replica adds 1, is lower when the wait ends.
     """
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:
-            missing = count - num_found
-            raise ValueError(f"{missing} of them did not join{'' if is_abandoned() else f' within {timeout:g} s'}")
+            why = "" if is_abandoned() else f" within {timeout:g} s"
+            raise PeersMissingError(f"{count - num_found} of them did not join{why}")
         time.sleep(POLL_SECONDS)

@@ -13,12 +13,12 @@ from typing import Any
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.constraints.grammar_guide import Grammars
-from lp_runtime.decoder.decoder import Decoder, Samples
+from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
 from lp_runtime.decoder.decoder_factory import DecoderFactory
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.decoder.step import Step
-from lp_runtime.distributed.exchange import Exchange, Outcome, compile_exchange
+from lp_runtime.distributed.exchange import Exchange, compile_exchange
 from lp_runtime.distributed.partition.chains import compile_chains
 from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.distributed.transport.group import Group
@@ -39,6 +39,7 @@ from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Event, StepOutput
@@ -123,9 +124,15 @@ class Engine:
             text = (*request.prompt_ids, *request.committed) if request.committed else ()
             slot = model.slots.acquire(capacity_of(request, decoder), text)
             opened.callback(model.slots.release, slot)
-            running = RunningRequest(model, self._peers, request, decoder, slot, prefix, callbacks)
+            running = self.make_running(request, decoder, slot, prefix, callbacks)
             opened.pop_all()  # closed by `_close` from here on
         return running
+
+    def make_running(
+        self, request: Request, decoder: Decoder, slot: CacheSlot, prefix: PromptPrefix, callbacks: Callbacks
+    ) -> RunningRequest:
+        """Return a request to decode. Engines that measure return one that computes its steps in another way."""
+        return RunningRequest(self._model, self._peers, request, decoder, slot, prefix, callbacks)
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
@@ -253,13 +260,16 @@ class Engine:
         samples = self._sample(batch, steps, logits)
         self._start_exchange(batch, steps, samples)  # the only communication
         yield from self._deliver_previous(delivery)
-        outcomes = self._finish_exchange(batch, delivery)
-        return self._advance(batch, steps, samples, outcomes)  # accept, commit, learn: pure, equal on every replica
+        gathered = self._finish_exchange(batch, steps, samples, delivery)
+        return self._advance(batch, steps, gathered)  # accept, commit, learn: pure, equal on every replica
 
     def _propose(self, batch: list[RunningRequest]) -> list[Step]:
         for running in batch:
             running.timer.start()
-        steps = [running.propose(len(batch)) for running in batch]
+        steps = [running.decoder.propose(len(batch)) for running in batch]
+        if self._model.timer is None:
+            for step in steps:
+                step.digest  # noqa: B018 (a GPU's host computes it later, during the pass)
         _lap(batch, "other")
         return steps
 
@@ -278,17 +288,17 @@ class Engine:
     def _feed(self, batch: list[RunningRequest], inputs: list[StepInputs]) -> list[StepLogits | LookaheadError]:
         """Feed the requests' shares in one pass; while memory does not suffice, leave out the youngest, the last."""
         lengths = [len(each.slot.tokens) for each in inputs]
-        found = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
-        if not isinstance(found, LookaheadError):
-            return list(found)
+        logits = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
+        if not isinstance(logits, LookaheadError):
+            return list(logits)
         if len(batch) > 1 and lengths != [len(each.slot.tokens) for each in inputs]:  # re-fed, and committed in part
             return [running.unshared_error("its batch lacks memory") for running in batch]
         self._model.slots.drop(inputs[-1].slot)
         if len(batch) == 1:
-            return [found]
+            return [logits]
         for each in inputs[:-1]:
             each.slot.cache.truncate(each.slot.cache.length)  # a strict step may have written parts of its tree
-        return [*self._feed(batch[:-1], inputs[:-1]), found]
+        return [*self._feed(batch[:-1], inputs[:-1]), logits]
 
     def _sample(
         self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits | LookaheadError]
@@ -317,12 +327,19 @@ class Engine:
             self._model.synchronize()  # the caller gave up: let the GPU finish before its buffers are reused
             raise
 
-    def _finish_exchange(self, batch: list[RunningRequest], delivery: Delivery[Any]) -> list[Outcome]:
+    def _finish_exchange(
+        self,
+        batch: list[RunningRequest],
+        steps: list[Step],
+        samples: Sequence[Samples | LookaheadError],
+        delivery: Delivery[Any],
+    ) -> list[Gathered | LookaheadError]:
         """Wait for the samples of all replicas, and account for the time of the pass."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
         # The last one first: once it has arrived, none of the others is waited for.
-        outcomes = [running.finish_exchange() for running in reversed(batch)][::-1]
+        parts = list(zip(batch, steps, samples, strict=True))
+        gathered = [running.finish_exchange(step, each) for running, step, each in reversed(parts)][::-1]
         if timer is None:
             _lap(batch, "exchange")
         else:
@@ -330,20 +347,16 @@ class Engine:
             for running in batch:
                 running.timer.lap_of_pass(seconds, delivered_after, len(batch))
             delivery.plan(seconds)
-        return outcomes
+        return gathered
 
     def _advance(
-        self,
-        batch: list[RunningRequest],
-        steps: list[Step],
-        samples: Sequence[Samples | LookaheadError],
-        outcomes: list[Outcome],
+        self, batch: list[RunningRequest], steps: list[Step], gathered: Sequence[Gathered | LookaheadError]
     ) -> list[StepOutput | LookaheadError]:
         """Accept, commit and learn; an error ends its own request only."""
         outputs: list[StepOutput | LookaheadError] = []
-        for running, step, sampled, outcome in zip(batch, steps, samples, outcomes, strict=True):
+        for running, step, each in zip(batch, steps, gathered, strict=True):
             try:
-                outputs.append(running.advance(step, sampled, outcome))
+                outputs.append(each if isinstance(each, LookaheadError) else running.decoder.advance(step, each))
             except LookaheadError as error:
                 outputs.append(error)
         _lap(batch, "other")

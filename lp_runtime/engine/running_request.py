@@ -1,7 +1,7 @@
-"""A request that an engine decodes, in step with the other replicas of its group.
+"""A request on an engine: its slot, and its exchange with the other replicas of the group.
 
-`Engine._step` (engine.py) calls its methods, once a step: `propose`, `sample`, `start_exchange`, `finish_exchange` and
-`advance`. The prefill ends with a step of the same methods.
+`Engine._step` (engine.py) calls its methods, once a step: `inputs`, `sample`, `start_exchange` and `finish_exchange`.
+Its decoder proposes the step and advances by it. The prefill ends with a step of the same methods.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from lp_runtime.decoder.decoder import Decoder, Samples
+from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
 from lp_runtime.decoder.prompt_harvest import PromptHarvest
 from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.decoder.step import Step
@@ -86,7 +86,7 @@ class _Fed:
 
 
 class RunningRequest:
-    """A request that is being decoded.
+    """A request that is being decoded: feeds, samples and exchanges the steps of its decoder.
 
     The engine acquires and releases `slot`, which holds the request's keys and values.
     """
@@ -193,8 +193,7 @@ class RunningRequest:
             scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
             chunks, num_chunks = scorer.prefill_in_chunks(), -(-len(prompt) // SCORED_TOKENS)
         elif self.decoder.num_harvested:
-            sampler, num_harvested = self.decoder.sampler, min(self.decoder.num_harvested, len(prompt))
-            harvest = PromptHarvest(model, self.slot, prompt, num_harvested, sampler, self._group)
+            harvest = self.harvest(prompt)
             chunks, num_chunks = harvest.prefill_in_chunks(), -(-len(prompt) // harvest.chunk_tokens)
         elif num_before := self._prefix.num_to_point:
             chunks = self._prefill_past_point(prompt, num_before)
@@ -202,13 +201,16 @@ class RunningRequest:
         for num_left in range(num_chunks - 1, 0, -1):
             error = error or _error_of(self.attempt(lambda: next(chunks)))
             yield
-            if self._agree_to_cancel(step, num_left, error):
+            if self.agree_to_cancel(step, num_left, error):
                 self._ended_by = CANCEL
                 return None
         logits = self.attempt(lambda: StepLogits(result_of(chunks))) if error is None else error
         samples = self.sample(step, logits)
         self.start_exchange(step, samples)
-        output = self.advance(step, samples, self.finish_exchange())
+        gathered = self.finish_exchange(step, samples)
+        if isinstance(gathered, LookaheadError):
+            raise gathered
+        output = self.decoder.advance(step, gathered)
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
@@ -226,7 +228,12 @@ class RunningRequest:
         yield
         return (yield from self._model.prefill_in_chunks(self.slot, prompt[num_before:]))
 
-    def _agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
+    def harvest(self, prompt: tuple[int, ...]) -> PromptHarvest:
+        """Return a prefill of the prompt's uncached tokens that collects top-k candidates for the drafter."""
+        num_harvested = min(self.decoder.num_harvested, len(prompt))
+        return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, self._group)
+
+    def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas.
 
         `error` comes from this replica's chunk, None if it was fed. An error of any replica is raised on all of them.
@@ -246,16 +253,6 @@ class RunningRequest:
         return torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
 
     # Steps.
-
-    def propose(self, batch_size: int = 1) -> Step:
-        """Return the next step: a token tree, and who feeds which nodes; equal on every replica.
-
-        `batch_size` requests share the step's forward pass.
-        """
-        step = self.decoder.propose(batch_size)
-        if self._model.timer is None:
-            step.digest  # noqa: B018 (a GPU's host computes it later, during the pass)
-        return step
 
     def inputs(self, step: Step) -> StepInputs:
         """Return what this replica feeds to the model."""
@@ -283,12 +280,29 @@ class RunningRequest:
             values = samples.values
         self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._times_are_late))
 
-    def finish_exchange(self) -> Outcome:
-        """Wait for the samples of all replicas."""
+    def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
+        """Wait for the samples of all replicas; if any replica has failed, return the same error on all of them.
+
+        `samples` are this replica's, or why its pass or sampling failed.
+        """
         outcome = self._exchange.finish()
-        if self._group.is_alone:
-            return Outcome(outcome.values, outcome.control | self._control(), outcome.clocks)
-        return outcome
+        # A lone replica asks only now: see `start_exchange`.
+        self._ended_by = outcome.control | (self._control() if self._group.is_alone else 0)
+        if isinstance(samples, LookaheadError) or outcome.control & FAILED:
+            return shared_error(samples if isinstance(samples, LookaheadError) else None, self._group)
+        return self.unpack(step, samples, outcome)
+
+    def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
+        """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
+        times = StepTimer.unpacked(outcome.clocks)
+        gathered = self.decoder.unpack(step, outcome.values, *times, self._times_are_late)
+        if self._callbacks.observe:
+            self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
+        if not step.is_prefill:
+            sizes = step.shares.sizes
+            self._fed.tokens += sum(sizes) / len(sizes)
+            self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
+        return gathered
 
     def _control(self) -> int:
         """Return the control bits that this replica sets."""
@@ -296,33 +310,6 @@ class RunningRequest:
         # Only rank 0's clock decides, so that all replicas stop at the same step.
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
         return CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0)
-
-    def _agreed(self, samples: Samples | LookaheadError, outcome: Outcome) -> Samples:
-        """Return this replica's samples; if sampling failed on any replica, raise the same error on all."""
-        error = samples if isinstance(samples, LookaheadError) else None
-        if outcome.control & FAILED:
-            raise shared_error(error, self._group)
-        assert not isinstance(samples, LookaheadError)
-        return samples
-
-    def advance(self, step: Step, samples: Samples | LookaheadError, outcome: Outcome) -> StepOutput:
-        """Accept, commit and learn from a step; equal on every replica.
-
-        `samples` are this replica's, or why sampling failed; `outcome` has those of all replicas. If the request has
-        failed, the same LookaheadError is raised on every replica, so they stay in step.
-        """
-        samples = self._agreed(samples, outcome)
-        decoder = self.decoder
-        gathered = decoder.unpack(step, outcome.values)
-        if self._callbacks.observe:
-            self._callbacks.observe(decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
-        output = decoder.advance(step, gathered, *StepTimer.unpacked(outcome.clocks), self._times_are_late)
-        if not step.is_prefill:
-            sizes = step.shares.sizes
-            self._fed.tokens += sum(sizes) / len(sizes)
-            self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
-        self._ended_by = outcome.control
-        return output
 
     def report(self) -> Report:
         """Return what the request took, after its end."""

@@ -24,7 +24,7 @@ MAX_SIZE = 1 << 17  # elements of an input; above this, torch's threads are fast
 ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # fastmath flags: sums may be reordered and so vectorized
 
 
-def takes(states: torch.Tensor) -> bool:
+def supports(states: torch.Tensor) -> bool:
     """Whether the kernels support a tensor: float32 on a CPU, contiguous, small, without gradients."""
     return (
         states.dtype is torch.float32
@@ -39,7 +39,7 @@ def takes(states: torch.Tensor) -> bool:
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
     """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon).
 
-    `takes(states)` must hold; the weight is [E] float32.
+    `supports(states)` must hold; the weight is [E] float32.
     """
     rows = states.numpy()
     normed = np.empty_like(rows)
@@ -52,7 +52,7 @@ def add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each.
 
-    `takes` must hold for both tensors.
+    `supports` must hold for both tensors.
     """
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)

@@ -205,7 +205,7 @@ def attend(
     groups, num_rows = num_queries // num_heads, len(table)
     block = blocks(groups * num_tokens, size, query.element_size())
     num_tiles = triton.cdiv(groups * num_tokens, block["BLOCK_ROWS"])
-    num_parts = max(1, min(MAX_PARTS, triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_heads * num_tiles)))
+    num_parts = parts_of(block, num_heads * num_tiles, num_processors)
     result = torch.empty((1, num_tokens, num_queries, size), dtype=query.dtype, device=query.device)
     shape = (num_parts, num_tokens, num_queries)
     output = result if num_parts == 1 else torch.empty((*shape, size), dtype=torch.float32, device=query.device)
@@ -248,6 +248,21 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
         "BLOCK_KEYS": min(MAX_KEYS, max(MIN_BLOCK, KEY_BYTES // (block_size * num_bytes))),
         "BLOCK_SIZE": block_size,
     }
+
+
+def parts_of(block: dict[str, int], num_programs: int, num_processors: int) -> int:
+    """Return into how many parts the keys are split.
+
+    Args:
+        block: of `blocks`.
+        num_programs: tiles of all key/value heads: the programs of `_attend_part` with one part.
+    """
+    if block["BLOCK_ROWS"] == MAX_ROWS and block["BLOCK_SIZE"] == MAX_SIZE:
+        # A program takes all registers of a multiprocessor: more of them would wait for a second round.
+        num_parts = num_processors // num_programs
+    else:
+        num_parts = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
+    return max(1, min(MAX_PARTS, num_parts))
 
 
 def num_warps(block: dict[str, int], num_bytes: int) -> int:

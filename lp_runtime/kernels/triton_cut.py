@@ -58,7 +58,7 @@ def _cut_scores(logits, start, tokens, inside, inverse_temperature, SHIFT: tl.co
     return (scaled if SHIFT == 0 else raw), scaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_k"])  # else 1, multiples of 16 and other numbers are compiled apart
 def _find_cut(
     logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k, size, stride,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,

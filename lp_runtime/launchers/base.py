@@ -76,6 +76,17 @@ class Launcher(ABC):
         return 0
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up or being started."""
+        # Twice: a replica may become ready between the first two reads.
+        return self.num_ready > 0 or self.num_loading > 0 or self.num_ready > 0
+
+    @property
+    def why_lost(self) -> str:
+        """Reasons of the replicas' losses in one line; empty if none was lost."""
+        return self._failure_seen or ""
+
+    @property
     def ready(self) -> frozenset[int] | None:
         """Indices of the loaded replicas that are not known to be lost; None if this launcher has no `run_on`."""
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import pickle
 import queue
 import threading
 import time
@@ -27,7 +26,7 @@ from lp_runtime.launchers.ray_booking import Booking, free_of_one_gpu, gpus_of_c
 from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
-from lp_runtime.launchers.wire.messages import Failed
+from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
 from lp_runtime.launchers.worker.follower_server import FollowerServer
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.launchers.worker.replica_server import ReplicaServer
@@ -77,10 +76,10 @@ class ReplicaActor:
             yield [message for message in batch if message is not None]
 
     def post(self, data: bytes) -> None:
-        """Pass a pickled message of the driver to the replica, which must have sent a message before."""
+        """Pass an encoded message of the driver to the replica, which must have sent a message before."""
         try:
-            message = pickle.loads(data)
-        except Exception as error:  # e.g. pickled by another version of this package or of Python
+            message = decode_order(data)
+        except LaunchError as error:  # e.g. from another version of this package
             self.outgoing.put(Failed.from_error(error))
             self.outgoing.put(None)
         else:
@@ -179,8 +178,7 @@ class RayHost(ProcessHost):
     def send(self, index: int, message: object) -> None:
         actor = self.actors.get(self._numbers(index)[0])
         if actor is not None:
-            # Pickled here, as Ray would do it, so that the replica can report a message that it cannot unpickle.
-            actor.post.options(concurrency_group="post").remote(self.pickled(message))
+            actor.post.options(concurrency_group="post").remote(encode_order(message))
 
     def pickled(self, value: object) -> bytes:
         return self._ray.cloudpickle.dumps(value)

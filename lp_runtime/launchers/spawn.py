@@ -7,13 +7,13 @@ so a script needs no main guard. A child exits when its pipe closes, however the
 from __future__ import annotations
 
 import contextlib
+import pickle
 import queue
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.reduction import ForkingPickler
 
 import torch
 
@@ -24,7 +24,7 @@ from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.team import TeamLauncher
-from lp_runtime.launchers.wire.messages import Failed
+from lp_runtime.launchers.wire.messages import Failed, encode_order
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.utils.child_process import python_command
 
@@ -49,9 +49,9 @@ class ReplicaPipe:
         self._sender = threading.Thread(target=self._send_queued, name="lp-pipe", daemon=True)
         self._sender.start()
 
-    def send(self, message: object) -> None:
-        """Queue a message. Never blocks; fails only if the message cannot be pickled."""
-        self._queue.put(bytes(ForkingPickler.dumps(message)))
+    def send(self, data: bytes) -> None:
+        """Queue a message. Never blocks."""
+        self._queue.put(data)
 
     def _send_queued(self) -> None:
         with contextlib.suppress(OSError):  # the replica has ended, which `receive` reports
@@ -118,7 +118,8 @@ class SpawnHost(ProcessHost):
                 self.processes[number] = start_process(theirs)
             pipe = self._pipes[number] = ReplicaPipe(ours)
             shard = ShardPlace(number % self.num_shards, self.num_shards, segment, self._config.failure.timeout)
-            pipe.send((self._config, Placement(number * self._num_stages, self._num_processes, shard=shard)))
+            place = Placement(number * self._num_stages, self._num_processes, shard=shard)
+            pipe.send(pickle.dumps((self._config, place)))
 
     def _numbers(self, index: int) -> range:
         """Return the numbers of a replica's processes; the first is shard 0's."""
@@ -139,7 +140,7 @@ class SpawnHost(ProcessHost):
     def send(self, index: int, message: object) -> None:
         pipe = self._pipes.get(self._numbers(index)[0])
         if pipe is not None:
-            pipe.send(message)
+            pipe.send(encode_order(message))
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
         replicas = {pipe.pipe: (number, pipe) for number, pipe in list(self._pipes.items())}

@@ -73,6 +73,10 @@ class TeamLauncher(Launcher):
     def num_loading(self) -> int:
         return self.pool.num_loading
 
+    @property
+    def why_lost(self) -> str:
+        return self.pool.why_lost()
+
     def _run(self, request: Request) -> Generator[Event, None, None]:
         ready = self.pool.wait_until_ready(self._start_timeout)
         if not ready:

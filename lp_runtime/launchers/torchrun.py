@@ -11,7 +11,6 @@ import torch
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
 from lp_runtime.errors import (
     ConfigError,
@@ -19,15 +18,18 @@ from lp_runtime.errors import (
     LookaheadError,
     ModelError,
     ReplicaError,
+    RequestError,
     ShardError,
     unforeseen_as,
 )
 from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
 from lp_runtime.launchers.split import choose_split, visible_on
+from lp_runtime.launchers.wire.sealed_request import open_request, seal
 from lp_runtime.replica.replica import ReplicaInfo, load_follower, start_replica
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 
+CLOSED = b"closed"  # broadcast in place of a request when rank 0 closes
 STORE_SECONDS = 60.0  # for shards to meet before they load; short, since torchrun starts them at the same time
 logger = logging.getLogger(__name__)
 
@@ -94,8 +96,21 @@ class TorchrunLauncher(Launcher):
             self._replica.leading.tell(message)
 
     def _share(self, request: Request | None) -> Request | None:
-        """Return rank 0's request on every rank; None when rank 0 closes."""
-        return broadcast_object(request, self._replica.group, is_patient=True)
+        """Return rank 0's request on every rank; None when rank 0 closes. The other ranks wait without limit."""
+        group = self._replica.group
+        if group.is_alone:
+            return request
+        message = None
+        if group.rank == 0:
+            message = CLOSED if request is None else seal(request)
+        message = group.connected.broadcast(message, is_patient=True)
+        if message == CLOSED:
+            return None
+        try:
+            return open_request(message)  # on rank 0, too: all ranks have equal objects
+        except RequestError as error:  # not on all ranks: those that could open it have begun
+            self._is_open = False
+            raise ReplicaError(str(error)) from error
 
     def _close(self) -> None:
         try:

@@ -37,7 +37,7 @@ class VerificationResult:
     Attributes:
         successors: [T] the token that follows each node, valid from the root on; an int64 array is not copied.
         top_k: [n, ENTRY] int32 top-k candidates and margins of the nodes from the root on, in the layout of
-            best_first/tables.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
+            top_k.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
             there are fewer. None if the drafter did not request them.
     """
 
@@ -141,9 +141,9 @@ class Drafter(ABC):
         """Reduce the tree proposed last to some of its nodes (see `TokenTree.part`), which are fed instead."""
         return tree.part(nodes)
 
-    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
         """Return (accepted, path) of the tree proposed last; see lp_runtime.lookahead.tree.accept."""
-        return accept(tree, found.successors)
+        return accept(tree, result.successors)
 
     def may_accept(self, node: int) -> bool:
         """Return whether `accept` may continue to a node of the tree proposed last."""
@@ -152,11 +152,11 @@ class Drafter(ABC):
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)
         """Learn from top-k candidates of the prompt; called at most once, before the first step.
 
-        `entries`, [n, ENTRY] int32, are those after the last n tokens, in the layout of best_first/tables.py.
+        `entries`, [n, ENTRY] int32, are those after the last n tokens, in the layout of top_k.py.
         """
 
     @abstractmethod
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         """Learn from the result of the prompt's last token; `tokens` end with the first committed one."""
 
     @abstractmethod
@@ -164,7 +164,7 @@ class Drafter(ABC):
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:

@@ -198,19 +198,19 @@ class DecodingState:
         self.num_cached = len(self.tokens) - 1
         self._chain(self.propose_prefill())
 
-    def advance_prefill(self, proposal: Proposal, found: VerificationResult) -> list[int]:
+    def advance_prefill(self, proposal: Proposal, result: VerificationResult) -> list[int]:
         """Count the prompt as cached; commit and return its successor, as a list of one token.
 
-        `proposal` is from `propose_prefill`; `found` is the verification result of the prompt's last token.
+        `proposal` is from `propose_prefill`; `result` is the verification result of the prompt's last token.
         """
         self._chain(proposal)
         self.num_cached = self.prompt_length
-        committed = self._commit([int(found.successors[0])])
-        self.drafter.advance_prefill(self.tokens, found)
+        committed = self._commit([int(result.successors[0])])
+        self.drafter.advance_prefill(self.tokens, result)
         return committed
 
     def advance(
-        self, proposal: Proposal, found: VerificationResult, caches_pending: bool = True
+        self, proposal: Proposal, result: VerificationResult, caches_pending: bool = True
     ) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
@@ -218,12 +218,12 @@ class DecodingState:
         cached the step's pending tokens (`caches_pending`), the caller uses `count_cached`.
         """
         tree = proposal.tree
-        accepted, path = self.drafter.accept(tree, found)
+        accepted, path = self.drafter.accept(tree, result)
         self._chain(proposal)
         if caches_pending:
             self.count_cached(tree.root + 1)
         committed = self._commit(accepted)
-        self.drafter.advance(self.tokens, tree, found, committed, path[: len(committed)])
+        self.drafter.advance(self.tokens, tree, result, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]
 
     def count_cached(self, num_tokens: int) -> None:

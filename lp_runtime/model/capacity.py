@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.runner import ModelRunner
 
-USABLE_FRACTION = 0.9  # of the free memory; activations need the rest
+USABLE_FRACTION = 0.9  # of the free memory if passes are not measured; they need the rest
+MEASURED_FRACTION = 0.97  # of the free memory if they are; the rest is for a slot that grows, and for libraries
 STEP_TOKENS = 1024  # tokens a step may write after the committed ones: the largest step that calibration measures
 NCCL_BYTES = 512 << 20  # a communicator's buffers on each GPU: NCCL's default for 8 GPUs, rounded up
 BYTES_PER_INTEGER = 8
@@ -18,6 +21,16 @@ NO_POOL = (0, 0)  # id of torch's default memory pool
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # memory.stat entries the kernel frees on demand
 CGROUP = Path("/sys/fs/cgroup")
 MEMINFO = Path("/proc/meminfo")
+
+
+class PassBytes(NamedTuple):
+    """GPU memory that a pass and its sampling need in addition to weights, keys and values, as measured.
+
+    `fixed` is in bytes, and so is `per_token`, for each token of the text that the pass attends to.
+    """
+
+    fixed: int
+    per_token: float
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -78,18 +91,32 @@ def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:
     return 1 if owns_device else -(-num_local // torch.cuda.device_count())
 
 
-def capacity_in_tokens(model: ModelRunner, num_replicas: int, exchange_bytes: int = 0) -> int | None:
+def capacity_in_tokens(
+    model: ModelRunner, num_replicas: int, exchange_bytes: int = 0, pass_bytes: PassBytes | None = None
+) -> int | None:
     """Return how many tokens, prompt and output together, fit into a replica's free memory, if known.
 
-    `num_replicas` share the device's memory, and `exchange_bytes` of it are left free for exchanges. Unknown (None) if
-    the model spans several devices, or has run no pass yet: only then is the size of a token in its cache known.
+    Unknown (None) if the model spans several devices, or has run no pass yet: only then is the size of a token in its
+    cache known.
+
+    Args:
+        num_replicas: that share the device's memory.
+        exchange_bytes: left free for exchanges.
+        pass_bytes: memory that passes need; None if it was not measured.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
     free, token_bytes = free_bytes(model.device), model.cache_bytes_per_token
     if free is None or not token_bytes:
         return None
-    return tokens_in(max(0, free // num_replicas - exchange_bytes), token_bytes)
+    usable = max(0, free // num_replicas - exchange_bytes)
+    if pass_bytes is None:
+        return tokens_in(usable, token_bytes)
+    usable = int(usable * MEASURED_FRACTION) - pass_bytes.fixed
+    num_tokens = int(usable / (token_bytes + pass_bytes.per_token))  # if one text has all of them
+    if model.context_length is not None:
+        num_tokens = max(num_tokens, int((usable - pass_bytes.per_token * model.context_length) / token_bytes))
+    return max(0, num_tokens - OVERHEAD_TOKENS)
 
 
 def tokens_in(num_bytes: int, token_bytes: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import FeedChunk, Passes
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -33,13 +33,13 @@ class ChainPasses(Passes):
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
         super().__init__(model, masks, None, lengths)
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._scans = FittedScans(model)
 
     @torch.inference_mode()
     def logits_of_texts(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits of the last token of each of n texts of equal length, [n, V]."""
-        ids = torch.tensor(texts, dtype=torch.int64, device=self._device)
+        ids = torch.tensor(texts, dtype=torch.int64, device=self.device)
         logits: torch.Tensor = self._scans.model_for(ids.shape[1])(input_ids=ids, use_cache=False).logits[:, -1]
         return logits
 
@@ -48,7 +48,7 @@ class ChainPasses(Passes):
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
         inputs: dict[str, object] = {self.cache_name: cache}
-        return inputs | ({"position_ids": positions[None]} if self._takes_positions else {})
+        return inputs | ({"position_ids": positions[None]} if self._accepts_positions else {})
 
 
 class ChainRunner(ModelRunner):
@@ -115,13 +115,13 @@ class ChainRunner(ModelRunner):
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)
         cache = _states(slot)
         self._settle(slot, cache, len(slot.tokens) if start is None else start)
-        self._make_room(slot, len(nodes))
+        self._ensure_capacity(slot, len(nodes))
         fed = tree.arrays()[0][nodes]
         are_certain = commit and int(nodes[-1]) <= tree.root
         if not are_certain:
             cache.save_states()
         rows = np.searchsorted(nodes, wanted)
-        logits = self.feed("chunk", [cache], fed.tolist(), rows.tolist())
+        logits = self.feed(FeedChunk(fed.tolist(), rows.tolist()), [cache])
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
             self._keep(slot, cache)

@@ -15,13 +15,23 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
 from lp_runtime.model.forward.cuda_graph import GraphOptions
-from lp_runtime.model.forward.fixed_passes import FixedPasses
+from lp_runtime.model.forward.fixed_passes import FixedPasses, largest_size
 from lp_runtime.model.forward.following import LeadingShard
 from lp_runtime.model.forward.head import make_passes
 from lp_runtime.model.forward.inputs import compile_layout, lay_out
 from lp_runtime.model.forward.pass_inputs import Part
 from lp_runtime.model.forward.pass_timer import PassTimer
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import (
+    BeginFixed,
+    EmptyCache,
+    EndFixed,
+    FeedChunk,
+    FeedEachAlone,
+    FeedShare,
+    FeedShares,
+    Pass,
+    Passes,
+)
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.hf.config import context_length
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
@@ -148,33 +158,36 @@ class ModelRunner:
         """Token counts that tree passes are padded to, ascending; empty without padding."""
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
-    def enable_graphs(self, capture: bool, compiled: bool = False, refuses_waits: bool = True) -> None:
-        """Switch to passes of fixed sizes for trees."""
+    def enable_graphs(
+        self, capture: bool, compiled: bool = False, refuses_waits: bool = True, batches: bool = True
+    ) -> None:
+        """Switch to passes of fixed sizes for trees; the arguments are those of GraphOptions."""
+        max_tokens = largest_size(self.strict_tokens, compiled, self.leading is not None)
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
-        self.feed("begin_fixed", [], GraphOptions(capture, compiled, refuses_waits))
+        self.feed(BeginFixed(GraphOptions(capture, compiled, refuses_waits, batches, max_tokens)))
         self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
         self.supports_batching |= is_strict
 
-    def feed(self, kind: str, caches: Sequence[TreeCache], *what: object) -> torch.Tensor:
-        """Run the method `kind` of Passes on all shards; return its tensor, usually [n, V] logits.
+    def feed(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor:
+        """Run a pass on all shards; return its tensor, usually [n, V] logits.
 
-        `caches`, one per sequence, receive the pass's keys and values; `what` are the method's other arguments.
+        `caches`, one per sequence, receive the pass's keys and values.
         """
         if self.leading is not None:
-            return self.leading.run(self.passes, kind, caches, what)
-        return self.passes.run(kind, caches, what)
+            return self.leading.run(self.passes, work, caches)
+        return self.passes.run(work, caches)
 
-    def _feed_tree(self, kind: str, caches: Sequence[TreeCache], *what: object) -> StepLogits:
-        """Run a tree pass of any size; arguments as for `feed`."""
-        return self.passes.step_logits(self.feed(kind, caches, *what), self.feed)
+    def _feed_tree(self, work: Pass, caches: Sequence[TreeCache]) -> StepLogits:
+        """Run a tree pass of any size."""
+        return self.passes.step_logits(self.feed(work, caches), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
         """Switch to passes of any size for trees; free the passes of fixed sizes."""
         self.why_not_captured = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None
-            self.feed("end_fixed", [])
+            self.feed(EndFixed())
         self.supports_batching &= self.strict_tokens is None
 
     # Prompts.
@@ -202,7 +215,7 @@ class ModelRunner:
 
         `rows` are the [n] indices into the chunk of the tokens whose logits are wanted; None for the last one.
         """
-        logits = self.feed("chunk", [slot.cache], chunk, rows, slot.rope_length(self.rotary_lengths))
+        logits = self.feed(FeedChunk(chunk, rows, slot.rope_length(self.rotary_lengths)), [slot.cache])
         slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)
         self.num_prefilled_tokens += len(chunk)
@@ -253,7 +266,7 @@ class ModelRunner:
         slot.tokens, slot.prompt_length = [], 0
         if text:
             self.feed_prompt(slot, text)
-        return StepLogits(self.feed("each_alone", [slot.cache], tokens))
+        return StepLogits(self.feed(FeedEachAlone(tokens), [slot.cache]))
 
     # Trees.
 
@@ -266,15 +279,15 @@ class ModelRunner:
             any_size: whether to use a pass of any size even if one of a fixed size would fit.
         """
         slot, tree, nodes, wanted, _ = inputs
-        self._make_room(slot, len(nodes))
+        self._ensure_capacity(slot, len(nodes))
         rope_length = self._refeed([inputs])
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
-        found = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
-        output = self._feed_tree("share", [slot.cache], layout, rope_length) if found is None else found[0]
+        logits = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
+        output = self._feed_tree(FeedShare(layout, rope_length), [slot.cache]) if logits is None else logits[0]
         slot.commit(tree.pending, commit)
         return output
 
-    def _make_room(self, slot: CacheSlot, num_nodes: int) -> None:
+    def _ensure_capacity(self, slot: CacheSlot, num_nodes: int) -> None:
         """Grow a slot that is too small for the nodes that a step feeds; all tokens in it are committed."""
         needed = len(slot.tokens) + num_nodes
         if slot.capacity < self.padded_capacity(needed):
@@ -312,25 +325,25 @@ class ModelRunner:
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
         for inputs in batch:
-            self._make_room(inputs.slot, len(inputs.nodes))
+            self._ensure_capacity(inputs.slot, len(inputs.nodes))
         # Copies: the next pass of a fixed size overwrites the results of this one.
         if not self.supports_batching or self._refeed(batch):
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]
-        found = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
-        if found is None:
-            found = self._feed_tree("shares", caches, layouts).split([len(layout.rows) for layout in layouts])
+        logits = self._forward_fixed([Part.whole(*each) for each in zip(caches, layouts, strict=True)])
+        if logits is None:
+            logits = self._feed_tree(FeedShares(layouts), caches).split([len(layout.rows) for layout in layouts])
         for inputs in batch:
             inputs.slot.commit(inputs.tree.pending, commit)
-        return found
+        return logits
 
     def free_memory(self) -> None:
         """Free what no running request needs: free slots, cached prefixes, and torch's unused blocks, on all shards."""
         self.slots.clear()
         if self.slots.prefixes is not None:
             self.slots.prefixes.clear()
-        self.feed("empty_cache", [])
+        self.feed(EmptyCache())
 
     def num_passes(self, num_tokens: int) -> int:
         """Return the number of forward passes that feed this many tokens of a tree."""

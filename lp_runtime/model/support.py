@@ -106,7 +106,7 @@ def _reads_places(config: PreTrainedConfig, kind: str) -> str | None:
     return None
 
 
-def _takes(model: PreTrainedModel, name: str) -> bool:
+def _accepts(model: PreTrainedModel, name: str) -> bool:
     """Whether a model's forward has a parameter of this name."""
     return name in inspect.signature(type(model).forward).parameters
 
@@ -115,7 +115,7 @@ def likely_reason(model: PreTrainedModel) -> str:
     """Return a likely reason why a model failed the self-check; empty if its signature gives none."""
     if cache_name(model) not in KEYS_AND_VALUES:
         return "its forward takes no past_key_values: it has no KV cache"
-    if not _takes(model, "position_ids"):
+    if not _accepts(model, "position_ids"):
         return "its forward takes no position_ids: positions go by a token's place in the input"
     return ""
 

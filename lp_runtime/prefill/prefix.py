@@ -79,16 +79,16 @@ class PromptPrefix:
         # Log-probabilities need the whole prompt fed. A resumed request reads its prefix in `read_for_resume`.
         if cache is None or request.prompt_logprobs or request.committed:
             return
-        found = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
-        tag = found.tag if pool.has(found.tag, request.lookahead.draft_tables_bytes) else 0
+        known = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
+        tag = known.tag if pool.has(known.tag, request.lookahead.draft_tables_bytes) else 0
         row = np.zeros(2 + (MAX_POINTS if cache.keeps_states else 1), np.int64)
-        lengths = found.lengths[: len(row) - 2]
-        row[:2], row[2 : 2 + len(lengths)] = (tag, found.num_shared), lengths
+        lengths = known.lengths[: len(row) - 2]
+        row[:2], row[2 : 2 + len(lengths)] = (tag, known.num_shared), lengths
         tags, shared, *lengths = gather_rows(row, group).T.tolist()
         if cache.keeps_states:
-            self._agreed = found.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
+            self._agreed = known.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
         else:
-            self._agreed = found.cut(min(lengths[0]))
+            self._agreed = known.cut(min(lengths[0]))
         self.num_shared = min(shared)
         self.tag = tag if len(set(tags)) == 1 else 0
 

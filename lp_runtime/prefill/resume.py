@@ -57,8 +57,8 @@ class Resume:
         """
         chunks = self._chunks(capacity)
         while True:
-            found = attempt(lambda: next(chunks, True))
-            is_done, error = found is True, found if isinstance(found, LookaheadError) else None
+            outcome = attempt(lambda: next(chunks, True))
+            is_done, error = outcome is True, outcome if isinstance(outcome, LookaheadError) else None
             if not is_done:
                 yield
             row = np.array([is_done, should_cancel(), error is not None], np.int64)

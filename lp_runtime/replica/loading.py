@@ -30,12 +30,16 @@ GIB = 1 << 30
 
 
 def ready_model(
-    config: RuntimeConfig, device: torch.device, progress: Progress | None = None, place: ShardPlace = WHOLE
+    config: RuntimeConfig,
+    device: torch.device,
+    progress: Progress | None = None,
+    place: ShardPlace = WHOLE,
+    batches: bool = True,
 ) -> tuple[ModelRunner, float]:
     """Load, optimize and check a model, or shard 0 of it.
 
     Return its runner and the largest relative difference that the self-check saw. If memory runs out, the ModelError
-    says how much was free.
+    says how much was free. `batches` is whether passes of several sequences are captured at start.
     """
     progress = progress or Progress(is_shown=False)
     progress.begin(f"loading {config.model.location} on {device}")
@@ -43,7 +47,7 @@ def ready_model(
     try:
         loaded, link = _load(config, device, place)
         leading = None if link is None else LeadingShard(link)
-        return prepare_model(loaded, config, device, progress, leading)
+        return prepare_model(loaded, config, device, progress, leading, batches)
     except (ModelError, torch.OutOfMemoryError) as error:
         if not _is_out_of_memory(error):
             raise
@@ -101,11 +105,12 @@ def prepare_model(
     device: torch.device,
     progress: Progress | None = None,
     leading: LeadingShard | None = None,
+    batches: bool = True,
 ) -> tuple[ModelRunner, float]:
     """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, on its device.
 
     Return its runner and the largest relative difference that the self-check saw. A failed self-check raises a
-    ModelError.
+    ModelError. `batches` is as in `ready_model`.
     """
     strict_tokens = _strict_tokens(config)
     progress = progress or Progress(is_shown=False)
@@ -116,7 +121,8 @@ def prepare_model(
     model.why_not_captured = _why_not_captured(model, config)
     if model.why_not_captured is None:
         # torch.compile cannot trace the all-reduces between shards: they would break its graph into pieces.
-        model.enable_graphs(capture=True, compiled=config.compile == "full" and leading is None)
+        is_compiled = config.compile == "full" and leading is None
+        model.enable_graphs(capture=True, compiled=is_compiled, batches=batches)
     try:
         return model, check_runner(model)
     except ModelError as error:

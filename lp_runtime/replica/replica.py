@@ -22,7 +22,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.context import ReplicaContext, use_expandable_segments
 from lp_runtime.distributed.devices import check_one_each, gpu_number, must_sleep, warn_of_few_cores
 from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.precision import turn_off_tf32
@@ -34,8 +34,11 @@ from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
+from lp_runtime.lookahead.top_k import K
+from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
 from lp_runtime.model.forward.following import Follower
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
@@ -43,11 +46,13 @@ from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
+from lp_runtime.replica.pass_memory import measure_pass_bytes
 from lp_runtime.replica.profiler import check_folder, profiled
 from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.text.stop_strings import StopStrings
 from lp_runtime.utils.progress import Progress
 
@@ -210,6 +215,7 @@ def load_replica(
     owns_process: bool,
     owns_device: bool = False,
     place: ShardPlace = WHOLE,
+    batches: bool = False,
 ) -> LoadedModel:
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
@@ -218,6 +224,7 @@ def load_replica(
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
         owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
+        batches: whether several requests may be decoded in one forward pass, so that such passes are captured now.
     """
     device = _prepare_process(config, device_index, num_local, owns_process)
     if device.type == "cuda" and device_index == 0 and not owns_device:  # booked GPUs may come with booked cores
@@ -226,12 +233,15 @@ def load_replica(
     progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
     if config.lookahead.drafter == "full":
         compile_steps(is_shared=config.num_replicas > 1)
-    model, self_check = ready_model(config, device, progress, place)
+    model, self_check = ready_model(config, device, progress, place, batches)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
-    make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
+    spec = make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
+    _sample_once(model, spec.build(K))
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
-    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes)
+    pass_bytes = measure_pass_bytes(model)
+    model.slots.clear()
+    capacity = capacity_in_tokens(model, num_sharing(device, num_local, owns_device), num_bytes, pass_bytes)
     model.slots.prefixes = make_prefix_cache(model, config.prefix_cache_bytes, capacity)
     model.slots.limit = None if capacity is None else capacity + OVERHEAD_TOKENS
     info = ReplicaInfo(
@@ -253,6 +263,17 @@ def load_replica(
     return LoadedModel(model, info, known, progress, must_sleep(num_local, owns_device))
 
 
+def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
+    """Feed and sample a token on a GPU, so that no request has to wait until the sampler's kernels are compiled."""
+    if model.device.type != "cuda" or model.feeds_chains:
+        return
+    tree = TokenTree([0], max_depth=0)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 2)
+        model.prefill(slot, [0])
+        sampler.sample(model.forward(StepInputs.whole(slot, tree)), tree, [0], [0, 0])
+
+
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
     """Load a shard other than 0. Arguments and errors as in `load_replica`."""
     device = _prepare_process(config, device_index, num_local, owns_process=True)
@@ -271,6 +292,8 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     if owns_process:
         turn_off_tf32()
     if device.type == "cuda":
+        if not torch.cuda.is_initialized():  # torch's allocator reads its settings when it starts
+            use_expandable_segments()
         torch.cuda.set_device(device)
     elif owns_process:  # the processes of a machine share its cores equally
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))

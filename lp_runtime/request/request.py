@@ -19,6 +19,8 @@ MIN_SECONDS_LEFT = 1e-3  # of a resumed request's time limit if it has passed: i
 class Request:
     """One prompt to decode. Fields that are not listed are those of RequestOptions.
 
+    It is sent to replicas in the encoding of utils/encoding.py, so a field's type must be one that this can decode.
+
     Attributes:
         prompt_ids: at least one token id, all in the vocabulary.
         max_new_tokens: upper bound on new tokens, >= 1.

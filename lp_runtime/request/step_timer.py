@@ -9,6 +9,12 @@ from dataclasses import dataclass
 MAX_MICROSECONDS = (1 << 31) - 1  # what fits into half of an exchanged integer
 
 
+def pack_clock(forward_seconds: float, overhead_seconds: float) -> int:
+    """Pack the microseconds of a pass and of other work into one integer; `StepTimer.unpacked` reads it."""
+    forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (forward_seconds, overhead_seconds))
+    return forward << 31 | other
+
+
 @dataclass(frozen=True)
 class StepTimes:
     """Seconds of a request's steps on this replica, by part, without the prefill.
@@ -79,8 +85,12 @@ class StepTimer:
         With is_late this step's pass may still be running, so the previous step's is reported.
         """
         step = self._previous if is_late else self._step
-        forward, other = (min(int(1e6 * each), MAX_MICROSECONDS) for each in (step["forward"], self._previous["other"]))
-        return forward << 31 | other
+        return pack_clock(step["forward"], self.overhead_seconds)
+
+    @property
+    def overhead_seconds(self) -> float:
+        """Seconds of other work between the previous step's pass and this step's."""
+        return self._previous["other"]
 
     @staticmethod
     def unpacked(clocks: Sequence[int]) -> tuple[list[int], list[int]]:

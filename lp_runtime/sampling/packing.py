@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
 MAX_VOCABULARY = 1 << ID_BITS
@@ -139,10 +139,10 @@ def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @compiled
 def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
-    """Unpack top-k candidates and margins into entries in the layout of best_first/tables.py.
+    """Unpack top-k candidates and margins into entries in the layout of lookahead/top_k.py.
 
     `entries`, [n, ENTRY] int32, are completely written, -1 for missing values. `num` candidates are packed; margins are
-    only unpacked if that is K of tables.py.
+    only unpacked if that is K of top_k.py.
     """
     for row in range(len(packed)):
         for place in range(ENTRY):

@@ -20,7 +20,7 @@ import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
 from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
@@ -73,7 +73,7 @@ class Sampler:
     @torch.no_grad()
     def sample(
         self,
-        found: StepLogits,
+        step_logits: StepLogits,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
@@ -86,48 +86,53 @@ class Sampler:
         processed logits that were sampled from, to be called before the next pass.
 
         Args:
-            found: logits of the n nodes, and possibly the captured pass's own greedy samples.
+            step_logits: logits of the n nodes, and possibly the captured pass's own greedy samples.
             nodes: [n] indices into the tree, from the root on.
             tokens: prompt and committed tokens; the last of them is the root.
             with_top_k: whether to return top-k candidates; False in a step in which they are not used.
             masks: [n, words] int32 bits of the tokens that a constraint allows; None without one.
         """
-        kernels, truncation = kernels_for(found.device), self._processors.truncation
+        kernels, truncation = kernels_for(step_logits.device), self._processors.truncation
         is_greedy = self.noise is None and self._processors.is_empty
-        if found.presampled is not None and is_greedy and self.num_top_k <= K:
-            packed = found.presampled[:, : self._top_logprobs_column].contiguous()
-            return self._add_logprobs(packed, found), lambda: found.logits
-        if isinstance(found, SlicedLogits) and truncation is not None and not truncation.cuts:
+        if step_logits.presampled is not None and is_greedy and self.num_top_k <= K:
+            packed = step_logits.presampled[:, : self._top_logprobs_column].contiguous()
+            return self._add_logprobs(packed, step_logits), lambda: step_logits.logits
+        if isinstance(step_logits, SlicedLogits) and truncation is not None and not truncation.cuts:
             key = None if self.noise is None else (self.noise.seed, self.noise.sample)
-            draw = SampleRequest(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
-            packed = self._add_logprobs(found.sample(draw), found)
-            return packed, lambda: self._processors(found.logits, tree, nodes, tokens, masks)
-        if kernels is not None and truncation is not None and kernels.can_cut(found.rows.dtype, truncation.top_p):
+            wanted = SampleRequest(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
+            packed = self._add_logprobs(step_logits.sample(wanted), step_logits)
+            return packed, lambda: self._processors(step_logits.logits, tree, nodes, tokens, masks)
+        if kernels is not None and truncation is not None and kernels.can_cut(step_logits.rows.dtype, truncation.top_p):
             return self._sampled_by(
-                kernels, truncation, found, self._noise_of(tree, nodes, tokens, found.device), with_top_k
+                kernels, truncation, step_logits, self._noise_of(tree, nodes, tokens, step_logits.device), with_top_k
             )
-        scores = self._processors(found.logits, tree, nodes, tokens, masks)
-        return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
+        scores = self._processors(step_logits.logits, tree, nodes, tokens, masks)
+        return self._sampled(step_logits, scores, tree, nodes, tokens, with_top_k), lambda: scores
 
     def _sampled_by(
-        self, kernels: ModuleType, truncation: Truncation, found: StepLogits, noise: Noise | None, with_top_k: bool
+        self,
+        kernels: ModuleType,
+        truncation: Truncation,
+        step_logits: StepLogits,
+        noise: Noise | None,
+        with_top_k: bool,
     ) -> tuple[torch.Tensor, Scores]:
         """Sample with kernels that apply temperature and cutoffs themselves; returns the same as `sample`."""
         inverse, cut = truncation.inverse_temperature, None
-        with on(found.device):
-            if truncation.cuts and len(found):
-                cut = kernels.find_cut(found.rows, inverse, truncation.top_k, truncation.top_p)
-            packed = kernels.sample_and_pack(found.rows, self._packing(with_top_k), noise, inverse, cut)
+        with on(step_logits.device):
+            if truncation.cuts and len(step_logits):
+                cut = kernels.find_cut(step_logits.rows, inverse, truncation.top_k, truncation.top_p)
+            packed = kernels.sample_and_pack(step_logits.rows, self._packing(with_top_k), noise, inverse, cut)
 
         def scores() -> torch.Tensor:
-            return found.logits * inverse if cut is None else kernels.cut_scores(found.rows, inverse, cut)
+            return step_logits.logits * inverse if cut is None else kernels.cut_scores(step_logits.rows, inverse, cut)
 
-        return self._add_logprobs(packed, found), scores
+        return self._add_logprobs(packed, step_logits), scores
 
     @torch.no_grad()
     def sample_in_order(
         self,
-        found: StepLogits,
+        step_logits: StepLogits,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
         tokens: Sequence[int],
@@ -141,7 +146,7 @@ class Sampler:
         must be all nodes from the root on; `may_follow` says whether the accepted path may continue with a node. The
         other arguments and the result are those of `sample`.
         """
-        logits = found.logits
+        logits = step_logits.logits
         scores = logits.clone()
         node: int | None = tree.root
         prefix = list(tokens)
@@ -151,7 +156,7 @@ class Sampler:
             row = slice(node - tree.root, node - tree.root + 1)
             scores[row] = self._processors.process_next(logits[row], prefix, None if masks is None else masks[row])
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
-        return self._sampled(found, scores, tree, nodes, tokens, with_top_k), lambda: scores
+        return self._sampled(step_logits, scores, tree, nodes, tokens, with_top_k), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
         """Repeat the ordered processors' calls for a token that is already committed.
@@ -162,7 +167,7 @@ class Sampler:
 
     def _sampled(
         self,
-        found: StepLogits,
+        step_logits: StepLogits,
         scores: torch.Tensor,
         tree: TokenTree,
         nodes: Sequence[int] | np.ndarray,
@@ -177,7 +182,7 @@ class Sampler:
         else:
             first = sample_successors(scores, _positions(tree, nodes, tokens), self.noise)
             packed = self._pack(scores, first, with_top_k)
-        return self._add_logprobs(packed, found)
+        return self._add_logprobs(packed, step_logits)
 
     def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
         """Pack the top-k candidates of `logits`, [n, V] float32, without successors: [n, width] for `unpack`.
@@ -188,15 +193,15 @@ class Sampler:
         packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
         return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))
 
-    def _add_logprobs(self, packed: torch.Tensor, found: StepLogits) -> torch.Tensor:
+    def _add_logprobs(self, packed: torch.Tensor, step_logits: StepLogits) -> torch.Tensor:
         """Add the requested log-probabilities to packed successors; return [n, width] integers."""
         if self._with_logprobs and len(packed):
-            logits, first = found.logits, packed[:, :1]
+            logits, first = step_logits.logits, packed[:, :1]
             logprobs = logits.gather(1, first)[:, 0] - logits.logsumexp(dim=-1)
             packed = packed.clone()
             packed[:, 0] |= logprobs.view(torch.int32).long() << HALF_BITS
         if self._num_top_logprobs:
-            packed = torch.cat([packed, pack_top_logprobs(found.logits, self._num_top_logprobs)], dim=1)
+            packed = torch.cat([packed, pack_top_logprobs(step_logits.logits, self._num_top_logprobs)], dim=1)
         return packed
 
     def _noise_of(
@@ -238,7 +243,7 @@ class Sampler:
 
         A log-probability is the model's own: of the token under softmax(logits), before processors and noise. Returns
         (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
-        candidates in the layout of best_first/tables.py, or None if not requested.
+        candidates in the layout of lookahead/top_k.py, or None if not requested.
         """
         first = packed[:, 0]
         logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None

@@ -61,7 +61,7 @@ class VocabularySlice:
         """Whether `find` and `pack` support the device; if not, all logits must be gathered."""
         return self.device.type == "cpu" or kernels_for(self.device) is not None
 
-    def find(self, logits: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
+    def find(self, logits: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
         """Find the slice's token that would be sampled, and its top-k candidates.
 
         `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
@@ -70,17 +70,17 @@ class VocabularySlice:
         if kernels := kernels_for(self.device):
             if not kernels.can_cut(logits.dtype, None):
                 logits = logits.float()
-            inverse = draw.truncation.inverse_temperature
+            inverse = wanted.truncation.inverse_temperature
             with on(self.device):
-                noise = self._kernel_noise(draw)
-                return kernels.find_in_slice(logits, draw.packing, noise, inverse, self._first, self._largest_size)
-        scores, num = logits.float().numpy(), draw.packing.num
-        if draw.truncation.temperature != 1.0:
-            scores = scores / np.float32(draw.truncation.temperature)
+                noise = self._kernel_noise(wanted)
+                return kernels.find_in_slice(logits, wanted.packing, noise, inverse, self._first, self._largest_size)
+        scores, num = logits.float().numpy(), wanted.packing.num
+        if wanted.truncation.temperature != 1.0:
+            scores = scores / np.float32(wanted.truncation.temperature)
         ids = np.zeros((len(scores), 1 + num), np.int64)
         values = np.full(ids.shape, -np.inf, np.float32)
         if self._size:
-            noisy = scores if draw.key is None else scores + self._noise(draw.key).at(draw.positions).numpy()
+            noisy = scores if wanted.key is None else scores + self._noise(wanted.key).at(wanted.positions).numpy()
             ids[:, 0] = noisy.argmax(axis=-1)
             values[:, 0] = np.take_along_axis(noisy, ids[:, :1], axis=-1)[:, 0]
         if num:
@@ -89,17 +89,17 @@ class VocabularySlice:
             ids[:, 1:], values[:, 1:] = found
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
-    def pack(self, found: torch.Tensor, draw: SampleRequest) -> torch.Tensor:
+    def pack(self, found: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
         """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
 
         Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
         """
         if kernels := kernels_for(self.device):
             with on(self.device):
-                return kernels.pack_found(found, draw.packing, self._kernel_noise(draw), self._vocabulary_size)
-        words, num = found.transpose(0, 1).numpy(), draw.packing.num  # [n, P, width]
+                return kernels.pack_found(found, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size)
+        words, num = found.transpose(0, 1).numpy(), wanted.packing.num  # [n, P, width]
         ids, values = words & HALF_MASK, (words >> HALF_BITS).astype(np.int32).view(np.float32)
-        packed = np.zeros((len(words), draw.packing.width), np.int64)
+        packed = np.zeros((len(words), wanted.packing.width), np.int64)
         winners = values[:, :, 0].argmax(axis=-1)  # on ties the first slice, which has the lowest ids
         packed[:, 0] = ids[np.arange(len(words)), winners, 0]
         if num:
@@ -115,9 +115,9 @@ class VocabularySlice:
             del self._noises[next(iter(self._noises))]
         return noise
 
-    def _kernel_noise(self, draw: SampleRequest) -> Noise | None:
+    def _kernel_noise(self, wanted: SampleRequest) -> Noise | None:
         """Return the noise's parameters for a kernel."""
-        return None if draw.key is None else Noise(*draw.key, tensor_on(self.device, draw.positions))
+        return None if wanted.key is None else Noise(*wanted.key, tensor_on(self.device, wanted.positions))
 
 
 @compiles
@@ -163,12 +163,12 @@ class SlicedLogits(StepLogits):
     def __len__(self) -> int:
         return len(self._rows_of_pass)
 
-    def sample(self, draw: SampleRequest) -> torch.Tensor:
+    def sample(self, wanted: SampleRequest) -> torch.Tensor:
         """Sample the n nodes' successors without gathering logits; see `VocabularySlice.pack`."""
         if not len(self):  # a replica may own no nodes of a step
-            return torch.zeros((0, draw.packing.width), dtype=torch.int64, device=self.device)
-        found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, draw)
-        return self._vocabulary.pack(found, draw)
+            return torch.zeros((0, wanted.packing.width), dtype=torch.int64, device=self.device)
+        found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, wanted)
+        return self._vocabulary.pack(found, wanted)
 
     def part(self, start: int, stop: int) -> SlicedLogits:
         presampled = None if self.presampled is None else self.presampled[start:stop]

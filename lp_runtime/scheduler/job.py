@@ -163,7 +163,8 @@ class Totals:
         prompt_tokens: tokens of all prompts.
         cached_tokens: prompt tokens that came from the prefix cache.
         cache_hits: requests with such tokens.
-        new_tokens: generated tokens.
+        new_tokens: generated tokens of jobs that have ended.
+        delivered: tokens delivered to readers, those of running jobs included.
         steps: steps, prefills included.
         losses: replicas lost while they decoded.
         fed: draft tokens fed to the model, by source, if the drafter counts them.
@@ -176,6 +177,7 @@ class Totals:
     cached_tokens: int = 0
     cache_hits: int = 0
     new_tokens: int = 0
+    delivered: int = 0
     steps: int = 0
     losses: int = 0
     fed: dict[str, int] = field(default_factory=dict)

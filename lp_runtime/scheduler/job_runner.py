@@ -17,7 +17,7 @@ class JobRunner:
     Args:
         changed: the scheduler's condition, which guards leases and totals.
         running: leases of the running jobs; appended when a job begins, removed when it ends.
-        totals: updated when a job ends.
+        totals: updated when a job delivers tokens or ends.
         speeds: receives the measured speed of jobs that run alone.
     """
 
@@ -37,11 +37,6 @@ class JobRunner:
         self._speeds = speeds
         self._threads: set[threading.Thread] = set()
 
-    def may_refill(self) -> bool:
-        """Whether a replica is up or being started."""
-        launcher = self._runtime.launcher  # num_ready twice: a replica may become ready between the first two reads
-        return launcher.num_ready > 0 or launcher.num_loading > 0 or launcher.num_ready > 0
-
     def begin(self, job: Job, members: list[int] | None) -> None:
         """Start a job's thread. The caller holds the scheduler's condition.
 
@@ -49,7 +44,7 @@ class JobRunner:
             job: a waiting job.
             members: indices of its replicas; None if the launcher runs one job at a time, on all replicas.
         """
-        lease = JobLease(job, members or (), self._changed, self._refill_seconds, self.may_refill)
+        lease = JobLease(job, members or (), self._changed, self._refill_seconds, self._may_refill)
         self._running.append(lease)
         job.begin()
         thread = threading.Thread(target=self._decode, args=(lease, members is not None), daemon=True)
@@ -58,6 +53,9 @@ class JobRunner:
             thread.start()
         except RuntimeError as error:  # the system's thread limit
             self._end(lease, thread, ReplicaError(f"the request could not be started: {first_line(error)}"), "failed")
+
+    def _may_refill(self) -> bool:
+        return self._runtime.launcher.has_replicas
 
     def join(self) -> None:
         """Wait until all jobs have ended."""
@@ -75,6 +73,7 @@ class JobRunner:
                 for delta in stream:
                     with self._changed:
                         lease.num_delivered += len(delta.token_ids)
+                        self._totals.delivered += len(delta.token_ids)
                         meter.record_step(lease.current, len(self._running), len(delta.token_ids))
                     job.deliver(delta)
                     if job.is_cancelled:

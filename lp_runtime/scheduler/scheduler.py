@@ -83,6 +83,16 @@ class Scheduler:
         return self._launcher.num_ready > 0
 
     @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up or being started; if not, this scheduler can decode nothing any more."""
+        return self._launcher.has_replicas
+
+    @property
+    def why_lost(self) -> str:
+        """Reasons of the replicas' losses in one line; empty if none was lost."""
+        return self._launcher.why_lost
+
+    @property
     def max_waiting(self) -> int:
         """Largest number of requests in the queue."""
         return self._max_waiting
@@ -335,7 +345,7 @@ class Scheduler:
             if self._waiting and not self._running:
                 self._runner.begin(self._waiting.popleft(), None)
             return
-        if not ready and not self._runner.may_refill():
+        if not ready and not self._launcher.has_replicas:
             while self._waiting:
                 self.totals.count("failed")
                 self._waiting.popleft().finish(ReplicaError("no replica is left"))

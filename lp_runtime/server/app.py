@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
@@ -22,26 +17,22 @@ from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.answers import Answers
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
 from lp_runtime.server.errors import ApiError, invalid
 from lp_runtime.server.gate import Gate
+from lp_runtime.server.generating_check import GeneratingCheck
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion, StreamOptions
-from lp_runtime.server.openai.responses import Choice, CompletionForm, Form
+from lp_runtime.server.openai.protocol import Chat, Common, Completion
+from lp_runtime.server.openai.responses import Choice, CompletionForm
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import ServerSettings, Submitter
 from lp_runtime.server.token_routes import TokenRoutes
 from lp_runtime.text.token_text import TokenTexts, prompt_texts
-from lp_runtime.utils.json_line import to_json
-
-log = logging.getLogger(__name__)
-
-T = TypeVar("T")
-POLL_SECONDS = 0.1  # between checks whether a client is still connected
 
 
 class Server:
@@ -56,9 +47,14 @@ class Server:
         self._settings, self._tokenizer = settings, tokenizer
         self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
         self._context_length = runtime.info.context_length
-        self._open: set[Job] = set()  # jobs of unfinished answers
-        self.metrics = Metrics(settings.name, runtime, scheduler, self._open)
-        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics)
+        running: set[Job] = set()  # of unfinished answers
+        self.metrics = Metrics(settings.name, runtime, scheduler, running)
+        self._answers = Answers(settings, self.metrics, running)
+        check = None
+        if settings.health_interval is not None:
+            check = GeneratingCheck(scheduler, settings.health_interval, settings.health_timeout)
+        self._scheduler = scheduler
+        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics, check)
         self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
         self._token_texts = TokenTexts(tokenizer)
         self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
@@ -91,6 +87,11 @@ class Server:
         app.post("/v1/messages")(self.message)
         return app
 
+    @property
+    def has_replicas(self) -> bool:
+        """Whether any replica is up or being started."""
+        return self._scheduler.has_replicas
+
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._status.is_draining = True
@@ -102,8 +103,7 @@ class Server:
 
     def abort(self, error: LookaheadError) -> None:
         """End every running answer now: clients receive the text so far and the error."""
-        for job in list(self._open):
-            job.abort(error)
+        self._answers.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
         """Answer POST /v1/completions."""
@@ -120,13 +120,13 @@ class Server:
         if body.echo:
             self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
         form = CompletionForm(self._settings.name, self._token_texts, body.logprobs, body.shows_new)
-        return await self._answer(body, request, choices, form)
+        return await self._answers.respond(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
         """Answer POST /v1/chat/completions."""
         num_top, use = body.num_top_logprobs(), body.tool_use()
         choices = await self._converse(body, request, use, num_top)
-        return await self._answer(
+        return await self._answers.respond(
             body,
             request,
             choices,
@@ -137,7 +137,7 @@ class Server:
         """Answer POST /v1/responses."""
         use = body.tool_use()
         choices = await self._converse(body, request, use, None)
-        return await self._answer(
+        return await self._answers.respond(
             body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
         )
 
@@ -147,7 +147,7 @@ class Server:
         choices = await self._converse(body, request, use, None)
         lengths = [length for length in (body.length(), self._settings.max_new_tokens) if length is not None]
         form = MessagesForm(self._settings.name, self._token_texts, min(lengths, default=None), use.max_calls)
-        return await self._answer(body, request, choices, form)
+        return await self._answers.respond(body, request, choices, form)
 
     async def _converse(
         self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
@@ -196,7 +196,7 @@ class Server:
             raise ReplicaError("the server is shutting down")
         await self._submitter.compile(options)
         choices = self._submitter.submit(body, prompts, max_new_tokens, options)
-        self._open.update(choice.job for choice in choices)
+        self._answers.add(choices)
         return choices
 
     def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
@@ -208,116 +208,6 @@ class Server:
             ids = choice.job.request.prompt_ids
             choice.prefix_texts = prompt_texts(self._tokenizer, ids, prompt if isinstance(prompt, str) else None)
             choice.prefix = "".join(choice.prefix_texts)
-
-    async def _answer(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
-        """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
-        texts = self._texts(choices, time.perf_counter())
-        if (tracing := self._settings.tracing) is not None:
-            request_id = request.state.request_id
-            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
-        if body.stream:
-            stream_options = body.stream_options or StreamOptions()
-            with_usage = stream_options.include_usage
-            form.counts_each = with_usage and stream_options.continuous_usage_stats
-            return StreamingResponse(self._events(texts, choices, form, with_usage), media_type="text/event-stream")
-
-        async def collect() -> None:
-            async for choice, text in texts:
-                choice.text += text
-
-        task = asyncio.ensure_future(collect())
-        try:
-            while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client has disconnected")
-        finally:
-            if not task.done():
-                task.cancel()
-            self._close(choices)
-        task.result()
-        return Response(to_json(form.whole(choices)), media_type="application/json")
-
-    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
-        """Yield (choice, text to show) for every delta and for each choice's end, one choice after another.
-
-        If the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by time.perf_counter().
-        """
-        latest = 0.0
-        try:
-            for choice in choices:
-                async for delta in choice.job.deltas():
-                    now = time.perf_counter()
-                    if not choice.tokens and choice.index == 0:
-                        self.metrics.first_token.observe(now - arrived)
-                    elif choice.tokens and delta.token_ids:
-                        self.metrics.inter_token.observe((now - latest) / len(delta.token_ids))
-                    latest = now
-                    yield choice, choice.add(delta)
-                if choice.job.queue_seconds is not None:
-                    self.metrics.queue.observe(choice.job.queue_seconds)
-                yield choice, choice.finish()
-            self.metrics.whole.observe(time.perf_counter() - arrived)
-        finally:
-            self._close(choices)
-
-    def _close(self, choices: list[Choice]) -> None:
-        """Cancel the jobs of an answer; no effect on jobs that have already ended."""
-        for choice in choices:
-            choice.job.cancel()
-            self._open.discard(choice.job)
-
-    async def _events(
-        self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
-    ) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error becomes an event too."""
-        try:
-            for each in form.opening(choices):
-                yield each
-            num_sent = dict.fromkeys(range(len(choices)), 0)
-            waited = _with_waits(texts, self._settings.ping_seconds) if form.waiting() else texts
-            async for found in waited:
-                for each in [form.waiting()] if found is None else _grown(form, *found, num_sent):
-                    yield each
-            for each in form.closing(choices, with_usage):
-                yield each
-        except Exception as error:  # the HTTP status has already been sent
-            for each in form.failure(_api_error(error).body):
-                yield each
-
-
-async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
-    """Yield the items, and None whenever none has come for some seconds."""
-    task = asyncio.ensure_future(anext(items))
-    try:
-        while True:
-            if not (await asyncio.wait({task}, timeout=seconds))[0]:
-                yield None
-                continue
-            try:
-                item = task.result()
-            except StopAsyncIteration:
-                return
-            yield item
-            task = asyncio.ensure_future(anext(items))
-    finally:
-        task.cancel()
-
-
-def _grown(form: Form, choice: Choice, text: str, num_sent: dict[int, int]) -> Iterator[str]:
-    """Yield the events for new text of a choice; `num_sent` counts the tokens of each that have been in events."""
-    new = slice(num_sent[choice.index], choice.num_final)
-    num_sent[choice.index] = choice.num_final
-    shows_tokens = form.shows_tokens or choice.job.request.trace
-    if text or choice.reason or (shows_tokens and new.start < new.stop):
-        yield from form.grown(choice, text, new)
-
-
-def _api_error(error: Exception) -> ApiError:
-    """Convert any exception to an ApiError; log the traceback if it is not one of this package's errors."""
-    if isinstance(error, LookaheadError):
-        return ApiError.of(error)
-    log.error("an answer has failed", exc_info=error)
-    return ApiError.unforeseen(error)
 
 
 def _of_http(request: Request, error: Exception) -> Response:

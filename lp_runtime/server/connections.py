@@ -168,11 +168,18 @@ class LimitedProtocol(H11Protocol):
 
 
 class HttpServer(uvicorn.Server):
-    """Server of the routes until SIGINT or SIGTERM; running answers then get `shutdown_timeout` to finish."""
+    """Server of the routes until SIGINT or SIGTERM, or until all replicas are lost for good.
+
+    Running answers then get `shutdown_timeout` to finish.
+    """
 
     def __init__(self, server: Server, limits: HttpLimits):
         super().__init__(LimitedConfig(server.app(), limits))
         self._server, self._limits = server, limits
+
+    async def on_tick(self, counter: int) -> bool:
+        """Whether the server shall end; called ten times a second."""
+        return await super().on_tick(counter) or not self._server.has_replicas
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Refuse new requests with status 503, and close the port when running answers have ended.

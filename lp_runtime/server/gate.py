@@ -20,7 +20,8 @@ from lp_runtime.server.errors import ApiError
 
 access_log = logging.getLogger("lp_runtime.access")
 
-PROBES = ("/health", "/live", "/ready", "/metrics")  # probes use the address, so their Host header is not checked
+# Probes use the address, so their Host header is not checked.
+PROBES = ("/health", "/health_generate", "/live", "/ready", "/metrics")
 OPEN_PATHS = ("/", *PROBES)  # served without an API key, to probes and browsers
 REQUEST_ID_HEADERS = (b"x-request-id", b"request-id")  # of answers: OpenAI's and Anthropic's
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")  # a client's X-Request-Id that matches is used as the request's id

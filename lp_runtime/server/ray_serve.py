@@ -52,10 +52,8 @@ class Service:
 
         Ray Serve restarts the Serve replica after a few failed checks.
         """
-        # num_ready is read again because a replica that was loading may become ready between the first two reads.
-        launcher = self._runtime.launcher
-        if not (launcher.num_ready or launcher.num_loading or launcher.num_ready):
-            raise ReplicaError("no replica of the model is left")
+        if not self._scheduler.has_replicas:
+            raise ReplicaError(f"no replica of the model is left ({self._scheduler.why_lost})")
 
     async def __del__(self) -> None:
         """Close the scheduler and the runtime; called by Ray Serve when it stops the Serve replica."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.distributed.context import started_by_torchrun
-from lp_runtime.errors import ConfigError, LaunchError, first_line
+from lp_runtime.errors import ConfigError, LaunchError, ReplicaError, first_line
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
@@ -65,6 +65,8 @@ def make_server(runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeCo
         queue_timeout=config.queue_timeout,
         strict_fields=config.strict_fields,
         tracing=None if config.otlp_endpoint is None else Tracing.to(config.otlp_endpoint, name),
+        health_interval=config.health_interval,
+        health_timeout=config.health_timeout,
         tool_format=config.tool_format,
         reasoning=config.reasoning,
         chat_template_kwargs=config.chat_template_kwargs,
@@ -135,7 +137,12 @@ def open_port(config: ServeConfig) -> StartingServer:
 
 
 def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServer) -> None:
-    """Serve until SIGINT or SIGTERM, on the port that `starting` hands over."""
+    """Serve until SIGINT or SIGTERM, on the port that `starting` hands over.
+
+    Raises:
+        ReplicaError: if all replicas were lost and none may be started again; a supervisor then starts this process
+            again.
+    """
     if config.access_log:
         log_to_stderr(logging.getLogger("lp_runtime.access"))
     with Scheduler(runtime, config.max_waiting, config.policy, config.max_batch) as scheduler:
@@ -149,6 +156,8 @@ def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServ
         print(f"a page to try it: {url}/", file=sys.stderr, flush=True)
         try:
             server.run(sockets=[listener])  # raises the signal that ended it again, once it has shut down
+            if not scheduler.has_replicas:
+                raise ReplicaError(f"no replica is left ({scheduler.why_lost})")
         finally:
             routes.close()
 

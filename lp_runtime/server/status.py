@@ -11,20 +11,32 @@ from fastapi.responses import JSONResponse
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.errors import ApiError
+from lp_runtime.server.generating_check import GeneratingCheck
 from lp_runtime.server.metrics import Metrics
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 class StatusRoutes:
-    """Routes that need no decoding."""
+    """Routes that report the server's state.
 
-    def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
+    `check` answers /health_generate, the only one that decodes; None for status 404.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        runtime: LookaheadRuntime,
+        scheduler: Scheduler,
+        metrics: Metrics,
+        check: GeneratingCheck | None = None,
+    ):
         self.is_draining = False
         self._name = name
         self._runtime = runtime
         self._scheduler = scheduler
         self._metrics = metrics
+        self._check = check
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
@@ -33,6 +45,8 @@ class StatusRoutes:
         app.get("/health")(self.health)
         app.get("/ready")(self.ready)
         app.get("/live")(self.live)
+        if self._check is not None:
+            app.get("/health_generate")(self.health_generate)
         app.get("/metrics")(self.show_metrics)
         app.get("/v1/models")(self.models)
         app.get("/v1/models/{name:path}")(self.model)
@@ -51,13 +65,26 @@ class StatusRoutes:
 
     async def ready(self) -> JSONResponse:
         """Answer GET /ready: status 200 if new requests are accepted; 503 without replicas or in shutdown."""
-        if self.is_draining:
-            return JSONResponse({"status": "the server is shutting down", "replicas": self._runtime.num_ready}, 503)
-        return await self.health()
+        return self._refusal() or await self.health()
 
     async def live(self) -> JSONResponse:
-        """Answer GET /live: status 200 as long as this process answers."""
-        return JSONResponse({"status": "ok"})
+        """Answer GET /live: status 200, but 503 if all replicas are lost for good, which ends this process."""
+        has_replicas = self._scheduler.has_replicas
+        return JSONResponse({"status": "ok" if has_replicas else "no replica is left"}, 200 if has_replicas else 503)
+
+    async def health_generate(self) -> JSONResponse:
+        """Answer GET /health_generate: status 200 if a token is generated in time, else 503."""
+        assert self._check is not None
+        if (refusal := self._refusal()) is not None:
+            return refusal
+        problem = await self._check.problem()
+        return JSONResponse({"status": problem or "ok", "replicas": self._runtime.num_ready}, 503 if problem else 200)
+
+    def _refusal(self) -> JSONResponse | None:
+        """Return the answer of a server that accepts no requests any more; None if it does."""
+        if not self.is_draining:
+            return None
+        return JSONResponse({"status": "the server is shutting down", "replicas": self._runtime.num_ready}, 503)
 
     async def show_metrics(self) -> Response:
         """Answer GET /metrics, in Prometheus's format."""

@@ -47,6 +47,8 @@ class ServerSettings:
         max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
         queue_timeout: seconds that a request may wait in the queue; None for no limit.
         strict_fields: whether requests with unknown fields are refused.
+        health_interval: seconds between two checks by /health_generate; None for no such route.
+        health_timeout: seconds within which such a check must get a token.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
         chat_template_kwargs: variables of the chat template; those of a request come first.
         ping_seconds: time between events that keep a stream open while there is no text, in APIs that have such events.
@@ -58,6 +60,8 @@ class ServerSettings:
     queue_timeout: float | None = None
     strict_fields: bool = False
     tracing: Tracing | None = None
+    health_interval: float | None = None
+    health_timeout: float = 10.0
     tool_format: str = "auto"
     reasoning: str = "auto"
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -167,11 +171,7 @@ class Submitter:
 
         `max_new_tokens` is the limit that the client asks for; None for the default.
         """
-        self._check_length(body, max_new_tokens)
-        num_choices, max_jobs = len(prompts) * body.n, self._scheduler.max_jobs
-        if num_choices > max_jobs:
-            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
-            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
+        self._check_limits(body, len(prompts), max_new_tokens)
         requests: list[DecodingRequest] = []
         for prompt in prompts:
             first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
@@ -183,11 +183,15 @@ class Submitter:
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
 
-    def _check_length(self, body: Common, max_new_tokens: int | None) -> None:
-        """Refuse a length above the server's limit, in APIs that do not shorten it."""
+    def _check_limits(self, body: Common, num_prompts: int, max_new_tokens: int | None) -> None:
+        """Raise RequestError if a client asks for longer or more answers than the server allows."""
         limit = self._settings.max_new_tokens
         if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
             raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+        max_jobs = self._scheduler.max_jobs
+        if num_prompts * body.n > max_jobs:
+            asked = f"n={body.n}" if num_prompts == 1 else f"{num_prompts} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
 
     def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
         """Return how many tokens a request may generate; None for the default."""

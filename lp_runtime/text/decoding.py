@@ -35,6 +35,7 @@ class Decoding:
         self._cleans_up = not is_bpe and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
         self._probes = [] if is_byte_level else _probes(tokenizer)
+        self._byte_tokens = frozenset() if is_byte_level else _byte_tokens(tokenizer)
         self.only_appends = not (self._probes or self._cleans_up)
 
     def __call__(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
@@ -52,6 +53,10 @@ class Decoding:
         except Exception as error:  # tokenizers may be foreign code
             raise ModelError(f"the tokenizer cannot decode token ids: {first_line(error)}") from error
         return text
+
+    def is_byte(self, token: int) -> bool:
+        """Whether a token stands for one byte of a character."""
+        return token in self._byte_tokens
 
     def final_length(self, text: str, token_ids: Sequence[int], skip_special_tokens: bool) -> int:
         """Return how many characters of the text of token ids no further token can change.
@@ -71,15 +76,20 @@ def _probes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return sequences of token ids that change the end of the text before them, if any token does."""
     if not hasattr(tokenizer, "get_vocab"):
         return []
-    vocabulary = tokenizer.get_vocab()
-    spelled = [token for token in vocabulary if BYTE_TOKEN.fullmatch(token)]
     # 0xFF occurs in no UTF-8, so it makes any run of bytes invalid.
-    probes = [[vocabulary[max(spelled)]]] if spelled else []
+    probes = [[_byte_tokens(tokenizer)[-1]]] if _byte_tokens(tokenizer) else []
     for text in (JOINING_TEXT, *_replaced_ends(tokenizer)):
         ids = list(tokenizer(text, add_special_tokens=False).input_ids)
         if ids and ids not in probes:
             probes.append(ids)
     return probes
+
+
+@functools.lru_cache(maxsize=16)
+def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that stand for one byte, in order of their bytes."""
+    vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
+    return [vocabulary[spelled] for spelled in sorted(filter(BYTE_TOKEN.fullmatch, vocabulary))]
 
 
 def _replaced_ends(tokenizer: PreTrainedTokenizerBase) -> list[str]:

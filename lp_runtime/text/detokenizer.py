@@ -157,8 +157,11 @@ class Detokenizer:
         """Whether decoding from a place gives the end of the whole text, whatever tokens follow.
 
         The text before the place must be final, and end with the last token's. A visible character follows: decoders
-        that strip the beginning of a text then strip nothing after it.
+        that strip the beginning of a text then strip nothing after it. A run of bytes at the place must have ended,
+        because decoders handle it as one piece.
         """
+        if all(map(self._decoding.is_byte, self._ids[place:])):
+            return False
         before = self._ids[max(0, place - CONTEXT_TOKENS) : place]
         text, after = self._decode(before), self._decode(self._ids[place:])
         return (

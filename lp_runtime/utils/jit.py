@@ -19,11 +19,14 @@ from pathlib import Path
 from typing import IO, Any, overload
 
 import numba
+import numpy as np
 from numba.core.caching import _CacheLocator
 from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
+
+Int = int | np.int64  # the same type in compiled code
 
 CACHE_DIR = "~/.cache/lp_runtime/numba"  # default; NUMBA_CACHE_DIR overrides it
 MAX_AGE_SECONDS = 30 * 24 * 3600  # compiled code older than this is deleted when new code is cached

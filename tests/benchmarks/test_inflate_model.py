@@ -33,7 +33,11 @@ def small():
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
 
 
-@pytest.fixture(params=SHAPES)
+# Each shape takes seconds, and most of them differ in sizes alone.
+FEW = ("wider and deeper", "larger heads")
+
+
+@pytest.fixture(params=[name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in SHAPES])
 def big(request, tmp_path):
     shape = SHAPES[request.param]
     count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32")

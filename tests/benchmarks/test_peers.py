@@ -11,9 +11,9 @@ from peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
 from racer import Automaton, RacerDrafter, State, Trie, most_frequent
 
 from lp_runtime.lookahead.drafter import VerificationResult
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import CHILDREN, TEMPLATE, TokenRecyclingDrafter
+from lp_runtime.lookahead.top_k import ENTRY
 
 # Figure 9 of RACER's paper: a logits tree of 21 nodes, where token t is followed by 4t + 1 to 4t + 4.
 FIGURE_9 = {

@@ -62,7 +62,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 def quick_processes(monkeypatch) -> None:
     """Processes of a study are forked from one that has imported everything."""
     common = command("common.py")
-    for name in ("kills", "load"):
+    for name in ("kills", "load", "faults"):
         study = common.load_study(name)
         monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_replicas()])
     get_context, quick = multiprocessing.get_context, forking()

@@ -10,7 +10,7 @@ from lp_runtime.calibration.step_meter import CONTEXT_TOKENS, MAX_LONG_NS, _Step
 from lp_runtime.calibration.vocabulary_prior import Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
+from lp_runtime.lookahead.top_k import ENTRY, K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS

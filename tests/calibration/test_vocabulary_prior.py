@@ -18,10 +18,11 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.launchers.wire.messages import Join, Prefill, Prefilled, SealedRequest
+from lp_runtime.launchers.wire.messages import Join, Prefill, Prefilled
+from lp_runtime.launchers.wire.sealed_request import seal
 from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.launchers.worker.replica_server import ReplicaServer
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import Replica, start_replica
@@ -61,7 +62,8 @@ def asking_threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name.startswith("vocabulary prior")]
 
 
-def test_what_is_asked_bit_by_bit_is_what_is_asked_at_once(folder):
+def test_what_is_asked_bit_by_bit_is_what_is_asked_at_once(folder, monkeypatch):
+    monkeypatch.setattr(calibration, "SWEEP_SECONDS", 3600.0)  # however busy the machine is
     model = model_of(folder)
     whole = Calibration(model, Group.alone(), None).vocabulary()
     prior = gradual(model, Group.alone())
@@ -197,6 +199,6 @@ def test_a_prompt_that_is_fed_ahead_has_the_model_to_itself(folder, monkeypatch)
     server = ReplicaServer(config, Placement(0, 1), lambda message: events.append(type(message)))
     threading.Thread(target=server.run, daemon=True).start()
     server.post(Join(1, ReplicaContext()))
-    server.post(Prefill(2, SealedRequest.of(REQUEST)))
+    server.post(Prefill(2, seal(REQUEST)))
     wait_until(lambda: Prefilled in events)
     assert events[-2:] == ["alone", Prefilled]

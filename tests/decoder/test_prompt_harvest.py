@@ -16,7 +16,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report

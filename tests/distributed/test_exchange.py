@@ -139,13 +139,13 @@ def wait_for_a_request(group: Group):
     """Rank 0 takes longer than a step may."""
     if group.rank == 0:
         time.sleep(2 * STEP_TIMEOUT)
-    return broadcast_object("a request" if group.rank == 0 else None, group, is_patient=True)
+    return group.connected.broadcast(b"a request" if group.rank == 0 else None, is_patient=True)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
     with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (processes, results):
-        assert [next_result(results, processes)[1] for _ in range(2)] == ["a request", "a request"]
+        assert [next_result(results, processes)[1] for _ in range(2)] == [b"a request", b"a request"]
 
 
 def test_a_single_replica_needs_no_process_group():

@@ -20,6 +20,7 @@ from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival
 from lp_runtime.errors import ModelError
+from lp_runtime.model.forward.passes import FeedChunk
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
@@ -124,10 +125,10 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
         order.append("committed")
         return runs
 
-    def noted_feed(kind, caches, what, *others):
-        if len(what) == model.prefill_chunk:
+    def noted_feed(work, caches):
+        if isinstance(work, FeedChunk) and len(work.tokens) == model.prefill_chunk:
             order.append("chunk")
-        return feed(kind, caches, what, *others)
+        return feed(work, caches)
 
     monkeypatch.setattr(loop, "_step", noted_step)
     monkeypatch.setattr(model, "feed", noted_feed)

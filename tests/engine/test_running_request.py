@@ -228,8 +228,8 @@ def test_every_replica_learns_the_times_of_all(models):
         for _ in range(8):
             sizes.append(step.shares.sizes)
             values = np.full((len(step.tree), 1), 5)  # each token's successor is 5
-            running.advance(step, samples, Outcome(values, 0, [fast, slow]))
-            step = running.propose()
+            decoder.advance(step, running.unpack(step, samples, Outcome(values, 0, [fast, slow])))
+            step = decoder.propose()
         found.append((sizes, learned.passes.slopes.tolist()))
     assert found[0] == found[1]
     _, (slope_of_fast, slope_of_slow) = found[0]

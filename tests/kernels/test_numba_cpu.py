@@ -10,7 +10,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from lp_runtime.kernels import numba_cpu
-from lp_runtime.kernels.numba_cpu import MAX_SIZE, add_and_norm, array_of, norm, rotate_and_write, takes
+from lp_runtime.kernels.numba_cpu import MAX_SIZE, add_and_norm, array_of, norm, rotate_and_write, supports
 from lp_runtime.utils import jit
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_written_behind_a_cache():
 
 
 def test_what_they_are_not_for():
-    assert takes(torch.zeros(1, 2, 8))
+    assert supports(torch.zeros(1, 2, 8))
     for states in (
         torch.zeros(1, 2, 8, dtype=torch.bfloat16),
         torch.zeros(1, 2, 8, dtype=torch.float64),
@@ -87,12 +87,12 @@ def test_what_they_are_not_for():
         torch.zeros(1, 8, 2).transpose(1, 2),
         torch.zeros(1, 2, 8, device="meta"),
     ):
-        assert not takes(states)
+        assert not supports(states)
 
 
 def test_they_are_not_used_where_they_compute_something_else(anew, monkeypatch, caplog):
     monkeypatch.setattr(numba_cpu, "norm", lambda states, *_: states)
     monkeypatch.setattr(jit, "_cache_folders", set())  # else all processes' cached code is deleted
     with caplog.at_level(logging.WARNING):
-        assert not takes(torch.zeros(1, 2, 8))
+        assert not supports(torch.zeros(1, 2, 8))
     assert "kernels for the CPU do not run" in caplog.text and "going on without" in caplog.text

@@ -161,3 +161,21 @@ def test_a_program_for_every_tile():
     kernels.write(key, value, owners, table, LAYER)
     actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, 1, None)
     torch.testing.assert_close(actual.double(), expected_of(query, fed, 1, 0.3), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "size", "num_bytes", "num_heads", "num_parts"),
+    [
+        (64 * 4, 128, 2, 8, 4),  # 4 tiles of 64 rows and 8 heads: 128 programs for 132 multiprocessors
+        (64 * 4, 96, 2, 8, 4),
+        (1024 * 4, 128, 2, 8, 1),  # there are more tiles than multiprocessors
+        (64 * 4, 64, 2, 8, 9),  # smaller programs share a multiprocessor
+        (64 * 4, 256, 2, 8, 5),
+        (4, 128, 2, 8, 33),
+        (64 * 4, 128, 4, 8, 3),
+    ],
+)
+def test_programs_with_large_tiles_run_in_one_round(num_rows, size, num_bytes, num_heads, num_parts):
+    block = triton_attention.blocks(num_rows, size, num_bytes)
+    num_tiles = -(-num_rows // block["BLOCK_ROWS"])
+    assert triton_attention.parts_of(block, num_heads * num_tiles, 132) == num_parts

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.kernels import numba_cpu
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward import cuda_graph, fixed_passes

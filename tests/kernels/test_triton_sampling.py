@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +13,7 @@ from support.thinned import thinned
 from transformers.generation import logits_process as library
 
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling import packing, sampler
 from lp_runtime.sampling.gumbel import GumbelNoise
@@ -179,3 +183,11 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
         results.append((packed.tolist(), scores()))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_no_kernel_is_compiled_anew_for_another_top_k():
+    """Triton compiles other variants of integers that are 1, and of multiples of 16, unless it is told not to."""
+    code = "from lp_runtime.kernels.triton_cut import _find_cut; print(_find_cut.do_not_specialize)"
+    variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['top_k']"

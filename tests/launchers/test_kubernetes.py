@@ -80,6 +80,18 @@ def test_probes_leave_the_time_that_lp_serve_needs(config):
     assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/ready" and seconds(CONTAINER["readinessProbe"]) <= 10
 
 
+def test_the_optional_probe_generates_at_each_call_and_has_time_for_it(config):
+    text = (LAUNCH / "kubernetes" / "serve.yaml").read_text()
+    (comment,) = re.findall(r"((?: +# [^\n]*\n)+) +lifecycle:", text)
+    argument = re.search(r"health_interval=\d+", comment)[0]
+    probe = yaml.safe_load(re.sub(r"^ +# ", "", comment[comment.index("# livenessProbe") - 1 :], flags=re.M))
+    probe = probe["livenessProbe"]
+    config = load_config(ServeConfig, [*CONTAINER["args"], argument])
+    assert probe["httpGet"] == {"path": "/health_generate", "port": "http"}
+    assert config.health_interval < probe["periodSeconds"] and config.health_timeout < probe["timeoutSeconds"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] > config.launcher.start_timeout
+
+
 def test_a_pod_ends_its_answers_before_it_is_killed(config):
     _, sleep = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
     assert POD["terminationGracePeriodSeconds"] > int(sleep) + config.shutdown_timeout

@@ -82,7 +82,7 @@ def test_what_is_sent_to_a_replica_that_hangs_keeps_nobody_waiting():
         pipe.send(bytes(1 << 20))  # more than a pipe holds
     pipe.close(timeout=0.1)
     assert not ours.closed
-    assert theirs.recv() == bytes(1 << 20)
+    assert theirs.recv_bytes() == bytes(1 << 20)
     theirs.close()
     pipe.close()
     assert ours.closed

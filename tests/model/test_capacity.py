@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from lp_runtime.model import capacity
+from lp_runtime.model.capacity import PassBytes
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -54,8 +56,15 @@ def test_tokens_that_fit(random_model, machine):
     machine(available=1000 * each)  # kB
     assert capacity.capacity_in_tokens(tree_model, 1) == pytest.approx(1_024_000 * 0.9 - 1024, abs=2)
     assert capacity.capacity_in_tokens(tree_model, 4) == pytest.approx(256_000 * 0.9 - 1024, abs=2)
+    measured = PassBytes(1000 * each, 0.25 * each)  # of a text; no text is longer than 256 tokens
+    left = 1_024_000 * 0.97 - 1000 - 0.25 * 256 - OVERHEAD_TOKENS
+    assert capacity.capacity_in_tokens(tree_model, 1, pass_bytes=measured) == pytest.approx(left, abs=2)
+    tree_model.context_length = None
+    left = (1_024_000 * 0.97 - 1000) / 1.25 - OVERHEAD_TOKENS
+    assert capacity.capacity_in_tokens(tree_model, 1, pass_bytes=measured) == pytest.approx(left, abs=2)
     machine(available=1)
     assert capacity.capacity_in_tokens(tree_model, 1) == 0
+    assert capacity.capacity_in_tokens(tree_model, 1, pass_bytes=measured) == 0
 
 
 def test_what_graphs_and_exchanges_hold_is_not_free(monkeypatch):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K, margin_of
+from lp_runtime.lookahead.top_k import ENTRY, K, margin_of
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.packing import BLOCK
 from lp_runtime.sampling.processors import TreeProcessors

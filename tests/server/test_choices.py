@@ -12,7 +12,7 @@ from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
-from lp_runtime.server.app import Server
+from lp_runtime.server.answers import Answers
 from lp_runtime.server.chat.messages import Message
 from lp_runtime.server.openai.responses import Choice, CompletionForm
 
@@ -39,8 +39,8 @@ def events(texts, choice, form):
             yield choice, text
 
     async def collect():
-        server = SimpleNamespace()
-        return [each async for each in Server._events(server, grown(), [choice], form, False)]
+        answers = Answers(SimpleNamespace(ping_seconds=15.0), None, set())
+        return [each async for each in answers.events(grown(), [choice], form, False)]
 
     return asyncio.run(collect())
 

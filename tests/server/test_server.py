@@ -311,6 +311,20 @@ def test_the_command(tmp_path):
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
+def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
+    """So that whatever started it starts it again, with its restarts."""
+    with command(tmp_path, "port=0", "gpus=1", "failure.restarts=0") as (mark, process, client):
+        stream = client.completions.create(**body(model="demo_model", max_tokens=LONG), stream=True)
+        next(iter(stream))
+        subprocess.run(["kill", "-9", str(mark.workers()[0])], check=True)
+        with pytest.raises(openai.APIError, match="all replicas were lost while decoding"):
+            list(stream)
+        assert process.wait(PATIENCE) == 1
+        mark.assert_gone()
+    last = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert last == "error: no replica is left (replica 0: its process ended (signal 9))"
+
+
 @pytest.mark.parametrize("stage", ["loading", "serving"])
 def test_sigterm_ends_the_command_in_order(tmp_path, stage):
     """Also where nothing would end it by default: process 1 of a container, while it loads."""

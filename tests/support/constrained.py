@@ -23,7 +23,7 @@ from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
+from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint, load_compiled
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Grammars
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
@@ -185,17 +185,18 @@ def random_draw(rng: random.Random) -> Draw:
     return Draw(constraint, request)
 
 
-def decode(model: ModelRunner, request: Request, group: Group) -> tuple[list[int], int, str]:
+def decode(
+    model: ModelRunner, request: Request, group: Group, factory: Grammars | None = None
+) -> tuple[list[int], int, str]:
     """Decode a request as one replica of a group; return (new tokens, steps, why decoding ended)."""
-    engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=grammars())
+    factory = factory or grammars()
+    engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=factory)
     *outputs, report = engine.run(request)
     return [token for output in outputs for token in output.token_ids], report.num_steps, report.finish_reason
 
 
-@torch.no_grad()
 def reference(model: PreTrainedModel, draw: Draw) -> list[int]:
     """Return the new tokens of decoding one token a step, without anything of this package but the noise."""
-    request, sampling = draw.request, draw.request.sampling
     info = grammars().vocabulary(False).info
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     constraint, source = draw.constraint, draw.constraint.source
@@ -207,16 +208,41 @@ def reference(model: PreTrainedModel, draw: Draw) -> list[int]:
         grammar = compiler.compile_grammar(source)
     else:
         grammar = compiler.compile_grammar("root ::= " + " | ".join(map(json.dumps, constraint.choice)))
-    matcher = xgrammar.GrammarMatcher(grammar)
+    return _masked(model, draw.request, grammar, info.vocab_size)
+
+
+def masked_decoding(
+    model: PreTrainedModel, request: Request, factory: Grammars, expected: Sequence[int] = ()
+) -> list[int]:
+    """Return the new tokens of decoding one token a step under the compiled grammar of a request.
+
+    While the tokens are the `expected` ones, their logits come from one pass, which is faster.
+    """
+    assert request.constraint is not None
+    info = factory.vocabulary(request.constraint.has_special_tokens).info
+    return _masked(model, request, load_compiled(request.constraint, info), info.vocab_size, expected)
+
+
+@torch.no_grad()
+def _masked(
+    model: PreTrainedModel, request: Request, grammar: Any, vocabulary_size: int, expected: Sequence[int] = ()
+) -> list[int]:
+    """Decode one token a step with masks of xgrammar's matcher."""
+    whole = [*request.prompt_ids, *expected]
+    known = model(torch.tensor([whole])).logits[0].float() if expected else None
+    matcher, sampling = xgrammar.GrammarMatcher(grammar), request.sampling
     before, warpers = _processors(request)
     noise = None
     if sampling.temperature is not None:
-        noise = GumbelNoise(sampling.seed, request.sample, info.vocab_size, torch.device("cpu"))
+        noise = GumbelNoise(sampling.seed, request.sample, vocabulary_size, torch.device("cpu"))
     ids = list(request.prompt_ids)
-    mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    mask = xgrammar.allocate_token_bitmask(1, vocabulary_size)
     for _ in range(request.max_new_tokens):
         prefix = torch.tensor([ids])
-        scores = model(prefix, attention_mask=torch.ones_like(prefix)).logits[:, -1].float()
+        if known is not None and ids == whole[: len(ids)]:
+            scores = known[len(ids) - 1 : len(ids)].clone()
+        else:
+            scores = model(prefix, attention_mask=torch.ones_like(prefix)).logits[:, -1].float()
         for processor in before:
             scores = processor(prefix, scores)
         matcher.fill_next_token_bitmask(mask)
@@ -230,7 +256,7 @@ def reference(model: PreTrainedModel, draw: Draw) -> list[int]:
             scores = scores + noise.at([len(ids)])
         ids.append(int(scores.argmax()))
         assert matcher.accept_token(ids[-1])
-        if ids[-1] == EOS:
+        if ids[-1] in request.eos_token_ids:
             break
     return ids[len(request.prompt_ids) :]
 

@@ -33,3 +33,24 @@ class LacksMemory(LogitsProcessor):
                 failures.write_bytes(b"." * (num_failures + 1))
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return scores
+
+
+class FailsOnce(LogitsProcessor):
+    """Fails in one replica's next step after a file was made, once.
+
+    Args:
+        signal: the file; removed by the failure.
+        pid: of the replica.
+        kind: class of the error.
+    """
+
+    prefix_only = True
+
+    def __init__(self, signal: Path, pid: int, kind: type[Exception]):
+        self._signal, self._pid, self._kind = signal, pid, kind
+
+    def __call__(self, input_ids, scores):
+        if os.getpid() == self._pid and self._signal.exists():
+            self._signal.unlink()
+            raise self._kind("an error that a test causes")
+        return scores

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.formats import FORMATS
 from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Vocabulary
@@ -195,15 +196,22 @@ def _response(schema: Any) -> ConstraintConfig:
     return ConstraintConfig(json_schema=schema)
 
 
-CALLS = {  # text before and after the arguments
-    "hermes": ('<tool_call>\n{"name": "store", "arguments": ', "}\n</tool_call>"),
-    "llama3": ('{"name": "store", "parameters": ', "}"),
-    "mistral": ('{"name": "store", "arguments": ', "}"),
-    "mistral_args": ("[TOOL_CALLS]store[ARGS]", ""),
-    "harmony": ("<|channel|>commentary to=functions.store <|constrain|>json<|message|>", ""),
-}
+def _tool_path(name: str) -> Callable[[Any], Path]:
+    """Return the path of a forced call whose arguments are one JSON object."""
+    head, _, tail = FORMATS[name].call.replace("$NAME", "store").partition("$ARGS")
+    head = re.split(r"\$INDEX|\$ID", head)[-1]
+    return lambda schema: Path(_tools(schema, name), ANALYSIS if name == "harmony" else "", head, tail)
+
+
+def _either_path(schema: Any) -> Path:
+    """Return the path of an answer that is calls, or text in a format."""
+    either = _tools(schema, "hermes", _response(schema))
+    return _tool_path("hermes")(schema)._replace(constraint=either)
+
+
 ANALYSIS = "<|channel|>analysis<|message|>ß1<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
+TOOL_FORMATS = [name for name, form in FORMATS.items() if form.style is None]
 PATHS: dict[str, Callable[[Any], Path]] = {
     "response_format": lambda schema: Path(_response(schema)),
     "any whitespace": lambda schema: Path(ConstraintConfig(json_schema=schema, whitespace="any")),
@@ -213,15 +221,13 @@ PATHS: dict[str, Callable[[Any], Path]] = {
     "structural tag": lambda schema: Path(_structural(_tag(schema)), "", *TAG),
     "any whitespace in a tag": lambda schema: Path(_structural(_tag(schema), whitespace="any"), "", *TAG),
     "triggered tag": lambda schema: Path(
-        _structural({"type": "triggered_tags", "triggers": ["<tç"], "tags": [_tag(schema)]}), "Grüße " + TAG[0], *TAG
+        _structural({"type": "triggered_tags", "triggers": ["<tç"], "tags": [_tag(schema)], "at_least_one": True}),
+        "",
+        *TAG,
     ),
-    "tool of hermes": lambda schema: Path(_tools(schema, "hermes"), "", *CALLS["hermes"]),
-    "tool of llama3": lambda schema: Path(_tools(schema, "llama3"), "", *CALLS["llama3"]),
-    "tool of mistral": lambda schema: Path(_tools(schema, "mistral"), "", *CALLS["mistral"]),
-    "tool of mistral_args": lambda schema: Path(_tools(schema, "mistral_args"), "", *CALLS["mistral_args"]),
-    "tool of harmony": lambda schema: Path(_tools(schema, "harmony"), ANALYSIS, *CALLS["harmony"]),
-    "format next to tools": lambda schema: Path(_tools(schema, "hermes", _response(schema)), "", *CALLS["hermes"]),
+    "format next to tools": _either_path,
     "harmony": lambda schema: Path(_chat("harmony", ToolUse(), _response(schema)), ANALYSIS, FINAL),
+    **{f"tool of {name}": _tool_path(name) for name in TOOL_FORMATS},
 }
 
 

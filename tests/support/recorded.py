@@ -21,8 +21,8 @@ from lp_runtime.calibration.vocabulary_prior import NO_CANDIDATES
 from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
-from lp_runtime.lookahead.drafters.best_first.tables import ENTRY, K
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.top_k import ENTRY, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
@@ -116,8 +116,7 @@ def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> 
             node = text.children.get((node, token), -1)
         length = len(state.tokens)
         nanoseconds = int(times[len(step.tree)])
-        gathered = decoder.unpack(step, _results(text, step.tree, node))
-        decoder.advance(step, gathered, [nanoseconds], [0])
+        decoder.advance(step, decoder.unpack(step, _results(text, step.tree, node), [nanoseconds], [0]))
         total += nanoseconds
     assert state.new_tokens == text.text
     return total

@@ -113,6 +113,7 @@ class Gpu(TorchDispatchMode):
         self.sync_debug_mode: int | str = 0
         self.launches: Counter[str] = Counter()
         self.launch_places: Counter[str] = Counter()
+        self.note: Callable[[torch.Tensor], None] = lambda memory: None  # called with what is allocated, and with views
         self._is_in_kernel = False
         self._queued = self._done = 0
         self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
@@ -238,6 +239,8 @@ class Gpu(TorchDispatchMode):
         if self._graph is not None:
             self._graph.about_to_write(written)
         made = compute(*args, **kwargs)
+        for each in _tensors(made):
+            self.note(each)
         self.queue()
         if name in MAKE_EMPTY:
             _spoil(made)
@@ -271,6 +274,7 @@ class Gpu(TorchDispatchMode):
         non_blocking, dtype = options.get("non_blocking", False), options.get("dtype") or source.dtype
         if place.type == "cuda":
             target = Tensor(torch.empty(source.shape, dtype=dtype))
+            self.note(target.memory)
             if isinstance(source, Tensor):
                 options = {key: value for key, value in options.items() if key != "non_blocking"}
                 function = aten._to_copy.default
@@ -544,6 +548,24 @@ def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=Fa
     return output, total, None, None, query.shape[2], key.shape[2], None, None, None
 
 
+def _flash_forward(
+    query, key, value, starts, key_starts, num_tokens, num_keys, dropout, is_causal, debug, *, scale=None,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
+    assert is_causal and window_size_right == 0 and starts is None and key_starts is None
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))  # the GPU's kernel has tokens first
+    last = num_keys - num_tokens
+    seen = torch.ones((num_tokens, num_keys), dtype=torch.bool).tril(last).triu(last - window_size_left)
+    bias = torch.zeros(seen.shape, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+    groups = query.shape[1] // key.shape[1]
+    key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
+    output, total = aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout, attn_mask=bias[None, None], scale=scale
+    )
+    nothing = torch.empty(0)
+    return output.transpose(1, 2), total, nothing, nothing, nothing
+
+
 def _efficient(query, key, value, bias, with_total, dropout=0.0, is_causal=False, *, scale=None):
     output, total = aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout, is_causal, attn_mask=bias, scale=scale
@@ -553,6 +575,7 @@ def _efficient(query, key, value, bias, with_total, dropout=0.0, is_causal=False
 
 
 STAND_INS = {
+    "_flash_attention_forward": _flash_forward,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
     "histc": lambda values, *bins: torch.histc(values.float(), *bins),  # of integers, which a CPU does not count

@@ -27,10 +27,11 @@ STUDIES = {
     },
     "correctness.py": {
         "equality": f"{PROMPTS} {SETTINGS} --gpus 1",
-        "identity": "--cases 8",
+        "identity": "--cases 2",
         "constraints": "--draws 3",
+        "schemas": "--schemas 1 --max-new-tokens 2",
         "forced": "--schemas 2 --max-new-tokens 16",
-        "distribution": "--seeds 16",
+        "distribution": "--seeds 2",
         "half_precision": f"{PROMPTS} {SETTINGS} --gpus 1 --strict-tokens 16",
         "types": "--only llama --seeds 1",
         "random_configs": "--number 1",
@@ -46,6 +47,7 @@ STUDIES = {
         "nccl": "--backend gloo",
         "kills": f"{PROMPTS} --kills 1 --gpus 2 --backends shared",
         "load": f"{PROMPTS} --gpus 2 --clients 2 --policies fair --seconds 0.1",
+        "faults": f"{PROMPTS} --rounds 1 --when 0 --faults kill memory disconnect",
     },
     "speed.py": {
         "requests": "--prefixes 32 --batch 2 --limit 1 --max-new-tokens 4 --dtype float32",
@@ -56,5 +58,5 @@ STUDIES = {
         "where_lp_pays": f"{PROMPTS} --prefixes 16 --degrees 1 2 --processes",
     },
 }
-# What the exit status of a smallest run is, where it is not 0.
-STATUS = {("correctness.py", "distribution"): 1}  # so few samples do not tell a wrong sampler from a right one
+# Exit statuses of smallest runs that are not 0: so few samples do not tell a wrong sampler from a right one.
+STATUS = {("correctness.py", "distribution"): 1, ("correctness.py", "identity"): 1}

@@ -39,6 +39,9 @@ ROUND, PROCESS, HAS_LEFT = range(3)  # words of a line: number of the latest rou
 JOINED = 1  # number of the round in which a replica joins
 SPINS = 200  # polls of the lines before the CPU is yielded; about 1 us
 YIELD_SECONDS = 5e-4  # a wait yields the CPU between polls for this long, and sleeps between them later
+# A patient wait sleeps only briefly for this long: in a request, the next announcement comes within a step.
+ALERT_SECONDS = 0.02
+SHORT_SLEEP_SECONDS = 1e-5  # about 60 us with Linux's timer slack; leaves the core to busy peers, unlike yielding
 MAX_SLEEP_SECONDS = 1e-3
 SLEEP_FRACTION = 1 / 8  # length of a sleep, as a fraction of the time waited so far
 CHECK_SECONDS = 0.02  # between checks whether the peer's process is alive
@@ -214,10 +217,10 @@ class SharedMemoryTransport(Transport):
         publish, first_behind = _kernels()
         publish(self._lines, self._rank, self._round)
         if first_behind(self._lines, self._round, SPINS) >= 0:
-            self._wait(None if is_patient else self._step_timeout)
+            self._wait(None if is_patient else self._step_timeout, ALERT_SECONDS if is_patient else 0.0)
         return buffer
 
-    def _wait(self, timeout: float | None) -> None:
+    def _wait(self, timeout: float | None, alert_seconds: float) -> None:
         """Wait up to `timeout` seconds (None: no limit) until every replica has published the current round."""
         first_behind = _kernels()[1]
         start = time.monotonic()
@@ -235,7 +238,7 @@ class SharedMemoryTransport(Transport):
                 raise self._lost(f"rank {rank} is gone")
             if timeout is not None and waited > timeout:
                 raise self._lost(f"rank {rank} did not answer within {timeout:g} s")
-            _pause(waited)
+            _pause(waited, alert_seconds)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a replica's process has ended; False if the process is not visible from here."""
@@ -263,10 +266,12 @@ def _reported(rows: np.ndarray) -> list[int]:
     return [-1 - count if count < 0 else first for count, first in rows[:, :2].tolist()]
 
 
-def _pause(waited: float) -> None:
-    """Yield the CPU, or sleep if `waited` seconds exceed YIELD_SECONDS."""
+def _pause(waited: float, alert_seconds: float = 0.0) -> None:
+    """Yield the CPU, or sleep if `waited` seconds exceed YIELD_SECONDS: briefly up to `alert_seconds`."""
     if waited < YIELD_SECONDS:
         os.sched_yield()
+    elif waited < alert_seconds:
+        time.sleep(SHORT_SLEEP_SECONDS)
     else:
         time.sleep(min(MAX_SLEEP_SECONDS, SLEEP_FRACTION * waited))
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.driver.answers import read_answers
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Members, ReplicaLost
-from lp_runtime.launchers.wire.messages import Join, Joined, Refused
+from lp_runtime.launchers.wire.messages import GroupBroken, Join, Joined, Refused
 from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
 from lp_runtime.replica.replica import ReplicaInfo
+
+Answer = Joined | GroupBroken | ReplicaLost  # to a Join
 
 
 class GroupFormer:
@@ -34,10 +36,10 @@ class GroupFormer:
     def form(self, members: Iterable[int]) -> Members | None:
         """Form a group of replicas unless they already are one, and return it; None if all of them are lost.
 
-        Replicas that are lost meanwhile are left out.
+        Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost.
 
         Raises:
-            LookaheadError: if the replicas refuse to form a group, or cannot reach each other.
+            LookaheadError: if the replicas refuse to form a group.
         """
         wanted = set(members)
         with contextlib.ExitStack() as held:
@@ -47,6 +49,7 @@ class GroupFormer:
 
     def _form(self, wanted: set[int]) -> Members | None:
         pool = self._pool
+        num_separated = 0  # groups that did not form although no member was lost
         for _ in range(2 * pool.num_replicas + 1):
             with pool.changed:
                 wanted &= pool.ready
@@ -55,22 +58,51 @@ class GroupFormer:
                     return group or None
                 for index in group:
                     pool.disband(pool.group_of(index))
-                incarnation = pool.incarnation(group[0])
-            meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
-            if meeting is None:
-                pool.lose(group[0], "it cannot be reached", incarnation)
+                incarnations = {index: pool.incarnation(index) for index in group}
+            answers = self._meet(group, incarnations[group[0]])
+            if self._note_joined(group, answers) or ReplicaLost in map(type, answers.values()):
                 continue
-            infos = self._join(group, meeting)
-            if len(infos) == len(group):
-                with pool.changed:
-                    self._info = infos[group[0]]
-                    pool.note_group(group)
+            num_separated += 1
+            for index in self._separated(group, answers, num_separated):
+                pool.lose(index, "it cannot reach the others", incarnations[index])
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
-    def _join(self, group: Members, meeting: Rendezvous) -> dict[int, ReplicaInfo]:
-        """Order replicas to join their group, and return the info of those that have joined, by index."""
+    def _meet(self, group: Members, incarnation: int) -> dict[int, Answer]:
+        """Let a group meet, where rank 0 has this incarnation; return the members' answers by index."""
+        meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
+        if meeting is not None:
+            return self._join(group, meeting)
+        reason = "it cannot be reached"
+        self._pool.lose(group[0], reason, incarnation)
+        return {group[0]: ReplicaLost(reason)}
+
+    def _note_joined(self, group: Members, answers: Mapping[int, Answer]) -> bool:
+        """Record a group if all its members have joined; return whether they have."""
+        infos = {index: answer.info for index, answer in answers.items() if isinstance(answer, Joined)}
+        if len(infos) < len(group):
+            return False
+        with self._pool.changed:
+            self._info = infos[group[0]]
+            self._pool.note_group(group)
+        return True
+
+    @staticmethod
+    def _separated(group: Members, answers: Mapping[int, Answer], num_separated: int) -> set[int]:
+        """Return the members of a group that did not form to go on without; none at first if it is not clear which.
+
+        A network that is cut between replicas may leave all of them in reach of the driver.
+        """
+        present = {index for index, answer in answers.items() if isinstance(answer, GroupBroken) and answer.was_present}
+        if present and len(present) < len(group):
+            return set(group) - present
+        return set(group[1:]) if num_separated > 1 else set()
+
+    def _join(self, group: Members, meeting: Rendezvous) -> dict[int, Answer]:
+        """Order replicas to join their group, and return the answers by index; those after a lost one are missing."""
         pool = self._pool
-        infos = {}
+        # The members of a later group run already. One that is in the way of a request must not be waited for longer.
+        timeout = None if self._info is None else pool.failure.timeout
+        answers: dict[int, Answer] = {}
         with pool.open_inbox(group) as inbox:
             for rank, index in enumerate(group):
                 place = self._host.placement(index)
@@ -84,12 +116,12 @@ class GroupFormer:
                     segment=meeting.segment,
                     attempt=inbox.order,
                 )
-                pool.send_order(inbox, index, Join(inbox.order, context))
+                pool.send_order(inbox, index, Join(inbox.order, context, timeout))
             for index, message in read_answers(pool, inbox, set(group)):
                 if isinstance(message, Refused):
                     raise message.kind(message.message)
-                if isinstance(message, Joined):
-                    infos[index] = message.info
-                elif isinstance(message, ReplicaLost):
+                if isinstance(message, Joined | GroupBroken | ReplicaLost):
+                    answers[index] = message
+                if isinstance(message, ReplicaLost):
                     break  # the next Join makes the others give up this group
-        return infos
+        return answers

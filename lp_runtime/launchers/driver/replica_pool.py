@@ -16,7 +16,8 @@ from lp_runtime.config.settings import FailureConfig
 from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.driver.restarts import RestartAllowance
 from lp_runtime.launchers.wire.inbox import Inbox, InboxTable, Members, ReplicaLost
-from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, SealedRequest, first_cause
+from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, first_cause
+from lp_runtime.launchers.wire.sealed_request import seal
 from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.request.request import Request
 
@@ -214,9 +215,9 @@ class ReplicaPool:
         """Send a message to a replica; never waits."""
         self._host.send(index, message)
 
-    def sealed(self, request: Request) -> SealedRequest:
-        """Return a request in the pickled form in which it is sent to replicas."""
-        return SealedRequest.of(request, self._host.pickled)
+    def sealed(self, request: Request) -> bytes:
+        """Return a request's message to replicas."""
+        return seal(request, self._host.pickled)
 
     @contextlib.contextmanager
     def open_inbox(self, members: Members) -> Iterator[Inbox]:

@@ -5,79 +5,30 @@ Orders are numbered. Every answer carries the number of its order, so that late 
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, RequestError, first_line
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
 from lp_runtime.replica.replica import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.utils.encoding import decode, encode
 
 PING, PONG = "ping", "pong"  # answered by a separate thread, even during a forward pass
 
 
 @dataclass(frozen=True)
-class SealedRequest:
-    """A request, pickled separately from the order that contains it.
-
-    So a replica that cannot import one of the caller's classes can still read the order and refuse it.
-
-    Attributes:
-        data: the pickled request, without its logits processors.
-        processors: (class name, pickled processor) of each of its logits processors.
-    """
-
-    data: bytes
-    processors: tuple[tuple[str, bytes], ...] = ()
-
-    @classmethod
-    def of(cls, request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> SealedRequest:
-        """Pickle a request with the function `pickled`; replicas read it with `pickle.loads`."""
-        processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
-        return cls(pickled(replace(request, processors=())), processors)
-
-    def opened(self) -> Request:
-        """Unpickle and return the request.
-
-        Raises:
-            RequestError: if this process cannot unpickle it; the message names the processor that fails.
-        """
-        request = _unpickled(self.data, "the request")
-        processors = tuple(_unpickled(data, f"processors: {name}") for name, data in self.processors)
-        return replace(request, processors=processors)
-
-
-def _class_of(processor: object) -> str:
-    """Return the module and name of a processor's class, or of a processor that is a function."""
-    named = processor if hasattr(processor, "__qualname__") else type(processor)
-    return f"{named.__module__}.{named.__qualname__}"
-
-
-def _unpickled(data: bytes, what: str) -> Any:
-    """Unpickle a value; if that fails, raise a RequestError whose message begins with `what`."""
-    try:
-        return pickle.loads(data)
-    except Exception as error:  # the caller's classes and modules may raise anything
-        raise RequestError(
-            f"{what}: replicas cannot import it ({type(error).__name__}: {first_line(error)});"
-            " define it in a module that they can import"
-        ) from error
-
-
-@dataclass(frozen=True)
 class Join:
-    """Order to leave the current group, if any, and join another.
+    """Order to leave the current group, if any, and join another. Answered by Joined, GroupBroken or Refused.
 
-    Answered by Joined, GroupBroken or Refused.
     Attributes:
         context: the replica's rank, and where the group meets.
+        timeout: seconds within which all members must join; None for launcher.timeout.
     """
 
     order: int
     context: ReplicaContext
+    timeout: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,10 +37,13 @@ class Decode:
 
     A replica that is alone in its group decodes all its Decode orders as one batch. Answered by rank 0's Streamed, then
     every member's Finished, GroupBroken or Refused.
+
+    Attributes:
+        request: sealed, so that a replica that cannot open it can refuse this order.
     """
 
     order: int
-    request: SealedRequest
+    request: bytes
 
 
 @dataclass(frozen=True)
@@ -97,11 +51,11 @@ class Prefill:
     """Order to run the prefill of a request that this replica will decode later. Answered by Prefilled.
 
     Attributes:
-        request: its prompt and committed tokens are prefilled.
+        request: sealed; its prompt and committed tokens are prefilled.
     """
 
     order: int
-    request: SealedRequest
+    request: bytes
 
 
 @dataclass(frozen=True)
@@ -149,7 +103,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Answer to a Prefill: it was completed or cancelled, or the replica cannot unpickle the request.
+    """Answer to a Prefill: it was completed or cancelled, or the replica cannot open the request.
 
     The Decode that follows prefills what is missing, or refuses the request.
     """
@@ -222,12 +176,14 @@ class GroupBroken:
     Attributes:
         reason: the error's message.
         digests: digest of each rank's state if they differ, else None.
+        was_present: whether this replica was at the meeting point of a Join, and other members were missing there.
     """
 
     order: int
     progress: Progress
     reason: str
     digests: list[int] | None = None
+    was_present: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,6 +223,31 @@ class Failed:
 
 
 Order = Join | Decode | Prefill
+KINDS = {kind.__name__.encode(): kind for kind in (Join, Decode, Prefill, Cancel, Abort)}
+
+
+def encode_order(message: object) -> bytes:
+    """Return the encoding of PING or of one of the driver's messages to a replica."""
+    return PING.encode() if message == PING else type(message).__name__.encode() + b" " + encode(message)
+
+
+def decode_order(data: bytes) -> object:
+    """Return a message of `encode_order`.
+
+    Raises:
+        LaunchError: if the message is damaged or comes from another version of lp_runtime.
+    """
+    if data == PING.encode():
+        return PING
+    name, _, encoded = data.partition(b" ")
+    try:
+        if name not in KINDS:
+            raise ValueError("it is not a message of this version of lp_runtime")
+        return decode(KINDS[name], encoded)
+    except ValueError as error:
+        raise LaunchError(
+            f"an order of the driver cannot be read: {error}; all machines need the same version of lp_runtime"
+        ) from error
 
 
 def first_cause(failures: dict[int, Failed]) -> int:

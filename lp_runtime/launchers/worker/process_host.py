@@ -61,7 +61,7 @@ class ProcessHost(ABC):
         """Send a message to a replica; never waits. If the replica is dead, `receive` reports it."""
 
     def pickled(self, value: object) -> bytes:
-        """Pickle a value of the caller for `pickle.loads` in a replica, where its class must be importable."""
+        """Pickle a logits processor for `pickle.loads` in a replica, where its class must be importable."""
         return pickle.dumps(value)
 
     @abstractmethod

@@ -9,6 +9,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:
@@ -20,11 +21,12 @@ def be_replica(pipe: Connection) -> None:
     """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it.
 
     Args:
-        pipe: receives (RuntimeConfig, Placement) first, then orders.
+        pipe: receives a pickled (RuntimeConfig, Placement) first, then encoded orders.
     """
+    use_expandable_segments()
     with no_garbage_collection():
         hide_triton_without_gpu()
-        from lp_runtime.launchers.wire.messages import Failed
+        from lp_runtime.launchers.wire.messages import Failed, decode_order
         from lp_runtime.launchers.worker.follower_server import FollowerServer
         from lp_runtime.launchers.worker.replica_server import ReplicaServer
 
@@ -37,10 +39,10 @@ def be_replica(pipe: Connection) -> None:
     def listen(server: ReplicaServer | FollowerServer) -> None:
         while True:
             try:
-                server.post(pipe.recv())
+                server.post(decode_order(pipe.recv_bytes()))
             except (EOFError, OSError):
                 os._exit(0)  # the driver closed the pipe or died: stop at once, whatever the main thread is doing
-            except Exception as error:  # a message that cannot be unpickled or is unknown
+            except Exception as error:  # a message that cannot be decoded
                 send(Failed.from_error(error))
                 os._exit(1)
 

@@ -10,7 +10,7 @@ from functools import partial
 
 from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.store import StoreConnection
+from lp_runtime.distributed.store import PeersMissingError, StoreConnection
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import (
     LaunchError,
@@ -39,6 +39,7 @@ from lp_runtime.launchers.wire.messages import (
     Refused,
     Streamed,
 )
+from lp_runtime.launchers.wire.sealed_request import open_request
 from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
@@ -86,7 +87,13 @@ class ReplicaServer:
         try:
             place = self._place
             loaded = load_replica(
-                self._config, place.device_index, place.num_local, True, place.owns_device, place.shard
+                self._config,
+                place.device_index,
+                place.num_local,
+                owns_process=True,
+                owns_device=place.owns_device,
+                place=place.shard,
+                batches=self._config.may_batch,
             )
             self._send(ModelLoaded(loaded.info))
             while True:
@@ -138,11 +145,12 @@ class ReplicaServer:
             self._enter(group, number)
 
         try:
-            store = self._store.connect(order.context, self._config.launcher.timeout)
-            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed)
+            store = self._store.connect(order.context, order.timeout or self._config.launcher.timeout)
+            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed, order.timeout)
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # a peer is missing or gone
-            self._send(GroupBroken(order.order, Progress(), str(error)))
+            was_present = isinstance(error.__cause__, PeersMissingError)
+            self._send(GroupBroken(order.order, Progress(), str(error), was_present=was_present))
             self._leave()
         except LookaheadError as error:
             self._send(Refused(order.order, str(error), type(error)))
@@ -154,7 +162,7 @@ class ReplicaServer:
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
         """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
         with contextlib.suppress(RequestError), out_of_memory_as(RequestMemoryError):  # the Decode will meet them again
-            self._feed(loaded.model, order.request.opened(), order.order)
+            self._feed(loaded.model, open_request(order.request), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)
 
@@ -177,7 +185,7 @@ class ReplicaServer:
             return
         answer = _Answer(order.order, self._send, is_leader=self._replica.group.rank == 0)
         try:
-            request = order.request.opened()
+            request = open_request(order.request)
             for event in self._replica.decode(request, lambda: self._orders.is_cancelled(order.order)):
                 answer.send(event)
         except ReplicaError as error:
@@ -199,7 +207,7 @@ class ReplicaServer:
                 number = order.order
                 answer = _Answer(number, self._send, is_leader=True)
                 try:
-                    request = order.request.opened()
+                    request = open_request(order.request)
                 except RequestError as error:
                     answer.send(error)
                     self._end(number)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
-from lp_runtime.lookahead.drafters.best_first.tables import K
 from lp_runtime.lookahead.guide import Guide
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 
 # Number of children of each inner node, by the ranks on the path from the root to it.
@@ -67,18 +67,18 @@ class TokenRecyclingDrafter(CountingDrafter):
             nodes[path + str(rank)] = parent
         return tree
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         pass
 
     def advance(
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        assert found.top_k is not None
-        for token, row in zip(tree.tokens[tree.root :], found.top_k, strict=True):
+        assert result.top_k is not None
+        for token, row in zip(tree.tokens[tree.root :], result.top_k, strict=True):
             self._table[token] = row
         self.count(tree, path, [range(tree.root + 1, len(tree))])

@@ -157,19 +157,21 @@ class MaskBuilder:
         """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
 
         `positions` are [T], absolute and consecutive, on the device. Returns `chunk_mask`, or a boolean mask,
-        [1, 1, T, S], for layers that hide committed tokens. None if the model's own causal mask serves as well: without
-        cached tokens, for a single token, or with another attention than tree_attention.py's.
+        [1, 1, T, S], for layers with chunked attention that hide tokens. None if the model's own causal mask serves as
+        well: where nothing is hidden, without cached tokens or for a single token, and with another attention than
+        tree_attention.py's.
         """
         num_tokens = len(positions)
-        if not self.is_own or num_cached == 0 or num_tokens == 1:
+        hiding = {kind for kind in self._kinds if self._hides(kind, num_cached + num_tokens)}
+        if not self.is_own or (not hiding and (num_cached == 0 or num_tokens == 1)):
             return None
         masks: dict[str, torch.Tensor] = {}
         for kind in self._kinds:
-            if self._hides(kind, num_cached + num_tokens):
+            if kind == CHUNKED and kind in hiding:
                 ancestors = torch.ones((num_tokens, num_tokens), dtype=torch.bool, device=positions.device).tril()
                 masks[kind] = self._windowed(kind, ancestors, positions, num_cached)
             else:
-                masks[kind] = chunk_mask(num_tokens, positions.device)
+                masks[kind] = chunk_mask(num_tokens, positions.device, self._sliding_window if kind in hiding else 0)
         return masks if self.by_kind else next(iter(masks.values()))
 
     def _hides(self, kind: str, num_keys: int) -> bool:
@@ -189,7 +191,7 @@ class MaskBuilder:
             keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
             queries = positions[:, None]
             if kind == SLIDING:
-                mask = mask & (queries - keys < self._sliding_window)
+                mask = mask & (keys > queries - self._sliding_window)
             else:
                 mask = mask & (queries // self._chunk == keys // self._chunk)
         return self._to_additive(mask) if self.form is MaskForm.ADDITIVE else mask[None, None]

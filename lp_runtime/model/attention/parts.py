@@ -8,11 +8,15 @@ Letters: T tokens fed, L committed tokens, H key/value heads, g query heads for 
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 FLASH_DTYPES = (torch.float16, torch.bfloat16)  # supported by torch's flash attention
 MAX_FLASH_HEAD_SIZE = 256  # largest D of torch's flash attention
 MIN_FLASH_CAPABILITY = (8, 0)  # torch's flash attention needs Ampere or newer
+MAX_WINDOW_ERROR = 0.1  # of flash attention in half precision; a key too many or too few makes a larger one
+WINDOW_BLOCK = 512  # queries that attend together in a sliding window without flash attention; bounds the scores
 
 
 def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
@@ -47,6 +51,88 @@ def attend(
     folded = query.reshape(1, key.shape[1], groups * num_rows, size)
     output, total = _attend(folded, key, value, scale, False)
     return output.reshape(1, num_heads, num_rows, -1), total.reshape(1, num_heads, num_rows)
+
+
+def attend_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend causally in a sliding window: each of the last T tokens sees itself and the `window - 1` keys before it.
+
+    `query` is [1, g H, T, D], `key` and `value` [1, H, L + T, D]; `scale` multiplies the scores. Reads at most
+    `window - 1 + T` keys. Returns output, [1, g H, T, D], and log-sum-exp, [1, g H, T] float32.
+    """
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    first = max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
+    if _takes_groups(query, value) and flash_has_windows(query.device, query.dtype, query.shape[3]):
+        return _attend_window(query, key[:, :, first:], value[:, :, first:], scale, window)
+    outputs, totals = [], []
+    for start in range(0, num_tokens, WINDOW_BLOCK):
+        block = query[:, :, start : start + WINDOW_BLOCK]
+        end = num_keys - num_tokens + start + block.shape[2]
+        keys = slice(max(0, end - block.shape[2] - window + 1), end)
+        output, total = _attend_band(block, key[:, :, keys], value[:, :, keys], scale, window)
+        outputs.append(output)
+        totals.append(total)
+    return torch.cat(outputs, 2), torch.cat(totals, 2)
+
+
+@functools.cache
+def flash_has_windows(device: torch.device, dtype: torch.dtype, size: int) -> bool:
+    """Whether torch's flash attention computes sliding windows for a GPU, dtype and head size; tried once."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, num_tokens, size, generator=generator).to(device, dtype)
+        for heads, num_tokens in ((2, 24), (1, 40), (1, 40))
+    )
+    try:
+        found = _attend_window(query, key, value, size**-0.5, 5)
+    except RuntimeError:  # a build without windows
+        return False
+    expected = _attend_band(query, key, value, size**-0.5, 5)
+    errors = [(one.float() - other.float()).abs().max() for one, other in zip(found, expected, strict=True)]
+    return bool(torch.stack(errors).max() < MAX_WINDOW_ERROR)
+
+
+def _attend_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attend_window` by flash attention, which takes tokens before heads; only if `_takes_groups`."""
+    aten = torch.ops.aten
+    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+    output, total, *_ = aten._flash_attention_forward(
+        query, key, value, None, None, query.shape[1], key.shape[1], 0.0, True, False,
+        scale=scale, window_size_left=window - 1, window_size_right=0,
+    )  # fmt: skip
+    return output.transpose(1, 2), total
+
+
+def _attend_band(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `attend_window` by a mask over all the given keys."""
+    num_heads, num_tokens, size = query.shape[1:]
+    aten, groups = torch.ops.aten, num_heads // key.shape[1]
+    folded = query.reshape(1, key.shape[1], groups * num_tokens, size)
+    if query.device.type == "cpu" and size == value.shape[3]:
+        mask = _band(num_tokens, key.shape[2], window, query.dtype, query.device, groups)
+        output, total = aten._scaled_dot_product_flash_attention_for_cpu(
+            folded, key, value, 0.0, False, attn_mask=mask[None, None], scale=scale
+        )
+    else:
+        mask = _band(num_tokens, key.shape[2], window, torch.float32, query.device)
+        output, total = attend_masked(folded, key, value, mask, scale)
+    return output.reshape(1, num_heads, num_tokens, -1), total.reshape(1, num_heads, num_tokens)
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a pass need the same ones
+def _band(
+    num_tokens: int, num_keys: int, window: int, dtype: torch.dtype, device: torch.device, groups: int = 1
+) -> torch.Tensor:
+    """Return the additive mask, [g T, S], of the last T of S tokens in a sliding window."""
+    last = num_keys - num_tokens  # key of the first token itself
+    seen = torch.ones((num_tokens, num_keys), dtype=torch.bool, device=device).tril(last).triu(last - window + 1)
+    mask = torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, torch.finfo(dtype).min)
+    return mask.repeat(groups, 1)
 
 
 def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:

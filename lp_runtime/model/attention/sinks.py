@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from lp_runtime.model.attention.parts import attend, attend_masked, merge
+from lp_runtime.model.attention.parts import attend, attend_masked, attend_window, merge
 
 
 def attend_with_sinks(
@@ -26,8 +26,8 @@ def attend_with_sinks(
     Args:
         query: [1, g H, T, D].
         key, value: [1, H, S, D].
-        mask: [1, 1, T, S] boolean or additive; [1, 1, T, T] additive, of the tree alone; [1, 1, T, 0] for a chunk of a
-            prompt after committed tokens; None for causal attention.
+        mask: [1, 1, T, S] boolean or additive; [1, 1, T, T] additive, of the tree alone; [1, 1 + w, T, 0] for a chunk
+            of a prompt, with a sliding window of w tokens or, if w is 0, without one; None for causal attention.
         sinks: [g H].
         window: sliding window of an [1, 1, T, S] mask, in tokens; None for none.
     """
@@ -36,7 +36,9 @@ def attend_with_sinks(
         first = 0 if window is None else max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
         additive = _additive(mask[0, 0, :, first:])
         output, total = _attend_folded(query, key[:, :, first:], value[:, :, first:], additive, scale)
-    elif mask is None:
+    elif mask is not None and mask.shape[1] > 1:
+        output, total = attend_window(query, key, value, scale, mask.shape[1] - 1)
+    elif mask is None or (mask.shape[-1] == 0 and num_tokens in (1, num_keys)):
         output, total = attend(query, key, value, scale, is_causal=num_tokens > 1)
     else:
         num_cached = num_keys - num_tokens

@@ -4,7 +4,8 @@ The queries of all heads that share a key/value head are folded into one longer 
 one call, with a mask. On a GPU a mask would rule out the fastest kernels, and most of the work needs none, because
 every token of a tree sees the whole committed prefix. So attention covers the prefix without a mask and the tree's own
 T x T part with one, and the two are merged by the log-sum-exp of their scores (as in split-key decoding). A chunk of a
-prompt after committed tokens is handled in the same way, except that its T x T part is causal.
+prompt after committed tokens is handled in the same way, except that its T x T part is causal. In a sliding window a
+chunk attends to the keys of the window and to its own (parts.py).
 
 Letters: T tokens of the tree, L committed tokens, H key/value heads, g query heads for each, D head size, P sequences
 of a batch.
@@ -21,7 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lp_runtime.model.attention.parts import attend, attend_masked, merge
+from lp_runtime.model.attention.parts import attend, attend_masked, attend_window, merge
 from lp_runtime.model.attention.sinks import attend_with_sinks
 
 NAME = "lp_runtime_tree"  # as `attn_implementation` of a model
@@ -73,8 +74,8 @@ def tree_attention(
         query: [1, g H, T, D].
         key, value: [1, H, L + T, D].
         attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
-            `chunk_mask`, [1, 1, T, 0], the tokens are a chunk of a prompt: each sees the L tokens and those before
-            itself. With any other mask, or none, this is transformers' sdpa.
+            `chunk_mask` the tokens are a chunk of a prompt: each sees the L tokens and those before itself, or a
+            sliding window of them. With any other mask, or none, this is transformers' sdpa.
         scaling: of the scores; default 1 / sqrt(D).
         device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
             then that of the pass, and only the shapes of `key` and `value` are read.
@@ -109,14 +110,17 @@ def tree_attention(
     return output.transpose(1, 2).contiguous(), None
 
 
-def chunk_mask(num_tokens: int, device: torch.device) -> torch.Tensor:
-    """Return the mask, [1, 1, T, 0], that marks a chunk of a prompt after committed tokens."""
-    return torch.empty((1, 1, num_tokens, 0), dtype=torch.bool, device=device)
+def chunk_mask(num_tokens: int, device: torch.device, window: int = 0) -> torch.Tensor:
+    """Return the empty mask, [1, 1 + window, T, 0], that marks a chunk of a prompt.
+
+    `window` is the sliding window in tokens; 0 for none.
+    """
+    return torch.empty((1, 1 + window, num_tokens, 0), dtype=torch.bool, device=device)
 
 
-def is_chunk_mask(mask: torch.Tensor | None) -> bool:
-    """Whether a mask is a `chunk_mask`."""
-    return mask is not None and mask.shape[-1] == 0
+def window_of(mask: torch.Tensor | None) -> int | None:
+    """Return the sliding window of a `chunk_mask`, 0 for none; None for any other mask."""
+    return mask.shape[1] - 1 if mask is not None and mask.shape[-1] == 0 else None
 
 
 def _attend_prompt(
@@ -135,10 +139,14 @@ def _attend_prompt(
     """
     num_tokens, size = query.shape[2:]
     scale = size**-0.5 if scaling is None else scaling
-    is_prompt = attention_mask is None and num_tokens in (1, key.shape[2])
+    window = window_of(attention_mask)
+    if window:
+        output = attend_window(query, key, value, scale, window)[0]
+        return output.to(query.dtype).transpose(1, 2).contiguous()
+    is_prompt = (attention_mask is None or window is not None) and num_tokens in (1, key.shape[2])
     if is_prompt and size == value.shape[3]:
         return attend(query, key, value, scale, is_causal=num_tokens > 1)[0].transpose(1, 2).contiguous()
-    if is_chunk_mask(attention_mask):
+    if window is not None:
         if size == value.shape[3]:
             return attend_chunk(query, key, value, scale)
         shape = (1, 1, num_tokens, key.shape[2])

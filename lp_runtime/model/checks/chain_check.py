@@ -12,6 +12,7 @@ from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, lengths_to_cross
+from lp_runtime.model.forward.passes import FeedOneByOne
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -110,7 +111,7 @@ def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> tor
     If rotary factors change within the text, its last tokens are fed one at a time instead.
     """
     if model.rotary_lengths.threshold < len(text):
-        return model.feed("text_one_by_one", [], text, len(text) - num_last + 1)
+        return model.feed(FeedOneByOne(text, len(text) - num_last + 1))
     keep = {"logits_to_keep": num_last} if model.passes.keeps_logits else {}
     ids = torch.tensor([text], device=model.device)
     return model.model(input_ids=ids, use_cache=False, **keep).logits[0, -num_last:].float()

@@ -17,6 +17,7 @@ import torch
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.check_passes import check_fixed_passes
+from lp_runtime.model.forward.passes import FeedOneByOne, FeedText
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -187,9 +188,9 @@ def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> tor
     """
     lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
     if not lengths.refeeds or not start <= end < len(text):
-        return model.feed("text_one_by_one", [], text, start)
-    before = model.feed("text", [], text[:end], end - start + 1)
-    return torch.cat([before, model.feed("text", [], text, len(text) - end)]).float()
+        return model.feed(FeedOneByOne(text, start))
+    before = model.feed(FeedText(text[:end], end - start + 1))
+    return torch.cat([before, model.feed(FeedText(text, len(text) - end))]).float()
 
 
 def _compare(
@@ -209,7 +210,7 @@ def _compare(
 
 def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch.Tensor:
     """Return [num_last, V] float32 logits of a text's last tokens, computed without a cache."""
-    return model.feed("text", [], tokens, num_last).float()
+    return model.feed(FeedText(tokens, num_last)).float()
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:

@@ -26,18 +26,28 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import attention_of, takes_attention
+from lp_runtime.model.hf.config import accepts_attention, attention_of
 from lp_runtime.model.kv_cache.device import DeviceCache
 
 MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of fixed-size passes: CUDA graphs, torch.compile, and GraphCapture's `refuses_waits`."""
+    """Options of fixed-size passes.
+
+    Attributes:
+        capture: whether passes are captured as CUDA graphs.
+        compiled: whether the model is compiled by torch.compile.
+        refuses_waits: as in GraphCapture.
+        batches: whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
+        max_tokens: tokens of the largest pass.
+    """
 
     capture: bool
     compiled: bool = False
     refuses_waits: bool = True
+    batches: bool = True
+    max_tokens: int = 1
 
 
 class PassSize(NamedTuple):
@@ -54,7 +64,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     same head size for keys and values, which the Triton kernels require.
     """
     config = model.config.get_text_config()
-    if attention_of(config) not in (TREE, STRICT) or not takes_attention(model):
+    if attention_of(config) not in (TREE, STRICT) or not accepts_attention(model):
         return "the model uses its own attention"
     if getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"
@@ -68,7 +78,8 @@ class FixedPass:
 
     Attributes:
         replay: launches the captured graph; None before the capture.
-        logits: [B, V] of the wanted rows, in the model's dtype; None before the first run.
+        logits: [B, V] of the wanted rows, in the model's dtype and in memory that all sizes share; None before the
+            first run.
         presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
     """
 
@@ -119,6 +130,7 @@ class PassSet:
         self._num_processors = torch.cuda.get_device_properties(self._device).multi_processor_count if on_gpu else 1
         self._capture: GraphCapture | None = None  # made by the first capture
         self._passes: dict[PassSize, FixedPass] = {}
+        self._logits: torch.Tensor | None = None  # [rows of the largest pass so far, V], written by every pass
         self._is_strict = is_strict
 
     @property
@@ -141,11 +153,15 @@ class PassSet:
         cache = DeviceCache(
             self._num_layers, inputs.device_inputs, self._kernels, self._num_processors, self._is_strict
         )
-        one = FixedPass(inputs, cache)
+        one, before = FixedPass(inputs, cache), self._logits
         if self.options.capture:
             self._capture = self._capture or GraphCapture(self._device, self.options.refuses_waits)
             inputs.fill(())  # padding only: no cache is touched
-            one.replay = self._capture.capture(lambda: self.run_pass(one))
+            try:
+                one.replay = self._capture.capture(lambda: self.run_pass(one))
+            except BaseException:
+                self._logits = before
+                raise
         self._passes[size] = one
 
     def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
@@ -180,5 +196,20 @@ class PassSet:
                 device_cache=one.cache,
                 **options,
             )
-        one.logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
+        logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
+        if self._logits is None or len(self._logits) < len(logits):
+            self._logits = self._allocate_logits(logits)
+        one.logits = self._logits[: len(logits)].copy_(logits)
         one.presampled = self._sample(one.logits, self._kernels)
+
+    @torch.inference_mode(False)  # a tensor of inference mode could be written only there
+    def _allocate_logits(self, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for the logits of all sizes; if there is too little for that, for those given, [B, V]."""
+        num_rows, size = like.shape
+        for rows in (max(num_rows, self.options.max_tokens), num_rows):
+            try:
+                return torch.empty((rows, size), dtype=like.dtype, device=like.device)
+            except torch.OutOfMemoryError:
+                if rows == num_rows:
+                    raise
+        raise AssertionError("one of them was allocated")

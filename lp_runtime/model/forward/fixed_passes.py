@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.forward.following import LeadingShard
 from lp_runtime.model.forward.pass_inputs import Part
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import Feed, FeedFixed, MakeFixed, Passes
 from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.forward.strict_parts import cut_into_passes
 
@@ -31,11 +31,24 @@ MIN_LARGEST = 256  # tokens: if a pass of this size does not fit into memory, no
 MAX_SEQUENCES = 16  # in a pass; a larger batch takes several passes
 
 
+def pass_sizes(strict_tokens: int | None, is_compiled: bool) -> tuple[int, ...]:
+    """Return the token counts of passes, ascending."""
+    if strict_tokens is not None:
+        return (strict_tokens,)
+    return COMPILED_SIZES if is_compiled else SIZES
+
+
+def largest_size(strict_tokens: int | None, is_compiled: bool, has_followers: bool) -> int:
+    """Return the tokens of the largest pass, if it fits into memory."""
+    largest = pass_sizes(strict_tokens, is_compiled)[-1]
+    return min(largest, MIN_LARGEST) if has_followers and strict_tokens is None else largest
+
+
 class FixedPasses:
     """Passes of fixed sizes for trees.
 
     Args:
-        passes: runs them; `begin_fixed` has been called.
+        passes: runs them; `BeginFixed` has run.
         leading: makes every pass on the replica's other shards, too; None if there are none.
 
     Attributes:
@@ -43,17 +56,15 @@ class FixedPasses:
             passes.
     """
 
-    def __init__(self, passes: Passes, feed: Callable[..., torch.Tensor], leading: LeadingShard | None = None):
+    def __init__(self, passes: Passes, feed: Feed, leading: LeadingShard | None = None):
         assert passes.made is not None
         self._passes = passes
         self._feed = feed
         self._leading = leading
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
-        self._all_sizes: tuple[int, ...] = COMPILED_SIZES if self.options.compiled else SIZES
-        if self._strict_tokens is not None:
-            self._all_sizes = (self._strict_tokens,)
-        self.max_tokens = self._strict_tokens or (self._all_sizes[-1] if leading is None else MIN_LARGEST)
+        self._all_sizes = pass_sizes(self._strict_tokens, self.options.compiled)
+        self.max_tokens = largest_size(self._strict_tokens, self.options.compiled, leading is not None)
 
     @property
     def options(self) -> GraphOptions:
@@ -82,17 +93,19 @@ class FixedPasses:
         if size in self._made:
             return False
         if self._leading is None:
-            self._passes.make_fixed([], size)
+            self._passes.run(MakeFixed(size), ())
         else:
-            self._leading.attempt(self._passes, "make_fixed", [], (size,))
+            self._leading.attempt(self._passes, MakeFixed(size))
         return True
 
     def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
         """Make all passes, the largest first, so that the others reuse its memory.
 
         Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
-        several sequences are made if `with_batches`. Yields the capacity of each pass, (tokens, sequences), once made.
+        several sequences are made if `with_batches`, and if the options ask for that. Yields the capacity of each pass,
+        (tokens, sequences), once made.
         """
+        with_batches = with_batches and self.options.batches
         for size in reversed(self.sizes):
             for num_sequences in (1, MAX_SEQUENCES) if with_batches and size > 1 else (1,):
                 try:
@@ -114,6 +127,8 @@ class FixedPasses:
         """Whether parts fit into passes of fixed sizes."""
         if self._strict_tokens is not None:
             return True
+        if len(parts) > 1 and not self.options.batches:
+            return False
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
@@ -136,7 +151,7 @@ class FixedPasses:
         num_tokens = _num_tokens(parts)
         self.make(num_tokens, len(parts))
         size = self._size(num_tokens, len(parts))
-        logits = self._feed("fixed", [part.cache for part in parts], size, [part[1:] for part in parts])
+        logits = self._feed(FeedFixed(size, [part[1:] for part in parts]), [part.cache for part in parts])
         found = self._passes.step_logits(logits, self._feed, self._made.presampled)
         return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
 

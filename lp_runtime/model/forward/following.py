@@ -17,7 +17,7 @@ import torch
 
 from lp_runtime.distributed.shards import ShardLink
 from lp_runtime.errors import ModelError, PassFailedError, ShardError, first_line
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import FeedFixed, Pass, Passes
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.utils.memory import is_out_of_memory
 
@@ -39,31 +39,29 @@ class CacheState(NamedTuple):
     written: int
 
 
-class Pass(NamedTuple):
+class Announcement(NamedTuple):
     """An announcement of a forward pass.
 
     Attributes:
-        kind, what: name of a method of Passes, and its arguments after `caches`.
         gone: keys of caches that shard 0 has freed.
         is_captured: whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
         may_fail: whether the replica outlives any failure of the pass. It always outlives that memory runs out.
     """
 
-    kind: str
+    work: Pass
     caches: list[CacheState]
-    what: Sequence[object]
     gone: list[int]
     is_captured: bool = False
     may_fail: bool = False
 
 
-def run_agreed(link: ShardLink, order: Pass, run: Callable[[], torch.Tensor]) -> torch.Tensor:
+def run_agreed(link: ShardLink, order: Announcement, run: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Run a shard's part of a pass that all shards run; if it fails on some, all leave it.
 
     Raises the error of this shard; PassFailedError if only others have one; ShardError if they cannot leave the pass.
     """
     try:
-        found = run()
+        logits = run()
     except (ShardError, PassFailedError):
         raise
     except Exception as error:
@@ -72,7 +70,7 @@ def run_agreed(link: ShardLink, order: Pass, run: Callable[[], torch.Tensor]) ->
         raise
     if not order.is_captured:
         link.end_pass()
-    return found
+    return logits
 
 
 class LeadingShard:
@@ -89,14 +87,14 @@ class LeadingShard:
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
         self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 
-    def run(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> torch.Tensor:
+    def run(self, passes: Passes, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
         """Run a pass on all shards; arguments and result are those of Passes.run.
 
         If memory runs out on some shards, all of them leave the pass, and this one raises torch.OutOfMemoryError.
         Raises ShardError if they cannot leave it, if a shard is gone, or if the pass fails otherwise on this one.
         """
         with self._lock:
-            order = self._order(kind, caches, what, is_captured=kind == "fixed" and passes.are_captured)
+            order = self._order(work, caches, is_captured=isinstance(work, FeedFixed) and passes.are_captured)
             try:
                 return self._run(passes, order, caches)
             except PassFailedError:
@@ -110,36 +108,31 @@ class LeadingShard:
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
         raise torch.OutOfMemoryError("memory has run out on another GPU of the replica")
 
-    def attempt(self, passes: Passes, kind: str, caches: Sequence[TreeCache], what: Sequence[object]) -> None:
-        """Run a method of Passes on all shards; if it fails on some, report that but keep the replica.
+    def attempt(self, passes: Passes, work: Pass) -> None:
+        """Run a pass without caches on all shards; if it fails on some, report that but keep the replica.
 
-        `kind` names the method, called with `caches` and `what`; it must fail after its all-reduces, or before them on
-        all shards. A failure does not undo the work of the shards on which it succeeded. It is a ModelError if it was
-        on other shards only; an error on shard 0 is raised unchanged.
+        It must fail after its all-reduces, or before them on all shards. A failure does not undo the work of the shards
+        on which it succeeded. It is a ModelError if it was on other shards only; an error on shard 0 is raised
+        unchanged.
         """
         with self._lock:
             try:
-                self._run(passes, self._order(kind, caches, what, may_fail=True), caches)
+                self._run(passes, self._order(work, (), may_fail=True), ())
             except PassFailedError as error:
                 raise ModelError("it has failed on another GPU of the replica") from error
 
-    def _run(self, passes: Passes, order: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
+    def _run(self, passes: Passes, order: Announcement, caches: Sequence[TreeCache]) -> torch.Tensor:
         """Announce a pass and run it."""
         self._link.announce(order)
-        return run_agreed(self._link, order, lambda: passes.run(order.kind, caches, order.what))
+        return run_agreed(self._link, order, lambda: passes.run(order.work, caches))
 
     def _order(
-        self,
-        kind: str,
-        caches: Sequence[TreeCache],
-        what: Sequence[object],
-        is_captured: bool = False,
-        may_fail: bool = False,
-    ) -> Pass:
+        self, work: Pass, caches: Sequence[TreeCache], is_captured: bool = False, may_fail: bool = False
+    ) -> Announcement:
         """Return the announcement of a pass, with the caches that were freed since the last one."""
         gone = [self._gone.pop() for _ in range(len(self._gone))]  # finalizers may append meanwhile
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
-        return Pass(kind, states, what, gone, is_captured, may_fail)
+        return Announcement(work, states, gone, is_captured, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
         """Return the key of a cache; a new cache gets the next number."""
@@ -172,7 +165,7 @@ class Follower:
         """Run announced passes; yield other messages. ShardError when shard 0, or a follower, is gone."""
         while True:
             message = self._link.listen()
-            if isinstance(message, Pass):
+            if isinstance(message, Announcement):
                 self._run(message)
             else:
                 yield message
@@ -181,7 +174,7 @@ class Follower:
         """Leave the link; unless the replica has ended already, this loses it."""
         self._link.close()
 
-    def _run(self, order: Pass) -> None:
+    def _run(self, order: Announcement) -> None:
         """Run an announced pass; return if it has failed on some shards and all have left it."""
         for key in order.gone:
             self._caches.pop(key, None)
@@ -189,7 +182,7 @@ class Follower:
             run_agreed(
                 self._link,
                 order,
-                lambda: self._passes.run(order.kind, [self._cache(each) for each in order.caches], order.what),
+                lambda: self._passes.run(order.work, [self._cache(each) for each in order.caches]),
             )
         except PassFailedError:
             return

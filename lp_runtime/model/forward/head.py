@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from lp_runtime.model.attention.mask import MaskBuilder
-from lp_runtime.model.forward.cuda_graph import PassSize
-from lp_runtime.model.forward.inputs import InputLayout
-from lp_runtime.model.forward.passes import Passes
+from lp_runtime.model.forward.passes import TREE_PASSES, Feed, MakeFixed, Pass, Passes
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear
@@ -29,7 +28,7 @@ GREEDY = SampleRequest(GREEDY_PACKING, Truncation(), key=None, positions=())  # 
 class SlicedPasses(Passes):
     """Passes whose tree passes return only this shard's slice of the logits, [n, v].
 
-    Further calls gather the whole rows (`read`), or what sampling needs from each slice (`find`).
+    Further passes gather the whole rows (`ReadRows`), or what sampling needs from each slice (`FindInSlices`).
     """
 
     def __init__(
@@ -44,19 +43,15 @@ class SlicedPasses(Passes):
         self._head, self._vocabulary = head, VocabularySlice(head.shard, head.sizes, model.device)
         self._logits, self._number = torch.empty(0), 0  # slice of the last tree pass, and number of tree passes so far
 
-    def share(self, caches: Sequence[TreeCache], layout: InputLayout, length: int = 0) -> torch.Tensor:
-        return self._keep(lambda: super(SlicedPasses, self).share(caches, layout, length))
+    def run(self, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
+        def feed() -> torch.Tensor:
+            return super(SlicedPasses, self).run(work, caches)
 
-    def shares(self, caches: Sequence[TreeCache], layouts: Sequence[InputLayout]) -> torch.Tensor:
-        return self._keep(lambda: super(SlicedPasses, self).shares(caches, layouts))
+        if isinstance(work, TREE_PASSES):
+            return self._keep(feed)
+        return self._in_slices(feed) if isinstance(work, MakeFixed) else feed()
 
-    def make_fixed(self, caches: Sequence[TreeCache], size: PassSize) -> torch.Tensor:
-        return self._in_slices(lambda: super(SlicedPasses, self).make_fixed(caches, size))
-
-    def fixed(self, caches: Sequence[TreeCache], size: PassSize, pieces: Sequence[tuple]) -> torch.Tensor:
-        return self._keep(lambda: super(SlicedPasses, self).fixed(caches, size, pieces))
-
-    def _sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
+    def sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
         return self._vocabulary.pack(self._head.gather(self._vocabulary.find(logits, GREEDY)), GREEDY)
 
     def _keep(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -74,14 +69,12 @@ class SlicedPasses(Passes):
             self._head.mode.is_whole = True
 
     @torch.inference_mode()
-    def read(self, caches: Sequence[TreeCache], number: int, start: int, stop: int) -> torch.Tensor:
+    def read(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Gather the whole logits, [n, V], of rows `start` to `stop` of tree pass `number`: the last one."""
         return self._head.put_together(self._rows(number, start, stop))
 
     @torch.inference_mode()
-    def find(
-        self, caches: Sequence[TreeCache], number: int, start: int, stop: int, wanted: SampleRequest
-    ) -> torch.Tensor:
+    def find(self, number: int, start: int, stop: int, wanted: SampleRequest) -> torch.Tensor:
         """Gather what sampling needs from each slice, [P, n, width]; rows and `number` as in `read`."""
         return self._head.gather(self._vocabulary.find(self._rows(number, start, stop), wanted))
 
@@ -90,20 +83,43 @@ class SlicedPasses(Passes):
         assert number == self._number, "logits are read before the next pass"
         return self._logits[start:stop]
 
-    def step_logits(
-        self, logits: torch.Tensor, feed: Callable[..., torch.Tensor], presampled: torch.Tensor | None = None
-    ) -> StepLogits:
+    def step_logits(self, logits: torch.Tensor, feed: Feed, presampled: torch.Tensor | None = None) -> StepLogits:
         number = self._number
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return feed("read", [], number, start, stop)
+            return feed(ReadRows(number, start, stop))
 
         def find(start: int, stop: int, wanted: SampleRequest) -> torch.Tensor:
-            return feed("find", [], number, start, stop, wanted)
+            return feed(FindInSlices(number, start, stop, wanted))
 
         if not self._vocabulary.can_find:
             return StepLogits(read(0, len(logits)))
         return SlicedLogits(self._vocabulary, read, find, range(len(logits)), presampled)
+
+
+class ReadRows(NamedTuple):
+    """Gathers the whole logits of some rows: see `SlicedPasses.read`."""
+
+    number: int
+    start: int
+    stop: int
+
+    def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
+        assert isinstance(passes, SlicedPasses)
+        return passes.read(*self)
+
+
+class FindInSlices(NamedTuple):
+    """Gathers what sampling needs from each slice: see `SlicedPasses.find`."""
+
+    number: int
+    start: int
+    stop: int
+    wanted: SampleRequest
+
+    def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
+        assert isinstance(passes, SlicedPasses)
+        return passes.find(*self)
 
 
 def make_passes(

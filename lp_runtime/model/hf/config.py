@@ -56,7 +56,7 @@ def attention_of(config: PreTrainedConfig) -> str:
     return config._attn_implementation  # no public attribute exists
 
 
-def takes_attention(model: PreTrainedModel) -> bool:
+def accepts_attention(model: PreTrainedModel) -> bool:
     """Whether a model accepts any registered attention function, not only those named in its code."""
     return model.is_backend_compatible()
 

@@ -107,12 +107,14 @@ class SlotPool:
     or if several slots in use would have room for more tokens than `limit`.
 
     `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
-    finished sequences, evicted when slots need the memory; None for no prefix cache.
+    finished sequences, evicted when slots need the memory; None for no prefix cache. `bytes_per_token` is the size of a
+    token in all layers of a slot; 0 before a slot that has been used is released.
     """
 
     def __init__(self, padded: Callable[[int], int]):
         self.prefixes: PrefixCache | None = None
         self.limit: int | None = None  # tokens of all slots in use; None for no limit
+        self.bytes_per_token = 0
         self._padded = padded
         self._free: list[CacheSlot] = []
         self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id(slot): (slot, tokens that must fit)
@@ -122,11 +124,6 @@ class SlotPool:
         """Capacity in tokens of all slots together, free or in use."""
         in_use = sum(max(slot.capacity, capacity) for slot, capacity in self._in_use.values())
         return in_use + sum(slot.capacity for slot in self._free)
-
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of one token in all layers of a slot; 0 if no free slot has been used yet."""
-        return next((slot.cache.bytes_per_token for slot in self._free if slot.capacity), 0)
 
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
         """Take a slot out of the pool, or make one.
@@ -187,6 +184,8 @@ class SlotPool:
         """Return a slot to the pool."""
         self._in_use.pop(id(slot), None)
         self._free.append(slot)
+        if slot.capacity:
+            self.bytes_per_token = slot.cache.bytes_per_token or self.bytes_per_token
         if self.prefixes is not None:
             self.prefixes.reserve(self.capacity)
 

@@ -49,7 +49,7 @@ class FusedNorm(nn.Module):
                 return normed
         if hidden_states.is_cuda:  # there torch's rms_norm is a single kernel
             return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
-        if self._on_host is not None and numba_cpu.takes(hidden_states):
+        if self._on_host is not None and numba_cpu.supports(hidden_states):
             return numba_cpu.norm(hidden_states, self._on_host, self.variance_epsilon)
         length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
         normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
@@ -59,7 +59,7 @@ class FusedNorm(nn.Module):
         """Add two tensors and normalize the sum: return (sum, normalized sum), [..., E] each."""
         if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.weight):
             return self._kernels.add_and_norm(states, added, self.weight, self.variance_epsilon)
-        if self._on_host is not None and numba_cpu.takes(states) and numba_cpu.takes(added):
+        if self._on_host is not None and numba_cpu.supports(states) and numba_cpu.supports(added):
             return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
         total = states + added
         return total, self(total)
@@ -143,7 +143,7 @@ class FusedAttention(nn.Module):
             query, key, value = self._norm(*states.split(self._sizes, 2))
             query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
             query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        elif isinstance(cache, TreeCache) and numba_cpu.takes(states):
+        elif isinstance(cache, TreeCache) and numba_cpu.supports(states):
             query, key, value = self._rotated_on_host(states, *position_embeddings, cache)
         else:
             query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import psutil
@@ -161,11 +162,11 @@ def test_a_patient_wait_outlasts_the_steps_timeout():
     def task(group: Group):
         if group.rank == 0:
             waiting.wait(TIMEOUT)
-            return broadcast_object("a request", group, is_patient=True)
+            return group.connected.broadcast(b"a request", is_patient=True)
         threading.Timer(3 * STEP_TIMEOUT, waiting.set).start()
-        return broadcast_object(None, group, is_patient=True)
+        return group.connected.broadcast(None, is_patient=True)
 
-    assert of_threads(task, step_timeout=STEP_TIMEOUT) == ["a request", "a request"]
+    assert of_threads(task, step_timeout=STEP_TIMEOUT) == [b"a request", b"a request"]
 
 
 def test_an_abort_by_another_thread_ends_a_wait():
@@ -177,7 +178,7 @@ def test_an_abort_by_another_thread_ends_a_wait():
             return None
         threading.Timer(0.01, group.connected.abort).start()
         try:
-            return broadcast_object(None, group, is_patient=True)
+            return group.connected.broadcast(None, is_patient=True)
         finally:
             over.set()
 
@@ -270,3 +271,44 @@ def test_rows_in_another_order_are_noticed():
     values = torch.zeros(shares.num_owned[0], 1, dtype=torch.int64)
     with pytest.raises(ReplicaError, match=r"rank 0 received the replicas' rows in the order \[1, 0\]"):
         exchange.all_gather(shares, values, 5, 0)
+
+
+@pytest.mark.parametrize(
+    ("announced", "latest", "most_polls"), [(2e-3, 1e-4, 200), (7e-3, 1e-4, 300), (0.019, 1e-4, 500), (1.0, 2e-3, 2000)]
+)
+def test_a_patient_wait_hears_soon_of_what_comes_within_a_step(announced, latest, most_polls, monkeypatch):
+    """On a clock of its own: a yield takes 5 us, and a sleep 55 us more than it should. Long waits poll rarely."""
+    transports: dict[int, Transport] = {}
+    ready = threading.Barrier(3)
+    done = threading.Event()
+
+    def task(group: Group) -> None:
+        transports[group.rank] = group.transport
+        ready.wait(TIMEOUT)
+        done.wait(TIMEOUT)
+
+    groups = threading.Thread(target=of_threads, args=(task,))
+    groups.start()
+    ready.wait(TIMEOUT)
+    now, heard, num_polls, has_announced = 0.0, 0.0, 0, False
+
+    def pass_time(seconds: float) -> None:
+        nonlocal now, num_polls, has_announced
+        now += seconds
+        num_polls += 1
+        if now >= announced and not has_announced:
+            has_announced = True
+            transports[0].broadcast(b"", is_patient=False)
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=lambda seconds: pass_time(seconds + 5.5e-5))
+    yielding = SimpleNamespace(**vars(os) | {"sched_yield": lambda: pass_time(5e-6)})
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(shared_memory, "time", clock)
+            patch.setattr(shared_memory, "os", yielding)
+            transports[1].broadcast(None, is_patient=True)
+            heard = now
+    finally:
+        done.set()
+        groups.join(TIMEOUT)
+    assert 0 <= heard - announced <= latest and num_polls <= most_polls

@@ -36,16 +36,22 @@ from lp_runtime.request.step_timer import StepTimes
 INFO = ReplicaInfo(64, 256, frozenset(), {}, "cpu", "float32", 0.0, None)
 REPORT = Report(1, "length", 1.0, 1.0, 1.0, StepTimes(0.0, 0.0, 0.0), 0.0, Counts(()), None, None)
 REQUEST = Request((1, 2, 3), PLAIN, 8)
+FAILURE_TIMEOUT = 7.0  # seconds; no test waits for it
 MANY = 10  # groups, more than a driver is to try
 
 Answers = Callable[[int, int, int], Iterable[object]]  # of (number of the group, replica, number of the order)
 
 
 class AnsweringHost(ProcessHost):
-    """Replicas that join every group, and answer orders to decode as `answers` says."""
+    """Replicas that answer orders to decode as `answers` says, and join every group but some.
 
-    def __init__(self, answers: Answers):
-        self._answers = answers
+    `presence` has, by replica, whether it was present at the meeting of a group of all of them, which does not form
+    after the first time; None if all groups form.
+    """
+
+    def __init__(self, answers: Answers, presence: dict[int, bool] | None = None):
+        self._answers, self._presence = answers, presence
+        self._has_formed: set[int] = set()
         self._said: SimpleQueue[tuple[int, object]] = SimpleQueue()
         self.orders: list[int] = []  # to decode: one a group
 
@@ -56,7 +62,14 @@ class AnsweringHost(ProcessHost):
         if message == PING:
             self._said.put((index, PONG))
         elif isinstance(message, Join):
-            self._said.put((index, Joined(message.order, INFO)))
+            is_cut = self._presence is not None and message.context.num_replicas == len(self._presence)
+            if not is_cut or index not in self._has_formed:
+                self._has_formed.add(index)
+                self._said.put((index, Joined(message.order, INFO)))
+            else:
+                assert message.timeout == FAILURE_TIMEOUT, "shorter than a start may take"
+                broken = GroupBroken(message.order, Progress(), "cut", was_present=self._presence[index])
+                self._said.put((index, broken))
         elif isinstance(message, Decode):
             if message.order not in self.orders:
                 self.orders.append(message.order)
@@ -83,10 +96,10 @@ class AnsweringHost(ProcessHost):
 
 
 @contextmanager
-def launched(answers: Answers) -> Iterator[TeamLauncher]:
-    """Two replicas, which are not started again."""
-    config = RuntimeConfig(gpus=2, device="cpu", failure=FailureConfig(restarts=0))
-    launcher = TeamLauncher(config, AnsweringHost(answers))
+def launched(answers: Answers, gpus: int = 2, presence: dict[int, bool] | None = None) -> Iterator[TeamLauncher]:
+    """Replicas that are not started again."""
+    config = RuntimeConfig(gpus=gpus, device="cpu", failure=FailureConfig(FAILURE_TIMEOUT, restarts=0))
+    launcher = TeamLauncher(config, AnsweringHost(answers, presence))
     yield launcher
     launcher.close()
 
@@ -143,3 +156,30 @@ def test_what_a_lost_replica_has_not_streamed_is_traced(trace):
         *outputs, report = launcher.run(replace(REQUEST, trace=trace, logprobs=True))
     assert outputs == steps
     assert report.losses == 1
+
+
+@pytest.mark.parametrize(
+    ("presence", "kept"),
+    [
+        ({0: True, 1: False}, {0}),
+        ({0: False, 1: True}, {1}),
+        ({0: True, 1: True, 2: False}, {0, 1}),
+        ({0: False, 1: False, 2: False}, {0}),  # it is not clear which of them is apart
+        ({0: True, 1: True}, {0}),
+    ],
+)
+def test_a_request_goes_on_without_replicas_that_cannot_reach_the_others(presence, kept):
+    """The network between them is cut, and the driver reaches all of them."""
+
+    def answers(group: int, index: int, order: int) -> list[object]:
+        if group == 0:
+            return [GroupBroken(order, Progress(), "no answer within 7 s")]
+        output = StepOutput([5])
+        finished = Finished(order, Progress().after(output), REPORT)
+        return [Streamed(order, output), finished] if index == min(kept) else [finished]
+
+    with launched(answers, len(presence), presence) as launcher:
+        *outputs, report = launcher.run(REQUEST)
+        assert outputs == [StepOutput([5])]
+        assert launcher.ready == kept and report.losses == len(presence) - len(kept)
+        assert set(launcher.pool.losses.values()) == {"it cannot reach the others"}

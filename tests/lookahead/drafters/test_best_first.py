@@ -16,6 +16,7 @@ from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
 
@@ -36,11 +37,11 @@ def toy_ranking(tokens: list[int], seed: int) -> list[int]:
 
 def entries_of(rankings: list[list[int]], nats: int = 1) -> np.ndarray:
     """Top-k candidates as a verification result has them, with margins of so many nats, twice as many, and so on."""
-    entries = np.full((len(rankings), tables.ENTRY), -1, np.int32)
-    steps = np.minimum(np.arange(tables.K) * nats * tables.UNITS_PER_NAT, tables.MAX_MARGIN).astype(np.uint8)
+    entries = np.full((len(rankings), ENTRY), -1, np.int32)
+    steps = np.minimum(np.arange(K) * nats * UNITS_PER_NAT, MAX_MARGIN).astype(np.uint8)
     margins = np.tile(steps, (len(rankings), 1))
-    entries[:, tables.MARGINS : tables.STAMP] = margins.view(np.int32)
-    entries[:, : tables.K] = [ranking[: tables.K] for ranking in rankings]
+    entries[:, MARGINS:STAMP] = margins.view(np.int32)
+    entries[:, :K] = [ranking[:K] for ranking in rankings]
     return entries
 
 
@@ -55,7 +56,7 @@ def best_first(
 
 
 def found_of(
-    tree: TokenTree, committed: list[int], drafter: Drafter, seed: int, num_candidates: int = tables.K
+    tree: TokenTree, committed: list[int], drafter: Drafter, seed: int, num_candidates: int = K
 ) -> VerificationResult:
     """The toy model's verification result of a tree; `committed` ends with the tree's root."""
     texts: list[list[int]] = []
@@ -66,12 +67,12 @@ def found_of(
     rankings = [toy_ranking(text, seed) for text in texts]
     entries = entries_of(rankings[tree.root :]) if drafter.num_top_k else None
     if entries is not None:
-        entries[:, num_candidates : tables.K] = -1
+        entries[:, num_candidates:K] = -1
     return VerificationResult([ranking[0] for ranking in rankings], entries)
 
 
 def decode(
-    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None, num_candidates: int = tables.K
+    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None, num_candidates: int = K
 ) -> tuple[DecodingState, list[TokenTree]]:
     state = DecodingState(prompt, DecodingRules(num_new), drafter)
     proposal = state.propose_prefill()
@@ -112,7 +113,7 @@ DRAFTERS = {
     st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=12),
     st.integers(0, 50),
     st.integers(1, 60),
-    st.sampled_from([1, 3, tables.K]),
+    st.sampled_from([1, 3, K]),
 )
 def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidates):
     """Nor does one that is told of fewer than K candidates, as with sampling.top_k=3, propose what is no token."""
@@ -227,7 +228,7 @@ def test_the_kernels_noise_is_that_of_sampling(seed):
     for row, position in zip(rows, (0, 7, 100_000), strict=True):
         ours = [tables.gumbel(key, position, token) for token in range(64)]
         assert ours == [tables.gumbel(key, position, token) for token in range(64)]  # from the cache
-        assert np.abs(np.array(ours) / tables.UNITS_PER_NAT - row.numpy()).max() <= 0.5 / tables.UNITS_PER_NAT + 1e-5
+        assert np.abs(np.array(ours) / UNITS_PER_NAT - row.numpy()).max() <= 0.5 / UNITS_PER_NAT + 1e-5
 
 
 def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
@@ -241,7 +242,7 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
     drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
     # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
     noise = tables.make_noise(True, *key)
-    values = [tables.gumbel(noise, 4, token) - tables.UNITS_PER_NAT * rank for rank, token in enumerate(ranking)]
+    values = [tables.gumbel(noise, 4, token) - UNITS_PER_NAT * rank for rank, token in enumerate(ranking)]
     tree = drafter.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
     assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before stands there, too
@@ -251,14 +252,14 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
 def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
     """It holds the model's own log-probabilities, which the request divides by the temperature."""
     ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
-    margins = tables.UNITS_PER_NAT * np.arange(tables.K)
+    margins = UNITS_PER_NAT * np.arange(K)
     for seed in range(40):
         key = NoiseKey(seed, 0, temperature)
         noise = tables.make_noise(True, *key)
         drawn = np.array([tables.gumbel(noise, 3, token) for token in ranking])
         scores = drawn - margins / temperature
         second, first = np.sort(scores)[-2:]
-        if first - second < tables.UNITS_PER_NAT:  # nearly a tie
+        if first - second < UNITS_PER_NAT:  # nearly a tie
             continue
         drafter = best_first(2, vocabulary=entries_of([ranking] * VOCABULARY), noise=key)
         tokens = [1, 2, 3]
@@ -273,17 +274,16 @@ def test_a_deeper_candidate_is_ranked_by_the_noise_of_its_position():
     """The root has one candidate, so the second guess follows the first, two positions after the root."""
     only, ranking, num_apart = 4, [5, 6, 7, 8, 9, 10, 0, 1], 0
     vocabulary = entries_of([ranking] * VOCABULARY)
-    vocabulary[3, : tables.K] = [only] + [-1] * (tables.K - 1)
+    vocabulary[3, :K] = [only] + [-1] * (K - 1)
     for seed in range(40):
         key = NoiseKey(seed, 0)
         noise = tables.make_noise(True, *key)
         of_root, scores = (
-            np.array([tables.gumbel(noise, position, token) for token in ranking])
-            - tables.UNITS_PER_NAT * np.arange(tables.K)
+            np.array([tables.gumbel(noise, position, token) for token in ranking]) - UNITS_PER_NAT * np.arange(K)
             for position in (3, 4)
         )
         second, first = np.sort(scores)[-2:]
-        if first - second < tables.UNITS_PER_NAT:  # nearly a tie
+        if first - second < UNITS_PER_NAT:  # nearly a tie
             continue
         drafter = best_first(3, vocabulary=vocabulary, noise=key)
         tokens = [1, 2, 3]
@@ -317,7 +317,7 @@ def test_candidates_of_one_token_become_one(seed, num_rows, floor):
     rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, features.NUM_FEATURES)) * 5
     found.features[:] = random.integers(0, features.NUM_FEATURES, found.features.shape)
     for row in found.tokens:
-        num = random.integers(0, tables.K + 1)
+        num = random.integers(0, K + 1)
         row[:num], row[num:] = random.permutation(14)[:num], -1
     expected = merged_one_by_one(rates, found, num_rows, floor)
     num = estimates.merge(rates, found, num_rows, floor)
@@ -397,7 +397,7 @@ def test_contents_tell_trees_apart():
     # The same tokens, as a chain and side by side.
     pair = []
     for top_k in ({0: [1], 1: [2]}, {0: [1, 2]}):
-        vocabulary = np.full((3, tables.ENTRY), -1, np.int32)
+        vocabulary = np.full((3, ENTRY), -1, np.int32)
         for token, following in top_k.items():
             vocabulary[token, : len(following)] = following
         drafter = best_first(3, vocabulary=vocabulary)

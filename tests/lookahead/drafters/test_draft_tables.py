@@ -9,6 +9,7 @@ from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
+from lp_runtime.lookahead.top_k import MAX_MARGIN, K, margin_of
 
 SIZE = 1 << 16
 
@@ -56,8 +57,8 @@ def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
 def margins(draft_tables: DraftTables) -> np.ndarray:
     """[n, K] margins of the stored entries that have any."""
     entries = draft_tables.top_k.entries
-    rows, ranks = range(len(entries)), range(tables.K)
-    found = np.array([[tables.margin_of(entries, row, rank) for rank in ranks] for row in rows])
+    rows, ranks = range(len(entries)), range(K)
+    found = np.array([[margin_of(entries, row, rank) for rank in ranks] for row in rows])
     return found[found.any(axis=1)]
 
 
@@ -70,7 +71,7 @@ def test_margins_are_brought_to_the_temperature_of_the_next_request():
         best_first(12, each)  # greedy decoding is of the model's own log-probabilities
         np.testing.assert_array_equal(margins(each), np.rint(at_half / 2))
         best_first(12, each, noise=NoiseKey(2, 0, 0.1))
-        np.testing.assert_array_equal(margins(each), np.minimum(np.rint(at_half / 2) * 10, tables.MAX_MARGIN))
+        np.testing.assert_array_equal(margins(each), np.minimum(np.rint(at_half / 2) * 10, MAX_MARGIN))
     kept = margins(draft_tables)
     best_first(12, draft_tables, noise=NoiseKey(3, 0, 0.1))
     np.testing.assert_array_equal(margins(draft_tables), kept)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from lp_runtime.model.attention.mask import MaskBuilder, MaskForm, ancestor_mask
 from lp_runtime.model.attention.tree_attention import NAME as TREE
+from lp_runtime.model.attention.tree_attention import window_of
 
 CPU = torch.device("cpu")
 # Two pending tokens, a branch of two, a branch of one.
@@ -100,12 +101,28 @@ def test_a_chunk_that_the_models_own_mask_suits(attention, num_cached, num_token
     assert builder.build_chunk(torch.arange(num_cached, num_cached + num_tokens), num_cached) is None
 
 
-def test_a_chunk_is_masked_where_a_window_hides_committed_tokens():
+def test_a_chunk_is_marked_with_its_window():
     config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
     builder = MaskBuilder(config, TREE, torch.float32, CPU)
+    for num_cached, num_tokens, windows in (
+        (4, 2, {"sliding_attention": 3, "full_attention": 0}),
+        (1, 2, {"sliding_attention": 0, "full_attention": 0}),  # nothing is hidden yet
+        (0, 5, {"sliding_attention": 3, "full_attention": 0}),  # the prompt's first chunk
+        (9, 1, {"sliding_attention": 3, "full_attention": 0}),
+    ):
+        masks = builder.build_chunk(torch.arange(num_cached, num_cached + num_tokens), num_cached)
+        assert {kind: window_of(mask) for kind, mask in masks.items()} == windows
+        assert all(mask.shape[2:] == (num_tokens, 0) for mask in masks.values())
+    assert builder.build_chunk(torch.arange(3), 0) is None
+
+
+def test_a_chunk_is_masked_where_attention_is_chunked():
+    config = SimpleNamespace(attention_chunk_size=3, layer_types=["chunked_attention"])
+    builder = MaskBuilder(config, TREE, torch.float32, CPU)
     builder.form = MaskForm.TREE_ONLY
-    masks = builder.build_chunk(torch.arange(4, 6), 4)
-    assert masks["full_attention"].shape == (1, 1, 2, 0)
-    assert masks["sliding_attention"][0, 0].int().tolist() == [[0, 0, 1, 1, 1, 0], [0, 0, 0, 1, 1, 1]]
-    masks = builder.build_chunk(torch.arange(1, 3), 1)  # nothing is hidden yet
-    assert masks["sliding_attention"].shape == (1, 1, 2, 0)
+    masks = builder.build_chunk(torch.arange(4, 7), 4)
+    assert masks["chunked_attention"][0, 0].int().tolist() == [
+        [0, 0, 0, 1, 1, 0, 0],
+        [0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 0, 0, 0, 0, 1],
+    ]

@@ -111,13 +111,13 @@ def test_a_model_whose_bits_depend_on_the_pass_is_refused(random_model, monkeypa
     model = random_model().to(torch.bfloat16)
     check_model(ModelRunner(model, 2048, strict_tokens=16))
     monkeypatch.setattr(strict, "_sum_of_pairs", lambda values: values.sum(1))
-    feed = Passes._forward
+    feed = Passes.forward
 
     def sloppy(self, ids, positions, mask, cache, rows, *view):
         """As if a kernel rounded by the row a token is fed in."""
         logits = feed(self, ids, positions, mask, cache, rows, *view)
         return logits + 1e-3 * torch.arange(len(logits))[:, None] * (mask is not None)
 
-    monkeypatch.setattr(Passes, "_forward", sloppy)
+    monkeypatch.setattr(Passes, "forward", sloppy)
     with pytest.raises(ModelError, match="failed the check of exactness=strict: its logits depend on what else is fed"):
         check_model(ModelRunner(model, 2048, strict_tokens=16))

@@ -13,8 +13,10 @@ from transformers.generation import logits_process as library
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.errors import ShardError
-from lp_runtime.lookahead.drafters.best_first.tables import K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.forward.head import ReadRows
+from lp_runtime.model.forward.passes import Pass
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -61,9 +63,9 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
     model, _ = ready_model(config, CPU, place=place)
     kinds, feed = [], model.feed
 
-    def counted(kind: str, *arguments: object) -> torch.Tensor:
-        kinds.append(kind)
-        return feed(kind, *arguments)
+    def counted(work: Pass, *arguments: object) -> torch.Tensor:
+        kinds.append(type(work))
+        return feed(work, *arguments)
 
     model.feed = counted
     kept, tree, nodes = [], TokenTree([4], max_depth=3), [0, 1, 2, 3]
@@ -78,7 +80,7 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
             for found in model.forward_batch([StepInputs.whole(slot, tree) for slot in batch], commit=False):
                 packed, scores = sampler.sample(found, tree, nodes, [*PROMPT, 4])
                 if len(batch) == 1 or model.supports_batching:
-                    assert ("read" in kinds) == reads
+                    assert (ReadRows in kinds) == reads
                 kept.append((sampler, packed, found.logits, scores()))
                 kinds.clear()
     model.leading.close()

@@ -16,6 +16,7 @@ from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
+from lp_runtime.model.forward.passes import FeedText
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.loading.sizes import size_of_model
@@ -68,7 +69,7 @@ def logits_of(model: ModelRunner) -> torch.Tensor:
     model.begin(slot, 64)
     chunk = model.prefill(slot, TEXT[:8])
     assert slot.cache.bytes_per_token
-    return torch.cat([chunk, model.prefill(slot, TEXT[8:]), model.feed("text", [], TEXT, len(TEXT))])
+    return torch.cat([chunk, model.prefill(slot, TEXT[8:]), model.feed(FeedText(TEXT, len(TEXT)))])
 
 
 def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, tuple]:

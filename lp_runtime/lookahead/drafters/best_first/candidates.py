@@ -24,25 +24,20 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     length_bin,
 )
 from lp_runtime.lookahead.drafters.best_first.tables import (
-    FROM_PROMPT,
     MAX_GRAM,
-    MAX_MARGIN,
     MAX_MATCH,
     NUM_ORDERS,
-    ORIGIN,
     TEMPERATURE_BITS,
     DraftArrays,
-    Int,
-    K,
     Noise,
     TextIndex,
     find_ngram,
     find_slot,
     gumbel,
-    margin_of,
     position_key,
 )
-from lp_runtime.utils.jit import inlined
+from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, K, margin_of
+from lp_runtime.utils.jit import Int, inlined
 
 
 @inlined

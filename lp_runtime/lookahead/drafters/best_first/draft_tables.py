@@ -22,10 +22,11 @@ from lp_runtime.lookahead.drafters.best_first.estimates import (
 )
 from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, UNIT, StartingRates
-from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS, K
+from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K
 
 LINE_BYTES = 64  # of a CPU cache line
-SLOT_BYTES = 8 + 4 * tables.ENTRY
+SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 FORMAT = 6  # version of saved draft tables
@@ -58,7 +59,7 @@ class DraftTables:
         num_tokens = _power_of_two(num_bytes // 4 // TOKEN_BYTES)
         num_ngrams = _power_of_two(2 * tables.MAX_GRAM * num_tokens)
         entries, keys, ngram_keys, ngram_places, buffer = _make_zeros(
-            ((num_slots, tables.ENTRY), np.int32),
+            ((num_slots, ENTRY), np.int32),
             ((num_slots,), np.int64),
             ((num_ngrams,), np.int64),
             ((num_ngrams, 1), np.int64),
@@ -98,7 +99,7 @@ class DraftTables:
         Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0.
         """
         if self._stamp and temperature != self._temperature[0]:
-            margins = self.top_k.entries[:, tables.MARGINS : tables.STAMP]
+            margins = self.top_k.entries[:, MARGINS:STAMP]
             margins[:] = _scaled(margins, self._temperature[0] / temperature)
         self._temperature[0] = temperature
         self.rates.prior[:] = np.array(starting.rates) * ONE // UNIT
@@ -197,7 +198,7 @@ class DraftTables:
 
 def _scaled(margins: np.ndarray, factor: float) -> np.ndarray:
     """Return margins, [n, K // 4] int32 of four bytes each, scaled by a factor and clipped to MAX_MARGIN."""
-    scaled = np.minimum(np.rint(np.arange(tables.MAX_MARGIN + 1) * factor), tables.MAX_MARGIN).astype(np.uint8)
+    scaled = np.minimum(np.rint(np.arange(MAX_MARGIN + 1) * factor), MAX_MARGIN).astype(np.uint8)
     return scaled[np.ascontiguousarray(margins).view(np.uint8)].view(np.int32)
 
 

@@ -26,10 +26,11 @@ from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.drafters.best_first.features import SOURCES, Nodes, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.guide import Guide
+from lp_runtime.lookahead.top_k import ENTRY, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, compiles
 
-NO_VOCABULARY = np.zeros((0, tables.ENTRY), np.int32)
+NO_VOCABULARY = np.zeros((0, ENTRY), np.int32)
 GUIDED_ROUNDS = 2  # growth rounds of a constrained tree: the second grows below tokens forced after the first
 SMALL_BYTES = 1 << 16  # size of the draft tables used to compile the kernels
 
@@ -44,7 +45,7 @@ class BestFirstDrafter(Drafter):
         noise: the sampling noise; None for greedy decoding.
     """
 
-    num_top_k = tables.K
+    num_top_k = K
     learns_prompt = True
 
     def __init__(
@@ -143,8 +144,8 @@ class BestFirstDrafter(Drafter):
         own.sources[:num], own.hashes[:num] = own.sources[nodes], own.hashes[nodes]
         return kept
 
-    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        nodes, successors = self._nodes, found.successor_array
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
+        nodes, successors = self._nodes, result.successor_array
         num = self._accept(nodes.tokens, nodes.parents, tree.root, len(tree), successors, self._path)
         path = self._path[:num]
         return successors[path].tolist(), path[1:].tolist()
@@ -158,18 +159,18 @@ class BestFirstDrafter(Drafter):
             self._draft_tables.next_stamp(),
         )
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         self._draft_tables.append_text(tokens[-1:])
 
     def advance(
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        if found.top_k is None:  # a step without guesses: no top-k candidates were exchanged
+        if result.top_k is None:  # a step without guesses: no top-k candidates were exchanged
             self._draft_tables.append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
@@ -184,8 +185,8 @@ class BestFirstDrafter(Drafter):
             len(tokens) - len(committed),
             np.array([tree.root, *path], np.int64),
             np.array(committed, np.int64),
-            found.successor_array,
-            np.ascontiguousarray(found.top_k, np.int32),
+            result.successor_array,
+            np.ascontiguousarray(result.top_k, np.int32),
             self._draft_tables.next_stamp(),
         )
 
@@ -215,7 +216,7 @@ def _grow() -> Callable:
 def _learn() -> tuple[Callable, Callable, Callable]:
     """Return (accept, advance, store_prompt) of outcome.py, compiled for a drafter's arrays."""
     drafts, _, _, nodes = state = _smallest_state()
-    counts, integers, entries = Counts(SOURCES), np.zeros(1, np.int64), np.zeros((1, tables.ENTRY), np.int32)
+    counts, integers, entries = Counts(SOURCES), np.zeros(1, np.int64), np.zeros((1, ENTRY), np.int32)
     counted, hashes = (counts.fed, counts.accepted), np.zeros((1, tables.NUM_HASHES), np.int64)
     return (
         bound(outcome.accept, nodes.tokens, nodes.parents, 0, 0, integers, integers),
@@ -251,9 +252,9 @@ def compile_drafter() -> None:
         drafter = BestFirstDrafter(4, DraftTables(SMALL_BYTES), None, noise, max_depth=3)
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]
-        drafter.learn_prompt([1, 2, 1], np.zeros((3, tables.ENTRY), np.int32))
+        drafter.learn_prompt([1, 2, 1], np.zeros((3, ENTRY), np.int32))
         drafter.advance_prefill(tokens, VerificationResult([2]))
         tree = drafter.propose(tokens, 3, max_depth=3)
-        found = VerificationResult([1] * len(tree), np.zeros((len(tree), tables.ENTRY), np.int32))
-        accepted, path = drafter.accept(tree, found)
-        drafter.advance([*tokens, *accepted], tree, found, accepted, path)
+        result = VerificationResult([1] * len(tree), np.zeros((len(tree), ENTRY), np.int32))
+        accepted, path = drafter.accept(tree, result)
+        drafter.advance([*tokens, *accepted], tree, result, accepted, path)

@@ -19,8 +19,9 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates, Nodes
-from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Int, K, Noise
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Noise
+from lp_runtime.lookahead.top_k import K
+from lp_runtime.utils.jit import Int, compiled, inlined
 
 ONE_BITS = 16
 ONE = 1 << ONE_BITS

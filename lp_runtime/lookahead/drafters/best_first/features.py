@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, MAX_MARGIN, NUM_HASHES, NUM_ORDERS, Int, K
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, NUM_HASHES, NUM_ORDERS
+from lp_runtime.lookahead.top_k import MAX_MARGIN, K
+from lp_runtime.utils.jit import Int, compiled, inlined
 
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
 # were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the

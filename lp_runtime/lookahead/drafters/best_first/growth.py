@@ -14,15 +14,9 @@ from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, 
 from lp_runtime.lookahead.drafters.best_first.features import MAX_CANDIDATES, Candidates, Nodes, source_of
 from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
-from lp_runtime.lookahead.drafters.best_first.tables import (
-    DraftArrays,
-    Int,
-    Noise,
-    extend_hashes,
-    mix,
-)
+from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Noise, extend_hashes, mix
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.utils.jit import Int, compiled, inlined
 
 SEQUENCE_BITS = 20  # low bits of a heap key: the order in which candidates were pushed, which decides ties
 MAX_PUSHED = (1 << SEQUENCE_BITS) - 1

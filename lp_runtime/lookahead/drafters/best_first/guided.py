@@ -10,10 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.features import FORCED, Nodes
-from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, Int, extend_hashes
+from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, extend_hashes
 from lp_runtime.lookahead.guide import is_allowed
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.utils.jit import Int, compiled, inlined
 
 # Forced text is certain; how it is divided into tokens is only nearly so: assume that a token fails once in 1 << 5.
 DOUBT_BITS = 5

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.tables import Int
-from lp_runtime.utils.jit import inlined
+from lp_runtime.utils.jit import Int, inlined
 
 
 @inlined

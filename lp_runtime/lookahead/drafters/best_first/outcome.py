@@ -11,13 +11,8 @@ from lp_runtime.lookahead.drafters.best_first.estimates import Rates, learn
 from lp_runtime.lookahead.drafters.best_first.features import Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import (
     EMPTY_HASH,
-    FROM_PROMPT,
-    FROM_STEP,
     NUM_ORDERS,
-    ORIGIN,
-    STAMP,
     DraftArrays,
-    Int,
     Noise,
     TopKTable,
     append_text,
@@ -26,7 +21,8 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     store_entry,
     store_successor,
 )
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.lookahead.top_k import FROM_PROMPT, FROM_STEP, ORIGIN, STAMP
+from lp_runtime.utils.jit import Int, compiled, inlined
 
 
 @inlined

@@ -1,8 +1,7 @@
 """The draft tables' layout, and the sampling noise of single tokens, for code compiled by Numba.
 
-Contexts are looked up by hashes of their last 1, 2, 3 ... tokens. A token's margin is how far its log-probability lies
-below the likeliest token's, in sixteenths of a nat. Everything is integer arithmetic (the noise's logarithms are
-rounded immediately), so equal inputs give equal tables on every replica.
+Contexts are looked up by hashes of their last 1, 2, 3 ... tokens. Everything is integer arithmetic (the noise's
+logarithms are rounded immediately), so equal inputs give equal tables on every replica.
 
 Letters: K top-k candidates, B tokens in the text buffer.
 """
@@ -23,20 +22,9 @@ from lp_runtime.lookahead.philox import (
     WORD_BITS,
     WORD_MASK,
 )
-from lp_runtime.utils.jit import compiled, inlined
+from lp_runtime.lookahead.top_k import ID_BITS, ORIGIN, STAMP, UNITS_PER_NAT, K
+from lp_runtime.utils.jit import Int, compiled, inlined
 
-Int = int | np.int64  # the same type in compiled code
-
-K = 8  # candidates of an entry: as many as token recycling's tree uses
-ENTRY = (
-    16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, stamp, origin; the rest is unused
-)
-MARGINS, STAMP = K, K + K // 4  # columns of an entry: its first margins; its stamp
-ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
-FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
-ID_BITS = 24  # of a packed token id
-UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
-MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
 WAYS = 4  # slots of a bucket; the oldest of them is overwritten
 MAX_GRAM = 6  # tokens of the longest n-gram in the text's index
 MAX_MATCH = 24  # longest match in the text, in tokens
@@ -166,12 +154,6 @@ def claim_slot(keys: np.ndarray, rows: np.ndarray, column: Int, key: Int) -> Int
         if rows[slot, column] < rows[oldest, column]:
             oldest = slot
     return oldest
-
-
-@compiled
-def margin_of(entries: np.ndarray, row: Int, rank: Int) -> Int:
-    """Return the margin of an entry's candidate by rank."""
-    return np.int64((entries[row, MARGINS + (rank >> 2)] >> (8 * (rank & 3))) & 255)
 
 
 @inlined

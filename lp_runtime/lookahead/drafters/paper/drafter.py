@@ -76,8 +76,8 @@ class PaperDrafter(CountingDrafter):
             self._guess_nodes.update(tree.add_branch(guess, certain))
         return tree
 
-    def accept(self, tree: TokenTree, found: VerificationResult) -> tuple[list[int], list[int]]:
-        accepted, path = accept(tree, found.successors)
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
+        accepted, path = accept(tree, result.successors)
         if self._only_guesses:
             num_guessed = next((i for i, node in enumerate(path) if node not in self._guess_nodes), len(path))
             accepted, path = accepted[: num_guessed + 1], path[:num_guessed]
@@ -86,20 +86,20 @@ class PaperDrafter(CountingDrafter):
     def may_accept(self, node: int) -> bool:
         return not self._only_guesses or node in self._guess_nodes
 
-    def advance_prefill(self, tokens: Sequence[int], found: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         self.pool.insert_text(tokens, self._pool_first, len(self._prompt))
 
     def advance(
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:
-        successors = found.successor_array.tolist()
-        if found.top_k is not None:  # the window continues with the likeliest tokens, even if others were sampled
-            successors = [-1] * tree.root + found.top_k[:, 0].tolist()
+        successors = result.successor_array.tolist()
+        if result.top_k is not None:  # the window continues with the likeliest tokens, even if others were sampled
+            successors = [-1] * tree.root + result.top_k[:, 0].tolist()
         ngrams = self.window.ngrams(tree, self._slots, successors) if self.window else []
         for ngram in ngrams:
             self.pool.insert(ngram)

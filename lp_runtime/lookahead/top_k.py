@@ -1,0 +1,29 @@
+"""Layout of a node's top-k candidates: its likeliest successors, exchanged with its successor and kept in tables.
+
+A token's margin is how far its log-probability lies below the likeliest token's, in sixteenths of a nat. On the wire a
+candidate is one integer, its margin above ID_BITS bits of token id (sampling/packing.py); in memory the candidates of a
+node are an entry.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from lp_runtime.utils.jit import Int, compiled
+
+K = 8  # candidates of an entry: as many as token recycling's tree uses
+ENTRY = (
+    16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, stamp, origin; the rest is unused
+)
+MARGINS, STAMP = K, K + K // 4  # columns of an entry: its first margins; its stamp
+ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
+FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
+ID_BITS = 24  # of a packed token id
+UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
+MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
+
+
+@compiled
+def margin_of(entries: np.ndarray, row: Int, rank: Int) -> Int:
+    """Return the margin of an entry's candidate by rank."""
+    return np.int64((entries[row, MARGINS + (rank >> 2)] >> (8 * (rank & 3))) & 255)

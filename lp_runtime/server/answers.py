@@ -1,0 +1,157 @@
+"""Answers: turns the deltas of an answer's jobs into an HTTP response."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import StreamingResponse
+
+from lp_runtime.errors import LookaheadError
+from lp_runtime.scheduler.job import Job
+from lp_runtime.server.errors import ApiError
+from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.openai.protocol import Common, StreamOptions
+from lp_runtime.server.openai.responses import Choice, Form
+from lp_runtime.server.submission import ServerSettings
+from lp_runtime.utils.json_line import to_json
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.1  # between checks whether a client is still connected
+
+T = TypeVar("T")
+
+
+class Answers:
+    """The answers that the server writes. `running` are the jobs of unfinished answers, which it keeps up to date."""
+
+    def __init__(self, settings: ServerSettings, metrics: Metrics, running: set[Job]):
+        self._settings, self._metrics = settings, metrics
+        self._running = running
+
+    def add(self, choices: list[Choice]) -> None:
+        """Note the jobs of an answer that begins."""
+        self._running.update(choice.job for choice in choices)
+
+    def abort(self, error: LookaheadError) -> None:
+        """End every running answer now: clients receive the text so far and the error."""
+        for job in list(self._running):
+            job.abort(error)
+
+    async def respond(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
+        """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
+        texts = self._texts(choices, time.perf_counter())
+        if (tracing := self._settings.tracing) is not None:
+            request_id = request.state.request_id
+            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
+        if body.stream:
+            stream_options = body.stream_options or StreamOptions()
+            with_usage = stream_options.include_usage
+            form.counts_each = with_usage and stream_options.continuous_usage_stats
+            return StreamingResponse(self.events(texts, choices, form, with_usage), media_type="text/event-stream")
+
+        async def collect() -> None:
+            async for choice, text in texts:
+                choice.text += text
+
+        task = asyncio.ensure_future(collect())
+        try:
+            while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
+                if await request.is_disconnected():
+                    raise ApiError(499, "the client has disconnected")
+        finally:
+            if not task.done():
+                task.cancel()
+            self._close(choices)
+        task.result()
+        return Response(to_json(form.whole(choices)), media_type="application/json")
+
+    async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
+        """Yield (choice, text to show) for every delta and for each choice's end, one choice after another.
+
+        If the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by time.perf_counter().
+        """
+        latest = 0.0
+        try:
+            for choice in choices:
+                async for delta in choice.job.deltas():
+                    now = time.perf_counter()
+                    if not choice.tokens and choice.index == 0:
+                        self._metrics.first_token.observe(now - arrived)
+                    elif choice.tokens and delta.token_ids:
+                        self._metrics.inter_token.observe((now - latest) / len(delta.token_ids))
+                    latest = now
+                    yield choice, choice.add(delta)
+                if choice.job.queue_seconds is not None:
+                    self._metrics.queue.observe(choice.job.queue_seconds)
+                yield choice, choice.finish()
+            self._metrics.whole.observe(time.perf_counter() - arrived)
+        finally:
+            self._close(choices)
+
+    def _close(self, choices: list[Choice]) -> None:
+        """Cancel the jobs of an answer; no effect on jobs that have already ended."""
+        for choice in choices:
+            choice.job.cancel()
+            self._running.discard(choice.job)
+
+    async def events(
+        self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
+    ) -> AsyncIterator[str]:
+        """Yield the answer as server-sent events; an error becomes an event too."""
+        try:
+            for each in form.opening(choices):
+                yield each
+            num_sent = dict.fromkeys(range(len(choices)), 0)
+            seconds = self._settings.ping_seconds
+            async for found in _with_waits(texts, seconds) if form.waiting() else texts:
+                if found is None:
+                    yield form.waiting()
+                    continue
+                choice, text = found
+                new = slice(num_sent[choice.index], choice.num_final)
+                num_sent[choice.index] = choice.num_final
+                if text or choice.reason or _shows_tokens(form, choice, new):
+                    for each in form.grown(choice, text, new):
+                        yield each
+            for each in form.closing(choices, with_usage):
+                yield each
+        except Exception as error:  # the HTTP status has already been sent
+            for each in form.failure(_api_error(error).body):
+                yield each
+
+
+def _shows_tokens(form: Form, choice: Choice, new: slice) -> bool:
+    """Whether an event is due for new tokens that add no text."""
+    return new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
+
+
+async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
+    """Yield the items, and None whenever none has come for some seconds."""
+    task = asyncio.ensure_future(anext(items))
+    try:
+        while True:
+            if not (await asyncio.wait({task}, timeout=seconds))[0]:
+                yield None
+                continue
+            try:
+                item = task.result()
+            except StopAsyncIteration:
+                return
+            yield item
+            task = asyncio.ensure_future(anext(items))
+    finally:
+        task.cancel()
+
+
+def _api_error(error: Exception) -> ApiError:
+    """Convert any exception to an ApiError; log the traceback if it is not one of this package's errors."""
+    if isinstance(error, LookaheadError):
+        return ApiError.of(error)
+    log.error("an answer has failed", exc_info=error)
+    return ApiError.unforeseen(error)

@@ -1,0 +1,84 @@
+"""Texts under a JSON schema satisfy it, where xgrammar by itself allows more."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import pytest
+from support.bytewise import allows
+
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.errors import ConstraintError
+
+NAMES = ["é", "éa", "", 'a"b', "日本", "日", "a", "^]-"]
+KEYS = {"type": "object", "properties": {name: {"type": "null"} for name in NAMES}}
+ESCAPED = 'a\n\0"\\/\x1f\x7f\u2028\U0001f600é1'
+
+
+def is_valid(schema: dict, text: str) -> bool:
+    """Whether a text is JSON that satisfies a schema, by other means than xgrammar."""
+    try:
+        return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
+    except ValueError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("schema", "allowed", "refused"),
+    [
+        ({"type": "string", "maxLength": 2}, ['"é😀"', '""', '"\x7f\u2028"'], ['"\t"', '"\x00"', '"abc"']),
+        ({"type": "string", "maxLength": 200}, ['"é😀"', f'"{"é" * 200}"'], ['"\t"', f'"{"é" * 201}"']),
+        ({"type": "string", "minLength": 2}, ['"é😀"', f'"{"ß" * 300}"'], ['"é"', '"\x1f\x1f"']),
+        ({"minLength": 1, "maxLength": 1}, ['"é"', "1", "null"], ['""', '"\n"']),
+        ({"pattern": "^é1$"}, ['"é1"', "[]"], ['"é"']),
+        ({"minimum": 5}, ['"é"', "5"], ["4"]),
+        ({"type": "string", "pattern": "^é[^a]$"}, ['"éb"', '"éé"', '"é😀"'], ['"éa"', '"é""', '"é\\"', '"é\t"']),
+        ({"type": "string", "pattern": "^é.*$"}, ['"é"', '"éa,b"'], ['"é", "x"', '"é\n"']),
+        ({"type": "string", "pattern": "^(ab+)?$"}, ['""', '"abb"'], ['"b"', '"bb"']),
+        ({"type": "string", "pattern": r"^\[.*]$"}, ['"[é]"'], ['"[""]"']),
+        ({**KEYS, "additionalProperties": {"type": "integer"}}, ['{"é": null, "éb": 5}', '{"日本x": 1}'], []),
+        ({**KEYS, "unevaluatedProperties": {"type": "integer"}}, ['{"^]-": null}', '{"^]": 1}'], ['{"^]-": 1}']),
+        ({**KEYS, "additionalProperties": True}, ['{"日": null, "本": "é"}'], ['{"日": "é"}']),
+        ({"const": ESCAPED}, [json.dumps(ESCAPED, ensure_ascii=False).replace("\x7f", "\\u007f")], []),
+        ({"properties": {ESCAPED: {"enum": ["ß\u0085f"]}}, "required": [ESCAPED], "type": "object"}, [], ["{}"]),
+        ({"$ref": "#/$defs/größe1", "$defs": {"größe1": {"const": "ÿ0"}}}, ['"ÿ0"'], ['"ÿ"']),
+        ({"patternProperties": {"^é[0-9]?$": {"const": "ß"}}, "type": "object"}, ['{"é1": "ß"}', "{}"], ['{"é": 1}']),
+        ({"propertyNames": {"maxLength": 1}, "type": "object"}, ['{"é": 1}'], ['{"\t": 1}', '{"ab": 1}']),
+    ],
+)
+def test_schemas(schema, allowed, refused):
+    is_allowed = allows(ConstraintConfig(json_schema=schema))
+    for text in allowed:
+        assert is_allowed(text) and is_valid(schema, text), text
+    for text in refused:
+        assert not is_allowed(text) and not is_valid(schema, text), text
+
+
+def test_a_declared_name_is_no_free_key_however_it_is_written():
+    is_allowed = allows(ConstraintConfig(json_schema={**KEYS, "additionalProperties": {"type": "integer"}}))
+    for name in NAMES:
+        assert is_allowed(f"{{{json.dumps(name, ensure_ascii=False)}: null}}")
+        for written in (json.dumps(name, ensure_ascii=False), json.dumps(name), f'"{name}"'):
+            assert not is_allowed(f"{{{written}: 5}}"), written
+    assert not is_allowed('{"\\u00e9": 5}') and not is_allowed('{"é": null, "é": 5}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"properties": {"é": {}}, "patternProperties": {"^é": {}}}, "applies to the property 'é', too"),
+        ({"properties": {"é": {}}, "patternProperties": {r"\u{e9}": {}}}, "applies to the property 'é', too"),
+        ({"properties": {"é": {}}, "propertyNames": {"maxLength": 3}}, "not supported together with properties"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
+        (
+            {"type": "integer", "minimum": 3, "multipleOf": 2},
+            "is supported for integers, with both limits",
+        ),
+        ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+    ],
+)
+def test_what_is_refused_in_one_line(schema, reason):
+    with pytest.raises(ConstraintError, match="^constraint.json_schema: ") as refused:
+        allows(ConstraintConfig(json_schema=schema))
+    assert reason in str(refused.value) and "\n" not in str(refused.value)

@@ -1,0 +1,37 @@
+"""Settings of torch's GPU allocator."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from lp_runtime.distributed.context import ALLOCATOR_VARIABLES, use_expandable_segments
+
+# What torch's allocator will use on a GPU, in a process that has imported torch before.
+READ = """
+import torch
+from lp_runtime.distributed.context import use_expandable_segments
+use_expandable_segments()
+print(torch._C._accelerator_getAllocatorSettings())
+"""
+
+
+@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+def test_torch_reads_what_is_set_after_its_import(given):
+    others = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
+    done = subprocess.run([sys.executable, "-c", READ], env=others | given, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == given.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+
+
+@pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
+def test_what_the_user_has_set_is_kept(name, monkeypatch):
+    for each in ALLOCATOR_VARIABLES:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, "backend:cudaMallocAsync")
+    use_expandable_segments()
+    assert {each: os.environ.get(each) for each in ALLOCATOR_VARIABLES} == dict.fromkeys(ALLOCATOR_VARIABLES) | {
+        name: "backend:cudaMallocAsync"
+    }
