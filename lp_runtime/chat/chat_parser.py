@@ -231,7 +231,8 @@ class AnswerParser(ChatParser):
                 break
             if (name is None or not early) and (yield from text.match(COMMA)) is None:
                 raise NotACallError
-        self._check_known(name, is_known)
+        if is_known and name not in self._schemas:
+            raise NotACallError
         self._begin_call(name, new_call_id(form.call_id))
         self._arguments("".join(early))
         yield from self._end_of_object(bool(early))
@@ -244,11 +245,6 @@ class AnswerParser(ChatParser):
         while (yield from text.match(NEXT_KEY)) is not None:
             yield from text.json(len)  # not shown
         yield from text.match(CLOSE)
-
-    def _check_known(self, name: str, is_known: bool) -> None:
-        """Raise NotACallError if a call is to be one of a known tool, and is not."""
-        if is_known and name not in self._schemas:
-            raise NotACallError
 
     def _name(self, key: str, name: str | None) -> Steps[str | None]:
         """Read a value that comes before a call's arguments; return the call's name, if it is known then."""
