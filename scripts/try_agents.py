@@ -116,7 +116,7 @@ AGENTS = {
             "-m",
             "openai/@MODEL",
             "-o",
-            "HOME/trajectory.json",
+            "@HOME/trajectory.json",
             "-t",
             "@TASK",
         ),
