@@ -31,10 +31,10 @@ LENGTH = 160  # tokens of an answer, for agents that have a setting for it; smal
 
 @dataclass(frozen=True)
 class Agent:
-    """How to run an agent; URL and MODEL in texts stand for the server's.
+    """How to run an agent; @URL and @MODEL in texts stand for the server's.
 
     Attributes:
-        command: its first word is looked for in PATH; TASK stands for the task.
+        command: its first word is looked for in PATH; @TASK stands for the task.
         files: settings, by their path in the home folder.
         variables: of the environment.
         project: further files of the project.
@@ -46,12 +46,12 @@ class Agent:
     project: dict[str, str] = field(default_factory=dict)
 
 
-OPENAI = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "URL/v1", "OPENAI_API_BASE": "URL/v1"}
+OPENAI = {"OPENAI_API_KEY": "none", "OPENAI_BASE_URL": "@URL/v1", "OPENAI_API_BASE": "@URL/v1"}
 CONTINUE_MODEL = {
     "name": "lp",
     "provider": "openai",
-    "model": "MODEL",
-    "apiBase": "URL/v1",
+    "model": "@MODEL",
+    "apiBase": "@URL/v1",
     "apiKey": "none",
     "capabilities": ["tool_use"],
     "defaultCompletionOptions": {"maxTokens": LENGTH},
@@ -59,50 +59,50 @@ CONTINUE_MODEL = {
 QWEN_MODEL = {"generationConfig": {"samplingParams": {"max_tokens": LENGTH}}}
 OPENCODE_PROVIDER = {
     "npm": "@ai-sdk/openai-compatible",
-    "options": {"baseURL": "URL/v1", "apiKey": "none"},
-    "models": {"MODEL": {"limit": {"context": 32768, "output": LENGTH}}},
+    "options": {"baseURL": "@URL/v1", "apiKey": "none"},
+    "models": {"@MODEL": {"limit": {"context": 32768, "output": LENGTH}}},
 }
 AGENTS = {
     "codex": Agent(
-        ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "TASK"),
+        ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "@TASK"),
         {
-            ".codex/config.toml": 'model = "MODEL"\nmodel_provider = "lp"\n'
-            '[model_providers.lp]\nname = "lp"\nbase_url = "URL/v1"\nwire_api = "responses"\n'
+            ".codex/config.toml": 'model = "@MODEL"\nmodel_provider = "lp"\n'
+            '[model_providers.lp]\nname = "lp"\nbase_url = "@URL/v1"\nwire_api = "responses"\n'
         },
     ),
     "claude": Agent(
-        ("claude", "-p", "TASK", "--dangerously-skip-permissions"),
+        ("claude", "-p", "@TASK", "--dangerously-skip-permissions"),
         variables={
-            "ANTHROPIC_BASE_URL": "URL",
+            "ANTHROPIC_BASE_URL": "@URL",
             "ANTHROPIC_AUTH_TOKEN": "none",
-            "ANTHROPIC_MODEL": "MODEL",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "MODEL",
+            "ANTHROPIC_MODEL": "@MODEL",
+            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "@MODEL",
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "IS_SANDBOX": "1",
         },
     ),
     "opencode": Agent(
-        ("opencode", "run", "-m", "lp/MODEL", "TASK"),
-        project={"opencode.json": json.dumps({"provider": {"lp": OPENCODE_PROVIDER}, "small_model": "lp/MODEL"})},
+        ("opencode", "run", "-m", "lp/@MODEL", "@TASK"),
+        project={"opencode.json": json.dumps({"provider": {"lp": OPENCODE_PROVIDER}, "small_model": "lp/@MODEL"})},
     ),
     "qwen": Agent(
-        ("qwen", "--auth-type", "openai", "--yolo", "-p", "TASK"),
+        ("qwen", "--auth-type", "openai", "--yolo", "-p", "@TASK"),
         {
             ".qwen/settings.json": json.dumps(
                 {"model": {"generationConfig": {"samplingParams": {"max_tokens": LENGTH}}}}
             )
         },
-        OPENAI | {"OPENAI_MODEL": "MODEL"},
+        OPENAI | {"OPENAI_MODEL": "@MODEL"},
     ),
     "cn": Agent(
-        ("cn", "-p", "--auto", "--config", "HOME/config.yaml", "TASK"),
+        ("cn", "-p", "--auto", "--config", "@HOME/config.yaml", "@TASK"),
         {"config.yaml": json.dumps({"name": "lp", "version": "0.0.1", "schema": "v1", "models": [CONTINUE_MODEL]})},
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
     ),
     "aider": Agent(
         (
-            *("aider", "--model", "openai/MODEL", "--yes-always", "--no-check-update", "--analytics-disable"),
-            *("--no-show-model-warnings", "--message", "TASK", "notes.txt"),
+            *("aider", "--model", "openai/@MODEL", "--yes-always", "--no-check-update", "--analytics-disable"),
+            *("--no-show-model-warnings", "--message", "@TASK", "notes.txt"),
         ),
         variables=OPENAI,
     ),
@@ -114,11 +114,11 @@ AGENTS = {
             "-l",
             "0",
             "-m",
-            "openai/MODEL",
+            "openai/@MODEL",
             "-o",
-            "HOME/trajectory.json",
+            "@HOME/trajectory.json",
             "-t",
-            "TASK",
+            "@TASK",
         ),
         variables=OPENAI | {"MSWEA_CONFIGURED": "true", "MSWEA_COST_TRACKING": "ignore_errors"},
     ),
@@ -131,7 +131,7 @@ def run(agent: Agent, url: str, model: str) -> str:
         home, project = Path(folder) / "home", Path(folder) / "project"
 
         def filled(text: str) -> str:
-            for name, value in (("URL", url), ("MODEL", model), ("HOME/", f"{home}/"), ("TASK", TASK)):
+            for name, value in (("@URL", url), ("@MODEL", model), ("@HOME", str(home)), ("@TASK", TASK)):
                 text = text.replace(name, value)
             return text
 
@@ -146,7 +146,7 @@ def run(agent: Agent, url: str, model: str) -> str:
         process = subprocess.Popen(
             [filled(word) for word in agent.command],
             cwd=project,
-            env={**os.environ, **variables, "HOME": str(home)},
+            env={**os.environ, **variables, "HOME": str(home), "PWD": str(project)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

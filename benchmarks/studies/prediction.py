@@ -1,22 +1,22 @@
 """Code edits with and without the file as predicted output: tokens per second and S.
 
-    python benchmarks/speed.py prediction --model DIR --classes classeval.jsonl --edits 20
+    python benchmarks/speed.py prediction --model DIR --prompts classeval.jsonl:prompt --limit 100
 
 The model is asked to rename one method of a class and to answer with the whole class. The class is in the prompt, as
-clients send it. Each edit is decoded without and with `prediction`, in turns, in alternating order. S = new tokens /
+clients send it; a model without a chat template gets it as text. Each edit is decoded without and with `prediction`, in turns, in alternating order. S = new tokens /
 steps, the prefill's step included. The exit status is 1 if any two texts differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import statistics
-from pathlib import Path
+from collections.abc import Iterable
+from typing import Any
 
 import torch
-from common import Results
+from common import Results, add_prompt_arguments, load_prompts
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.request.generation import Generation
@@ -27,16 +27,14 @@ HOW = ("without", "with")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--model", required=True, help="directory of a model with a chat template")
-    parser.add_argument("--classes", type=Path, required=True, help="JSON lines whose `prompt` is a class")
-    parser.add_argument("--edits", type=int, default=20)
-    parser.add_argument("--max-new-tokens", type=int, default=192)
+    add_prompt_arguments(parser, limit=100, max_new_tokens=192)
+    parser.add_argument("--edits", type=int, default=20, help="of the shortest classes")
 
 
-def edits(path: Path, num: int) -> list[tuple[str, str]]:
+def edits(classes: Iterable[str], num: int) -> list[tuple[str, str]]:
     """Return (question, class) of the shortest classes that have a method to rename."""
     found = []
-    for code in sorted((json.loads(line)["prompt"] for line in path.read_text().splitlines()), key=len):
+    for code in sorted(classes, key=len):
         methods = [name for name in re.findall(r"def (\w+)\(", code) if not name.startswith("_")]
         if methods:
             found.append((TASK.format(old=methods[0], new=f"{methods[0]}_checked", code=code), code))
@@ -49,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
     done: dict[str, list[Generation]] = {how: [] for how in HOW}
     with LookaheadRuntime(args.model, device="cpu", dtype="float32") as runtime:
         runtime.generate("x", 16)  # warm up
-        for number, (question, code) in enumerate(edits(args.classes, args.edits)):
+        classes = [each.turns[0] for each in load_prompts(args)]
+        for number, (question, code) in enumerate(edits(classes, args.edits)):
             for how in HOW if number % 2 else reversed(HOW):
-                messages = [{"role": "user", "content": question}]
+                asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
+                if not runtime.tokenizer.chat_template:
+                    asked = {"prompt": question}
                 prediction = code if how == "with" else ""
-                answer = runtime.generate(messages=messages, max_new_tokens=args.max_new_tokens, prediction=prediction)
+                answer = runtime.generate(max_new_tokens=args.max_new_tokens, prediction=prediction, **asked)
                 done[how].append(answer)
     results = Results("prediction", args.output, {"tokens/s": ".1f"})
     for how, answers in done.items():
@@ -65,5 +66,5 @@ def run(args: argparse.Namespace) -> int:
     num_wrong = sum(one.token_ids != other.token_ids for one, other in pairs)
     ratios = [(one.seconds - one.prefill_seconds) / (other.seconds - other.prefill_seconds) for one, other in pairs]
     about = f"seconds without / with, median {statistics.median(ratios):.2f}, no prefills; {num_wrong} texts differ"
-    results.finish(f"{Path(args.model).name}, float32, greedy, {about}")
+    results.finish(f"{args.model or 'demo model'}, float32, greedy, {about}")
     return 1 if num_wrong else 0

@@ -80,11 +80,6 @@ class ChatFormat:
         """Whether answers are messages on channels, as in OpenAI's harmony format."""
         return self.tool_format == "harmony"
 
-    @property
-    def has_reasoning(self) -> bool:
-        """Whether an answer may begin with a reasoning part."""
-        return self.reasoning is not None
-
     def parser(self, tools: Sequence[Tool] | bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 

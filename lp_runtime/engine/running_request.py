@@ -286,10 +286,10 @@ class RunningRequest:
         `samples` are this replica's, or why its pass or sampling failed.
         """
         outcome = self._exchange.finish()
-        # A lone replica asks only now: see `start_exchange`.
-        self._ended_by = outcome.control | (self._control() if self._group.is_alone else 0)
         if isinstance(samples, LookaheadError) or outcome.control & FAILED:
             return shared_error(samples if isinstance(samples, LookaheadError) else None, self._group)
+        # A lone replica asks only now: see `start_exchange`.
+        self._ended_by = outcome.control | (self._control() if self._group.is_alone else 0)
         return self.unpack(step, samples, outcome)
 
     def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:

@@ -148,6 +148,7 @@ class RequestBuilder:
         ids = self._encode(prompt, options)
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
+        self._check_lengths(len(ids), max_new_tokens, sampling)  # before each token of a long text is checked
         stop_tokens = options.get("stop_token_ids", ())
         prediction = options.get("prediction", ())
         if isinstance(prediction, str):
@@ -155,7 +156,6 @@ class RequestBuilder:
         self._check_vocabulary(
             {"of the prompt": ids, "in stop_token_ids": stop_tokens, "in prediction": prediction}, sampling
         )
-        self._check_lengths(len(ids), max_new_tokens, sampling)
         return Request(
             prompt_ids=ids,
             lookahead=lookahead,

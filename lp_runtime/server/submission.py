@@ -84,6 +84,10 @@ class Submitter:
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
         self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
         self._named_fields: set[str] = set()
+        self._fills_context = (
+            not {"max_new_tokens", "max_length"} & runtime.info.defaults.keys()
+            and (runtime.info.context_length or runtime.info.capacity) is not None
+        )
         self._encoder = copy.deepcopy(tokenizer)  # two threads must not share a tokenizer
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
@@ -191,7 +195,9 @@ class Submitter:
 
     def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
         """Return how many tokens a request may generate; None for the default."""
-        if max_new_tokens is None or not body.caps_length:
+        if max_new_tokens is None and not (body.fills_context and self._fills_context):
+            return None
+        if max_new_tokens is not None and not body.caps_length:
             return max_new_tokens
         limits = (max_new_tokens, self._settings.max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
         return min(limit for limit in limits if limit is not None)

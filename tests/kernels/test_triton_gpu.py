@@ -201,7 +201,7 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
 def test_what_is_launched_for_a_layer(random_model, monkeypatch):
     """Four products and our kernels (attention is two launches); additions are the norms'."""
-    monkeypatch.setattr(numba_cpu, "takes", lambda states: False)
+    monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     counts = []
     for num_layers in (2, 3):
         launches = Launches()

@@ -44,7 +44,7 @@ def test_what_the_kernel_does_not_take(kind):
 
 def test_a_layers_last_addition_computes_the_next_norm(monkeypatch):
     """Every norm but the first is computed with an addition, and none twice; a sum that has changed is normed anew."""
-    monkeypatch.setattr(numba_cpu, "takes", lambda states: False)
+    monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     model = random_model("Llama", num_hidden_layers=3)
     ids = torch.arange(5)[None]
     expected = model(ids).logits

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
@@ -102,11 +103,12 @@ def test_a_stop_string_in_the_reasoning_part_is_no_end():
 def test_a_message_without_calls_has_no_field_of_calls(calls):
     """Templates ask whether the field is there, and then for its length."""
     message = Message(role="assistant", content="x", tool_calls=calls, refusal=None)
-    assert message.plain() == {"role": "assistant", "content": "x"}
+    assert ChatFormat("").history([message.plain()]) == [{"role": "assistant", "content": "x"}]
 
 
 @pytest.mark.parametrize(("sent", "shown"), [("", {}), (" ", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ("x", "x")])
 def test_arguments_of_earlier_calls_are_objects(sent, shown):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": sent}}
-    (plain,) = Message(role="assistant", tool_calls=[call]).plain()["tool_calls"]
+    (message,) = ChatFormat("").history([Message(role="assistant", tool_calls=[call]).plain()])
+    (plain,) = message["tool_calls"]
     assert plain["function"]["arguments"] == shown

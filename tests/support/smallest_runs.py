@@ -53,6 +53,7 @@ STUDIES = {
         "requests": "--prefixes 32 --batch 2 --limit 1 --max-new-tokens 4 --dtype float32",
         "kinds": f"{PROMPTS} {SETTINGS} --temperatures 0 1",
         "tensor_parallel": PROMPTS,
+        "prediction": PROMPTS,
         "first_answer": PROMPTS,
         "splits_on_paper": "--compression 1:2.4 2:2.7 4:3.0",
         "where_lp_pays": f"{PROMPTS} --prefixes 16 --degrees 1 2 --processes",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag
@@ -27,10 +27,11 @@ class FunctionCall(_Item):
 
 
 class FunctionCallOutput(_Item):
-    """The result of a call."""
+    """The result of a call; without `call_id`, which Codex sends, something that the client has done by itself."""
 
     type: Literal["function_call_output"]
-    call_id: str
+    call_id: str | None = None
+    name: str | None = None
     output: str | list[ContentPart]
 
 
@@ -82,10 +83,7 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
         if isinstance(item, OtherItem):
             raise RequestError(f"input: items of type {item.type!r} are not supported")
         if isinstance(item, FunctionCallOutput):
-            if item.call_id not in names:
-                raise RequestError(f"input: function_call_output of call_id={item.call_id!r}: there is no such call")
-            content, name = joined(item.output), names[item.call_id]
-            answers.append({"role": "tool", "tool_call_id": item.call_id, "name": name, "content": content})
+            answers.append(_result_of(item, names))
         elif isinstance(item, Message):
             _add_message(answers, item)
         else:
@@ -101,6 +99,16 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
     if not messages:
         raise RequestError("input: is empty")
     return messages
+
+
+def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the message of a call's result; `names` has the tool's name by the call's id."""
+    content = joined(item.output)
+    if item.call_id is None:
+        return {"role": "user", "content": f"{item.name}: {content}" if item.name else content}
+    if item.call_id not in names:
+        raise RequestError(f"input: function_call_output of call_id={item.call_id!r}: there is no such call")
+    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
 
 
 def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -116,6 +116,7 @@ class Common(_Body):
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
+    fills_context: ClassVar[bool] = False  # whether a request without a length may fill the model's context
     caps_length: ClassVar[bool] = False  # whether a length above the context or the server's limit is shortened
 
     model: str | None = None
@@ -314,6 +315,8 @@ class Conversation(Common):
 
     `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
     """
+
+    fills_context: ClassVar[bool] = True
 
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None

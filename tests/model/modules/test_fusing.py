@@ -245,7 +245,7 @@ def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
     with_kernels = logits_of(model)
     assert used.keys() == {"norm", "add_and_norm", "rotate_and_write"}
     used.clear()
-    monkeypatch.setattr(numba_cpu, "takes", lambda states: False)
+    monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     for actual, expected in zip(with_kernels, logits_of(model), strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
     assert not used

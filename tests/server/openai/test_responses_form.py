@@ -103,11 +103,15 @@ def test_items_become_messages():
         {"type": "function_call_output", "call_id": "d", "output": [{"type": "input_text", "text": "2"}]},
         {"type": "function_call_output", "call_id": "c", "output": "1"},
         reasoning,
+        {"type": "function_call_output", "name": "goal", "output": "set"},
         {"role": "user", "content": "y"},
     ]
-    calls = [{"id": each, "type": "function", "function": {"name": "f", "arguments": {"a": 1}}} for each in ("c", "d")]
-    user, answer, *outputs, last = Responses(input=items).conversation()
+    calls = [
+        {"id": each, "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}} for each in ("c", "d")
+    ]
+    user, answer, *outputs, own, last = Responses(input=items).conversation()
     assert user == {"role": "user", "content": "x"} and last["content"] == "y"
+    assert own == {"role": "user", "content": "goal: set"}  # not the result of a call
     assert answer == {"role": "assistant", "content": "I look.", "reasoning_content": "so", "tool_calls": calls}
     assert [(each["tool_call_id"], each["content"], each["name"]) for each in outputs[:2]] == [
         ("d", "2", "f"),
