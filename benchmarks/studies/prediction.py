@@ -3,8 +3,9 @@
     python benchmarks/speed.py prediction --model DIR --prompts classeval.jsonl:prompt --limit 100
 
 The model is asked to rename one method of a class and to answer with the whole class. The class is in the prompt, as
-clients send it; a model without a chat template gets it as text. Each edit is decoded without and with `prediction`, in turns, in alternating order. S = new tokens /
-steps, the prefill's step included. The exit status is 1 if any two texts differ.
+clients send it; a model without a chat template gets it as text. Each edit is decoded without and with `prediction`, in
+turns, in alternating order. S = new tokens / steps, the prefill's step included. The exit status is 1 if any two texts
+differ.
 """
 
 from __future__ import annotations
