@@ -31,7 +31,7 @@ LENGTH = 160  # tokens of an answer, for agents that have a setting for it; smal
 
 @dataclass(frozen=True)
 class Agent:
-    """How to run an agent; @URL and @MODEL in texts stand for the server's.
+    """A coding agent's command and settings; @URL and @MODEL in texts stand for the server's.
 
     Attributes:
         command: its first word is looked for in PATH; @TASK stands for the task.

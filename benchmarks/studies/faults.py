@@ -205,7 +205,7 @@ def of_runtime(runtime: LookaheadRuntime, request: Request, when: int, cause: Ca
 
 
 def process_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests of which one replica is lost, or fails in a step."""
+    """Yield requests. In each, one replica is lost, or fails in a step."""
     with LookaheadRuntime.from_config(config_of(args)) as runtime, tempfile.TemporaryDirectory() as folder:
         for number in itertools.count():
             victim = replica_processes()[number % 2]
@@ -353,7 +353,7 @@ def network_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator
 
 
 def ray_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests of which one replica's Ray node is lost; then another node joins."""
+    """Yield requests. In each, one replica's Ray node is lost; then another node joins."""
     import ray
     from ray.cluster_utils import Cluster
 

@@ -84,7 +84,7 @@ class Link:
 
     @contextlib.contextmanager
     def entered(self, side: int) -> Iterator[None]:
-        """Have this thread, and the processes and threads that it starts, use the network of one side."""
+        """Let this thread, and the processes and threads that it starts, use the network of one side."""
         with open(f"/proc/self/task/{threading.get_native_id()}/ns/net") as old:
             with open(f"/run/netns/{self._names[side]}") as new:
                 _enter(new.fileno())
@@ -125,6 +125,6 @@ def _open_tun(name: str) -> int:
 
 
 def _enter(namespace: int) -> None:
-    """Have this thread use the network namespace of a file descriptor (os.setns of Python 3.12)."""
+    """Move this thread to the network namespace of a file descriptor (os.setns of Python 3.12)."""
     if ctypes.CDLL(None, use_errno=True).setns(namespace, NEW_NETWORK):
         raise LinkError(f"setns: {os.strerror(ctypes.get_errno())}")

@@ -65,7 +65,7 @@ def random_regex(rng: random.Random, depth: int = 3) -> str:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_regular_expressions_match_what_those_of_python_match(seed):
-    """As a constraint, and as a pattern of strings in JSON, which hold no escape; in automata and in grammars."""
+    """Both a constraint and a pattern of JSON strings without escapes; in automata and in grammars."""
     rng = random.Random(seed)
     regex, characters = random_regex(rng), ["a", "é", "^", "😀", '"']
     texts = ["".join(text) for length in range(4) for text in itertools.product(characters, repeat=length)]

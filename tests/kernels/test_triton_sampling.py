@@ -186,7 +186,7 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
 
 
 def test_no_kernel_is_compiled_anew_for_another_top_k():
-    """Triton compiles other variants of integers that are 1, and of multiples of 16, unless it is told not to."""
+    """By default Triton compiles other variants for integers that are 1 and for multiples of 16."""
     code = "from lp_runtime.kernels.triton_cut import _find_cut; print(_find_cut.do_not_specialize)"
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)

@@ -95,7 +95,7 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
 
 
 def test_slots_that_do_not_fit_together_are_used_one_after_another(loaded, replica, requests, expected, monkeypatch):
-    """As many requests as replicas' memory holds are decoded together; all get their texts."""
+    """Requests are decoded together while memory holds them; all get their texts."""
     monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
     arriving = iter([list(requests)])
     found: dict[str, list[Event]] = {key: [] for key in requests}

@@ -49,7 +49,7 @@ class GpuMemory:
 
 @contextlib.contextmanager
 def gpu_of_size(total: int) -> Iterator[tuple[Gpu, GpuMemory]]:
-    """A simulated GPU with so many bytes."""
+    """A simulated GPU of `total` bytes."""
     memory = GpuMemory(total)
     functions = {
         "mem_get_info": lambda device=None: (memory.total - memory.live, memory.total),

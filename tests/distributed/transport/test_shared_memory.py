@@ -277,7 +277,7 @@ def test_rows_in_another_order_are_noticed():
     ("announced", "latest", "most_polls"), [(2e-3, 1e-4, 200), (7e-3, 1e-4, 300), (0.019, 1e-4, 500), (1.0, 2e-3, 2000)]
 )
 def test_a_patient_wait_hears_soon_of_what_comes_within_a_step(announced, latest, most_polls, monkeypatch):
-    """On a clock of its own: a yield takes 5 us, and a sleep 55 us more than it should. Long waits poll rarely."""
+    """The clock is simulated: a yield takes 5 us, and a sleep 55 us more than it should. Long waits poll rarely."""
     transports: dict[int, Transport] = {}
     ready = threading.Barrier(3)
     done = threading.Event()

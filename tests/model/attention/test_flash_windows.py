@@ -37,7 +37,7 @@ def refuse(*args, **options):
 
 
 def ignore(*args, window_size_left, **options):
-    """As a build that computes plain causal attention instead."""
+    """Compute plain causal attention, as builds without windows may do."""
     return simulation._flash_forward(*args, window_size_left=1 << 20, **options)
 
 

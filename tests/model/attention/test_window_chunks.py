@@ -61,7 +61,7 @@ def test_equals_one_softmax_over_the_window(dtype, groups, num_tokens, num_cache
 
 @pytest.mark.parametrize("family", WINDOWED)
 def test_the_text_is_that_of_transformers(family):
-    """Of prompts in several chunks, the first of which is longer than the window, and one of a single token."""
+    """Prompts have several chunks: the first is longer than the window, and one has a single token."""
     name, settings = FAMILIES[family]
     whole = random_model(name, seed=3, initializer_range=0.3, **settings)
     prompt = tuple(3 + 7 * number % 50 for number in range(3 * CHUNK + 1))
