@@ -105,7 +105,11 @@ def regex_options(regex: str) -> RequestOptions:
 def submitter(compiler: ConstraintCompiler) -> Submitter:
     """Return what compiles the constraints of HTTP requests, and has nothing to decode them with."""
     return Submitter(
-        SimpleNamespace(config=None, info=SimpleNamespace(vocabulary_size=len(TEXTS)), compiler=compiler),
+        SimpleNamespace(
+            config=None,
+            info=SimpleNamespace(vocabulary_size=len(TEXTS), defaults={"max_new_tokens": 8}),
+            compiler=compiler,
+        ),
         None,
         ServerSettings("demo"),
         tokenizer(),
