@@ -29,6 +29,7 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
+from lp_runtime.prefill.prefix import scope_of
 from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
@@ -36,6 +37,7 @@ from studies.recorded_model import RecordedModel, Recording
 
 NGRAM = 4  # tokens of the n-grams by which repetition is measured
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+KEPT_TAG = 7  # names draft tables that outlive requests; any number will do
 HOST_NS = 350_000  # of a step, where times are given
 
 # What drafts: settings of the runtime, or a peer's drafter.
@@ -200,14 +202,15 @@ class Bench:
         prompt = tuple(self.prompts[index][1])
         request = Request(prompt, settings, self._max_new_tokens, self._eos, config)
         spec = make_sampler_spec(self.model, request)
+        scope = scope_of(request)
         if isinstance(drafting, LookaheadConfig):
-            decoder = engine.open_decoder(request, spec)
+            decoder = engine.open_decoder(request, spec, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes))
         else:
             decoder = self._open_peer(drafting(), request, spec, degree)
         try:
             return self._run(decoder, self._recorded[index], spec, recording, times)
         finally:
-            engine.close_decoder(decoder)
+            engine.close_decoder(decoder, 0 if scope is None else KEPT_TAG, scope)
 
     def _sampling(self, index: int, sampling: Mapping[str, Any]) -> SamplingConfig:
         """Return the settings that a prompt is sampled with."""

@@ -240,6 +240,7 @@ class BenchConfig(RuntimeConfig):
         super().__post_init__()
         for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
+        self.lookahead = self.lookahead.with_drafts_of_one_request()  # prompts are decoded several times
         self._check_prompts()
         for method in self.methods:
             require_choice("methods", method, METHODS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 from lp_runtime.config.checks import require_choice, require_int
@@ -51,9 +51,10 @@ class LookaheadConfig:
     prompt_top_k: bool = False
     """Drafter full: whether the prefill also computes top-k candidates after the prompt's tokens; if step sizes are
     chosen automatically, only for as many of the last tokens as is worth the time."""
-    draft_tables: str = "request"
-    """Drafter full: lifetime of the draft tables: request, runtime, or the path of a file that keeps them across
-    runs."""
+    draft_tables: str = "auto"
+    """Drafter full: requests that draft tables serve: request (one), runtime (all that have the same cache_salt and, in
+    lp-serve, the same API key), auto (request in lp-serve without API keys, else runtime), or the path of a file, which
+    also keeps those without a cache_salt across runs."""
     draft_tables_bytes: int = 16 * 2**20
     """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first."""
     pool_from_prompt: bool = True
@@ -76,7 +77,7 @@ class LookaheadConfig:
         require_choice("lookahead.prior", self.prior, PRIORS)
         if not isinstance(self.draft_tables, str) or not self.draft_tables:
             raise ConfigError(
-                f"lookahead.draft_tables={self.draft_tables!r}: must be request, runtime or the path of a file"
+                f"lookahead.draft_tables={self.draft_tables!r}: must be auto, request, runtime or the path of a file"
             )
         require_int("lookahead.draft_tables_bytes", self.draft_tables_bytes, MIN_DRAFT_TABLES_BYTES)
         require_int("lookahead.window_seed", self.window_seed, 0)
@@ -87,6 +88,15 @@ class LookaheadConfig:
     def is_auto(self) -> bool:
         """Whether step sizes are chosen from measurements: drafter full, and none of W, N and G given."""
         return self.drafter == "full" and self.W is None and self.N is None and self.G is None
+
+    @property
+    def shares_drafts(self) -> bool:
+        """Whether draft tables serve several requests; `auto` means none until a runtime replaces it."""
+        return self.drafter == "full" and self.draft_tables not in ("auto", "request")
+
+    def with_drafts_of_one_request(self) -> LookaheadConfig:
+        """Return these settings, in which `auto` draft tables serve one request."""
+        return replace(self, draft_tables="request") if self.draft_tables == "auto" else self
 
     @property
     def has_vocabulary_prior(self) -> bool:

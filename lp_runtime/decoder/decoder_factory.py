@@ -53,11 +53,7 @@ class DecoderFactory:
         limit = step_limit(settings, self._calibration)
         vocabulary, pool, tables = self._calibration.vocabulary, self._draft_pool, None
         if settings.drafter == "full":
-            # Samples of a prompt share tables on a lone replica only: the tables of several replicas could differ, and
-            # so would their trees.
-            prompt = (request.prompt_ids, repr(request.sampling), repr(settings)) if self._group.is_alone else None
-            is_shared = settings.draft_tables != "request"
-            tables = pool.acquire(is_shared, settings.draft_tables_bytes, prompt, request.sample, tag)
+            tables = pool.acquire(settings.draft_tables_bytes, tag)
         try:
             max_nodes = num_replicas * limit + MAX_REFED * chains
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)

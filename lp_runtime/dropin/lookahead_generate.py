@@ -117,7 +117,7 @@ def lookahead_generate(
     elif (
         not isinstance(lookahead, LookaheadConfig)
         or (W, N, G) != (None, None, None)
-        or lookahead.draft_tables != "request"
+        or lookahead.draft_tables not in ("auto", "request")
     ):
         raise ConfigError(
             f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without W, N or G"

@@ -56,7 +56,7 @@ class Engine:
 
     Args:
         calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
-        draft_tables: tables that outlive requests, for requests that ask for them; None to make them when needed.
+        draft_tables: those of earlier runtimes; None without any. Equal on all replicas.
         times_are_late: see Peers; None for what this replica alone would need.
         grammars: makes the state of requests' constraints; None if no request has one.
     """
@@ -99,7 +99,7 @@ class Engine:
             if settings.has_vocabulary_prior:
                 self._calibration.prepare_vocabulary()
             pool = self._draft_pool
-            pool.release(pool.acquire(settings.draft_tables != "request", settings.draft_tables_bytes))
+            pool.release(pool.acquire(settings.draft_tables_bytes))
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
@@ -107,10 +107,10 @@ class Engine:
         """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
         return self._decoders.make(request, spec, stop, tag)
 
-    def close_decoder(self, decoder: Decoder, tag: int = 0) -> None:
-        """Release a decoder's draft tables; those with a tag are kept for a request that continues the text."""
+    def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
+        """Release a decoder's draft tables; see `DraftPool.release`."""
         if decoder.draft_tables is not None:
-            self._draft_pool.release(decoder.draft_tables, tag)
+            self._draft_pool.release(decoder.draft_tables, tag, scope)
 
     def _open(
         self, request: Request, callbacks: Callbacks, spec: SamplerSpec | None = None, stop: Stop | None = None
@@ -136,7 +136,7 @@ class Engine:
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
-        self.close_decoder(running.decoder, running.keep_prefix())
+        self.close_decoder(running.decoder, running.keep_prefix(), running.draft_scope)
         self._model.slots.release(running.slot)
         if frees_memory:
             self._model.free_memory()
@@ -175,13 +175,13 @@ class Engine:
                     raise output
                 delivery.add(output)
             yield from delivery.deliver()
-            yield running.report()
         except Exception as error:
             lacks_memory = isinstance(error, RequestMemoryError)
             yield from delivery.deliver()  # what was committed before the failure
             raise
         finally:
             self._close(running, lacks_memory)
+        yield running.report()
 
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
         """Decode requests as they arrive, several in one forward pass, on a lone replica. Ends with the last request.

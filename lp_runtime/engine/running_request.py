@@ -26,7 +26,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
-from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.prefill.prefix import PromptPrefix, scope_of
 from lp_runtime.prefill.resume import Resume
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
@@ -330,16 +330,20 @@ class RunningRequest:
             cached_tokens=self._prefix.num_read,
         )
 
+    @property
+    def draft_scope(self) -> str | None:
+        """Scope of the request's draft tables; see `scope_of`."""
+        return scope_of(self._request)
+
     def keep_prefix(self) -> int:
         """Store the keys and values of a finished request in the prefix cache; nothing of one that failed.
 
         Return the tag under which to store the request's draft tables; 0 to drop them.
         """
-        settings, state = self._request.lookahead, self.decoder.state
         if not self.is_finished:
             return 0
-        has_tables = self.decoder.draft_tables is not None and settings.draft_tables == "request"
-        tag = self._prefix.next_tag(state.digest) if has_tables else 0
+        has_tables = self.decoder.draft_tables is not None
+        tag = self._prefix.next_tag(self.decoder.state.digest) if has_tables else 0
         self._prefix.keep(self.slot, tag)
         return tag
 

@@ -142,7 +142,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],
         "gpus": runtime.num_replicas * runtime.gpus_per_replica,
-        "lookahead": asdict(config.lookahead),
+        "lookahead": _without_tables(asdict(config.lookahead)),
         "sampling": asdict(config.sampling),
         **({"constraint": config.constraint.key} if config.constraint.kind else {}),
         # A split model rounds differently.
@@ -181,8 +181,13 @@ def _setting_of(settings: Mapping[str, Any], key: str) -> object:
     """Return a setting of a file; a setting that the file's version did not have yet has its default."""
     value = settings.get(key, getattr(GenerateConfig, key, None))
     if key in GROUPS and isinstance(value, dict):
-        return json.loads(json.dumps(asdict(GROUPS[key]()) | value, default=str))
-    return value
+        value = json.loads(json.dumps(asdict(GROUPS[key]()) | value, default=str))
+    return _without_tables(value) if key == "lookahead" and isinstance(value, dict) else value
+
+
+def _without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
+    """Return drafting settings without those of the draft tables, whose content another run does not have anyway."""
+    return {name: value for name, value in lookahead.items() if not name.startswith("draft_tables")}
 
 
 class OutputFile:

@@ -1,8 +1,8 @@
 """Agrees across replicas how many prompt tokens are read from the prefix cache.
 
 Replicas may hold different prefixes. All read the longest length that every replica has, so that all feed the same
-chunks of the prompt. The draft tables of the sequence that the prompt continues are reused if all replicas hold the
-same ones. A tag, derived from that sequence's whole history, identifies them.
+chunks of the prompt. Draft tables of earlier sequences are reused if all replicas hold the same ones. A tag, derived
+from all that they have learned from, identifies them.
 """
 
 from __future__ import annotations
@@ -59,10 +59,16 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
             slot.restore(prefix)
 
 
+def scope_of(request: Request) -> str | None:
+    """Return the scope of the requests whose draft tables serve this one; None if it shares only those of its text."""
+    return request.cache_salt if request.lookahead.shares_drafts else None
+
+
 class PromptPrefix:
     """The part of a request's prompt that all replicas read from their prefix caches.
 
-    Creating one runs a gather. Without a cache (None), nothing is read.
+    Creating one runs a gather, unless there is neither a cache nor a draft table to agree on. Without a cache (None),
+    nothing is read.
 
     Attributes:
         tag: names the draft tables to continue with; 0 for none.
@@ -75,17 +81,21 @@ class PromptPrefix:
         self._cache = cache
         self._request = request
         self._is_alone = group.is_alone
-        self._agreed = Prefix()
-        # Log-probabilities need the whole prompt fed. A resumed request reads its prefix in `read_for_resume`.
-        if cache is None or request.prompt_logprobs or request.committed:
+        self._agreed, scope = Prefix(), scope_of(request)
+        self._keeps_tables = cache is not None or scope is not None
+        # A resumed request reads its prefix in `read_for_resume`.
+        if not self._keeps_tables or request.committed:
             return
-        known = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
-        tag = known.tag if pool.has(known.tag, request.lookahead.draft_tables_bytes) else 0
-        row = np.zeros(2 + (MAX_POINTS if cache.keeps_states else 1), np.int64)
+        known = Prefix()
+        if cache is not None and not request.prompt_logprobs:  # these need the whole prompt fed
+            known = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
+        tag = pool.find(known.tag, scope, request.lookahead.draft_tables_bytes)
+        keeps_states = cache is not None and cache.keeps_states
+        row = np.zeros(2 + (MAX_POINTS if keeps_states else 1), np.int64)
         lengths = known.lengths[: len(row) - 2]
         row[:2], row[2 : 2 + len(lengths)] = (tag, known.num_shared), lengths
         tags, shared, *lengths = gather_rows(row, group).T.tolist()
-        if cache.keeps_states:
+        if keeps_states:
             self._agreed = known.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
         else:
             self._agreed = known.cut(min(lengths[0]))
@@ -123,11 +133,11 @@ class PromptPrefix:
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)
 
     def next_tag(self, digest: int) -> int:
-        """Return the tag for the finished sequence's draft tables; 0 without a cache.
+        """Return the tag for the finished sequence's draft tables; 0 if no later request can continue with them.
 
         `digest` is that of the sequence's final state. Replicas with equal earlier tags and digests have equal tables.
         """
-        if self._cache is None:
+        if not self._keeps_tables:
             return 0
         if self._is_alone:  # a lone replica computes no digests; a random tag is unique
             return secrets.randbits(TAG_BITS) | 1

@@ -1,4 +1,4 @@
-"""File in which draft tables outlive a runtime: read at start, written after every request."""
+"""File in which draft tables outlive a runtime: read at start, written after every request of the scope ""."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DraftStore:
     @classmethod
     def of(cls, settings: LookaheadConfig, vocabulary_size: int) -> DraftStore | None:
         """Return the store that the settings name; None if they name no file."""
-        if settings.draft_tables in ("request", "runtime"):
+        if settings.draft_tables in ("auto", "request", "runtime"):
             return None
         try:
             path = Path(settings.draft_tables).expanduser()

@@ -42,7 +42,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.prefill.prefix import make_prefix_cache
+from lp_runtime.prefill.prefix import make_prefix_cache, scope_of
 from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
@@ -120,11 +120,11 @@ class Replica:
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
-        self._draft_tables = self._draft_store.load(group) if self._draft_store else None
+        draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         exchange = partial(Exchange, sleeps=loaded.sleeps)
-        self._engine = Engine(model, group, calibration, self._draft_tables, times_are_late, exchange, grammars)
+        self._engine = Engine(model, group, calibration, draft_tables, times_are_late, exchange, grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
@@ -196,12 +196,14 @@ class Replica:
         return StopStrings(self._tokenizer, request.stop, request.text_context, request.reasoning)
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
-        """Write the draft tables to the draft store if the event ends a request that used them."""
+        """Write the draft tables to the draft store if the event ends a request of its scope."""
         if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
             return
-        assert self._draft_tables is not None  # loaded from the store
-        if request.lookahead.draft_tables != "request" and request.lookahead.drafter == "full":
-            self._draft_store.save(self._draft_tables)
+        if scope_of(request) != "":
+            return
+        draft_tables = self._engine.draft_pool.latest("")
+        if draft_tables is not None and draft_tables.num_bytes == self._draft_store.num_bytes:
+            self._draft_store.save(draft_tables)
 
     @cached_property
     def _tokenizer(self):

@@ -203,11 +203,14 @@ class RequestBuilder:
         config = self._config
         lookahead = _typed("lookahead", given, LookaheadConfig) or config.lookahead
         check_exactness(config.exactness, lookahead)
-        if lookahead.draft_tables not in ("request", "runtime", config.lookahead.draft_tables):
+        own = config.lookahead.draft_tables
+        if lookahead.draft_tables not in ("auto", "request", "runtime", own):
             raise ConfigError(
                 f"lookahead.draft_tables={lookahead.draft_tables}: of a request it must be request, runtime or the"
                 " runtime's own"
             )
+        if lookahead.draft_tables == "auto":
+            lookahead = replace(lookahead, draft_tables="runtime" if own == "auto" else own)
         return lookahead
 
     def _encode(self, prompt: str | Sequence[int] | None, options: RequestOptions) -> tuple[int, ...]:

@@ -184,7 +184,8 @@ class Server:
         options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
-        options["cache_salt"] = f"{request.state.client} {body.cache_salt}"
+        client = request.state.client
+        options["cache_salt"] = f"{client} {body.cache_salt}" if client else body.cache_salt
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 

@@ -25,7 +25,7 @@ def refusal(schema, **values) -> str:
 def test_defaults_are_what_pays_on_one_replica_of_the_demo_model():
     config = GenerateConfig(**PROMPT)
     assert config.lookahead == LookaheadConfig() and config.lookahead.is_auto
-    assert (config.lookahead.drafter, config.lookahead.draft_tables) == ("full", "request")
+    assert (config.lookahead.drafter, config.lookahead.draft_tables) == ("full", "auto")
     assert config.model.location == str(DEMO_MODEL)
     assert (config.gpus, config.device, config.dtype, config.launcher.name) == (None, "auto", "auto", "auto")
     assert (config.max_new_tokens, config.eos, config.ids, config.limit) == (None, True, False, None)
@@ -61,7 +61,7 @@ def test_smallest_lookahead_settings_are_allowed(values):
         ({"acceptance": "all"}, "lookahead.acceptance=all: must be one of tree, guesses"),
         ({"acceptance": "guesses"}, "lookahead.acceptance=guesses: only with lookahead.drafter=paper"),
         ({"prior": "all"}, "lookahead.prior=all: must be one of vocabulary, none"),
-        ({"draft_tables": ""}, "lookahead.draft_tables='': must be request, runtime or the path of a file"),
+        ({"draft_tables": ""}, "lookahead.draft_tables='': must be auto, request, runtime or the path of a file"),
         ({"draft_tables_bytes": 1000}, "lookahead.draft_tables_bytes=1000: must be an integer >= 65536"),
         ({"window_seed": -1}, "lookahead.window_seed=-1: must be an integer >= 0"),
     ],

@@ -1,37 +1,61 @@
-"""Draft tables of requests: samples of one prompt go on with what an earlier one has found, and nobody else does."""
+"""Draft tables of requests: one continues with those of another only if their text or their scope is the same."""
 
-from lp_runtime.decoder.draft_pool import DraftPool
+from lp_runtime.decoder.draft_pool import MAX_KEPT, STORED_TAG, DraftPool
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 
 BYTES = 1 << 16
 
 
-def remembered(pool: DraftPool, prompt: object, sample: int, num_bytes: int = BYTES) -> int:
-    """Tokens that the tables of a request know before the request; it leaves three."""
-    tables = pool.acquire(False, num_bytes, prompt, sample)
+def known_before(pool: DraftPool, scope: str | None, next_tag: int, tag: int = 0, num_bytes: int = BYTES) -> int:
+    """Tokens that the tables of a request know before the request; it leaves three, under the next tag."""
+    tables = pool.acquire(num_bytes, pool.find(tag, scope, num_bytes))
     known = int(tables.text.span[1])
     tables.begin_text([1, 2, 3])
-    pool.release(tables)
+    pool.release(tables, next_tag, scope)
     return known
 
 
-def test_samples_of_a_prompt_share_what_they_found():
+def test_requests_of_a_scope_continue_with_the_latest_tables():
     pool = DraftPool()
-    assert [remembered(pool, "a prompt", sample) for sample in range(3)] == [0, 3, 6]
+    assert [known_before(pool, "a", tag) for tag in (1, 2, 3)] == [0, 3, 6]
+    assert known_before(pool, "b", 4) == 0, "another scope"
+    assert known_before(pool, None, 5) == 0, "none at all"
+    assert known_before(pool, "a", 6, num_bytes=2 * BYTES) == 0, "another size"
+    assert known_before(pool, "a", 7) == 9
 
 
-def test_a_request_that_was_decoded_before_begins_afresh():
+def test_a_request_that_continues_a_text_has_the_tables_of_that_text():
     pool = DraftPool()
-    assert [remembered(pool, "a prompt", sample) for sample in (0, 1, 0, 1)] == [0, 3, 0, 3]
+    assert known_before(pool, None, 1) == 0
+    assert known_before(pool, "a", 2) == 0
+    assert known_before(pool, "a", 3, tag=1) == 3, "the text comes before the scope"
+    assert known_before(pool, "a", 4) == 6, "which it then belongs to"
 
 
-def test_other_prompts_and_sizes_begin_afresh():
+def test_tables_without_a_tag_are_forgotten():
     pool = DraftPool()
-    assert remembered(pool, "a prompt", 0) == remembered(pool, "another", 1) == remembered(pool, "a prompt", 1) == 0
-    assert remembered(pool, "a prompt", 2, 2 * BYTES) == 0
-    assert remembered(pool, None, 0) == remembered(pool, None, 1) == 0
+    tables = pool.acquire(BYTES)
+    tables.begin_text([1, 2, 3])
+    pool.release(tables, 0, "a")
+    assert known_before(pool, "a", 1) == 0
 
 
-def test_samples_at_the_same_time_have_tables_of_their_own():
+def test_requests_at_the_same_time_have_different_tables():
     pool = DraftPool()
-    first, second = pool.acquire(False, BYTES, "a prompt", 0), pool.acquire(False, BYTES, "a prompt", 1)
+    pool.release(pool.acquire(BYTES), 1, "a")
+    first, second = (pool.acquire(BYTES, pool.find(0, "a", BYTES)) for _ in range(2))
     assert first is not second and pool.num_in_use == 2
+
+
+def test_tables_of_few_sequences_are_kept():
+    pool = DraftPool()
+    for tag in range(10, 50):
+        pool.release(pool.acquire(BYTES), tag)
+    assert [tag for tag in range(10, 50) if pool.find(tag, None, BYTES)] == list(range(50 - MAX_KEPT, 50))
+
+
+def test_stored_tables_serve_requests_without_a_salt():
+    stored = DraftTables(BYTES)
+    pool = DraftPool(stored)
+    assert pool.latest("") is stored and pool.find(0, "", BYTES) == STORED_TAG
+    assert not pool.find(0, "a", BYTES)

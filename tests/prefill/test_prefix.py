@@ -14,7 +14,6 @@ from support.small_models import FAMILIES
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.decoder.draft_pool import MAX_KEPT, DraftPool
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -29,6 +28,7 @@ CASES = {
     "sampled": (FIXED, {"sampling": SamplingConfig(temperature=0.8, seed=5)}),
     "penalty": (FIXED, {"sampling": SamplingConfig(temperature=0, repetition_penalty=1.3), "logprobs": True}),
 }
+SHARING = replace(FIXED, draft_tables="runtime")
 TEXT = 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."""\n' * 8
 
 
@@ -127,18 +127,6 @@ def test_draft_tables_come_along(prompt_ids):
     assert (other.num_steps, other.cached_tokens) == (first.num_steps, 0)
 
 
-def test_tables_of_few_sequences_are_kept():
-    pool = DraftPool()
-    for tag in range(1, 40):
-        pool.release(pool.acquire(False, 1 << 16), tag)
-    assert sum(pool.has(tag, 1 << 16) for tag in range(1, 40)) == MAX_KEPT and pool.has(39, 1 << 16)
-    assert not pool.has(39, 1 << 17)
-    tables = pool.acquire(False, 1 << 16, tag=39)
-    assert not pool.has(39, 1 << 16), "they serve one request at a time"
-    pool.release(tables)
-    assert pool.num_in_use == 0
-
-
 def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
     model = make_model()
     engine = engine_of(model)
@@ -208,6 +196,30 @@ def test_replicas_with_different_prefixes_agree(plain_model, prompt_ids):
     for (tokens, *_), question in ((second, 3), (third, 4)):
         turn = Request((*prompt_ids, *answer, question), FIXED, 30)
         assert tokens == decode(engine_of(plain_model), plain_model, turn)[0]
+
+
+def on_a_rank_that_lost_its_tables(group, prompt_ids) -> list[tuple[list[int], int]]:
+    """Decode prompts of one scope on a replica; one of two forgets its tables after the second."""
+    model = make_model(keeps=False)
+    engine, found = engine_of(model, group), []
+    for number in range(4):
+        if number == 2 and group.rank == 1:
+            engine = engine_of(model, group)
+        tokens, _, report, _ = decode(engine, model, Request((*prompt_ids, number % 2), SHARING, 30))
+        found.append((tokens, report.num_steps))
+    return found
+
+
+def test_draft_tables_are_shared_by_replicas_that_agree(plain_model, prompt_ids):
+    """Without a prefix cache, too. Tables that one replica has lost serve none."""
+    found = run_ranks(on_a_rank_that_lost_its_tables, 2, prompt_ids)
+    assert found[0] == found[1]
+    (first, second, third, fourth) = found[0]
+    assert third == first, "the tables were empty again"
+    assert second[1] < first[1] and fourth[0] == second[0]
+    assert fourth[1] == second[1], "from the third on they are shared again"
+    for (tokens, _), number in zip((first, second), range(2), strict=True):
+        assert tokens == decode(engine_of(plain_model), plain_model, Request((*prompt_ids, number), FIXED, 30))[0]
 
 
 def test_settings_say_how_much_is_kept():

@@ -4,6 +4,8 @@ import pytest
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.overrides import load_config
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
 
 PROMPT = "def fib(n):\n    "
@@ -35,11 +37,23 @@ def test_what_was_seen_is_known_to_the_next_runtime_and_changes_no_output(demo_m
     assert [path.name for path in tmp_path.iterdir()] == ["draft_tables.npz"]
 
 
-def test_a_runtime_forgets_between_requests_unless_told_otherwise(demo_model_dir):
-    with LookaheadRuntime(str(demo_model_dir), lookahead=settings("request"), **OPTIONS) as runtime:
-        assert steps(runtime) == steps(runtime)
-        first, second = (steps(runtime, lookahead=settings("runtime")) for _ in range(2))
-        assert second < first == steps(runtime)
+def test_requests_of_a_runtime_share_what_they_saw_if_they_have_the_same_salt(demo_model_dir):
+    with LookaheadRuntime(str(demo_model_dir), lookahead=settings("auto"), **OPTIONS) as runtime:
+        alone = steps(runtime, lookahead=settings("request"))
+        assert steps(runtime, lookahead=settings("request")) == alone
+        first, second = steps(runtime), steps(runtime)
+        assert second < first == alone
+        assert steps(runtime, cache_salt="another") == alone
+        assert steps(runtime, lookahead=settings("runtime")) <= second
+
+
+def test_a_server_shares_nothing_between_clients_that_it_cannot_tell_apart():
+    def draft_tables(*settings: str) -> str:
+        return load_config(ServeConfig, list(settings)).lookahead.draft_tables
+
+    assert draft_tables() == "request"
+    assert draft_tables("lookahead.draft_tables=runtime") == "runtime", "unless it is told to"
+    assert draft_tables("api_key=secret") == draft_tables("api_keys=FILE") == "auto"
 
 
 @pytest.mark.parametrize(
