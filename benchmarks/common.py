@@ -172,25 +172,10 @@ def load_prompts_by_kind(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [(kind, prompt) for kind, prompts in by_kind.items() for prompt in prompts]
 
 
-def fixed_steps(num_tokens: int, degree: int = 1) -> LookaheadConfig:
-    """Return settings of which every replica feeds so many tokens a step, whatever they cost.
-
-    Args:
-        num_tokens: tokens a replica and step.
-        degree: replicas that share the tree.
-    """
-    return LookaheadConfig(W=num_tokens * degree // 4 + 1, N=5, G=0, budget=num_tokens)
-
-
-def parse_setting(text: str, degree: int = 1) -> LookaheadConfig:
-    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto or tokens=NUMBER stands for.
-
-    Args:
-        text: what stands for them; NUMBER is of each replica.
-        degree: replicas that share the tree.
-    """
+def parse_setting(text: str) -> LookaheadConfig:
+    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto or tokens=NUMBER stands for."""
     if text.startswith("tokens="):
-        return fixed_steps(int(text.removeprefix("tokens=")), degree)
+        return LookaheadConfig(tokens=int(text.removeprefix("tokens=")))
     drafter, _, sizes = text.rpartition(":")
     W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
     return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")

@@ -77,7 +77,7 @@ def degrees(study: Study) -> None:
     for budget in (16, 83):
         for degree in DEGREES:
             line = f"full, {budget} a replica"
-            study.add(f"full, {budget}", full(budget, degree), degree, line=line, x=degree * budget)
+            study.add(f"full, {budget}", full(budget), degree, line=line, x=degree * budget)
     for degree in DEGREES:  # the paper's weak scaling: window and guesses grow with the replicas
         W = 15 * degree
         line = "paper, W = G = 15 a replica"
@@ -90,7 +90,7 @@ def chains(study: Study) -> None:
         for budget in (8, 16):
             for degree in DEGREES:
                 kind = "one path a replica" if as_chains else "trees"
-                study.add(f"{kind}, {budget}", full(budget, degree), degree, x=degree * budget, as_chains=as_chains)
+                study.add(f"{kind}, {budget}", full(budget), degree, x=degree * budget, as_chains=as_chains)
 
 
 def ablation(study: Study) -> None:
@@ -197,7 +197,7 @@ def auto_degrees(study: Study) -> None:
     """Tokens per second of lookahead=auto on several replicas, beside fixed numbers of tokens; at given step times."""
     for degree in DEGREES[:-1]:
         sizes = (4, 6, 8, 12) if degree > 1 else (1, 4, 6, 8)
-        for label, settings in [("auto", LookaheadConfig()), *((f"full, {num}", full(num, degree)) for num in sizes)]:
+        for label, settings in [("auto", LookaheadConfig()), *((f"full, {num}", full(num)) for num in sizes)]:
             runs = study.bench.decode_all(settings, degree, step_ms=THREAD_MS)
             num_tokens = sum(len(run.tokens) - 1 for run in runs)
             row = study.row(label, runs, degree)

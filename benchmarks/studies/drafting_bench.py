@@ -204,7 +204,9 @@ class Bench:
         spec = make_sampler_spec(self.model, request)
         scope = scope_of(request)
         if isinstance(drafting, LookaheadConfig):
-            decoder = engine.open_decoder(request, spec, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes))
+            decoder = engine.open_decoder(
+                request, spec, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes)
+            )
         else:
             decoder = self._open_peer(drafting(), request, spec, degree)
         try:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import Results, Value, fixed_steps
+from common import Results, Value
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from studies.drafting_bench import GREEDY, Bench, Drafting, Run
@@ -18,15 +17,9 @@ PROMPT_LOOKUP = LookaheadConfig(drafter="prompt_lookup")
 RECYCLING = LookaheadConfig(drafter="recycling")
 
 
-def full(budget: int, degree: int = 1, **settings: Any) -> LookaheadConfig:
-    """Return settings of the drafter `full` that spends its budget in every step.
-
-    Args:
-        budget: tokens that a replica feeds in a step.
-        degree: number of replicas.
-        settings: further settings of LookaheadConfig.
-    """
-    return replace(fixed_steps(budget, degree), **settings)
+def full(tokens: int, **settings: Any) -> LookaheadConfig:
+    """Return settings of the drafter `full`; each replica feeds `tokens` in every step."""
+    return LookaheadConfig(tokens=tokens, **settings)
 
 
 def paper(W: int, N: int, G: int, **settings: Any) -> LookaheadConfig:

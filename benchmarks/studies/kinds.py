@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     with LookaheadRuntime(ModelConfig(path=args.model), **options) as runtime:
 
         def decode(prompt: str, setting: str | None, sampling: SamplingConfig) -> Generation:
-            lookahead = PLAIN if setting is None else parse_setting(setting, args.gpus)
+            lookahead = PLAIN if setting is None else parse_setting(setting)
             given = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompt": prompt}
             return runtime.generate(
                 **given, max_new_tokens=args.max_new_tokens, eos=args.eos, lookahead=lookahead, sampling=sampling

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
             generations: dict[str, list[Generation]] = {setting: [] for setting in args.settings}
             for prompt in prompts:
                 for setting, done in generations.items():
-                    lookahead = parse_setting(setting, gpus)
+                    lookahead = parse_setting(setting)
                     done.append(runtime.generate(prompt.value, args.max_new_tokens, eos=False, lookahead=lookahead))
         for setting, done in generations.items():
             row = {"replicas": gpus, "(W, N, G)": f"({setting})"}

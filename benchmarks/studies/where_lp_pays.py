@@ -24,7 +24,7 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common import Results, Value, add_prompt_arguments, fixed_steps, load_prompts
+from common import Results, Value, add_prompt_arguments, load_prompts
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPathRunner
@@ -136,13 +136,6 @@ def config_of(name: str, location: str, args: argparse.Namespace, gpus: int) -> 
     return RuntimeConfig(model=model, gpus=gpus, device=args.device, dtype=args.dtype)
 
 
-def lookahead_of(args: argparse.Namespace, degree: int) -> LookaheadConfig:
-    """Return the settings of drafting at a degree."""
-    if args.budget is None:
-        return LookaheadConfig()
-    return fixed_steps(args.budget, degree)
-
-
 def critical_paths(
     config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[str, Path]]:
@@ -151,7 +144,7 @@ def critical_paths(
     calibration = Calibration(model, Group.alone(), config.cache_dir)
     for degree in [0, *args.degrees]:
         runner, path = CriticalPathRunner(model, calibration, max(1, degree)), Path()
-        lookahead = lookahead_of(args, degree) if degree else PLAIN
+        lookahead = LookaheadConfig(tokens=args.budget) if degree else PLAIN
         for prompt in prompts:
             found = runner.run(Request(prompt, lookahead, args.max_new_tokens, sampling=GREEDY))
             decode = found.forward_seconds + found.other_seconds
@@ -167,7 +160,7 @@ def processes(config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence
     with LookaheadRuntime.from_config(config) as runtime:
         for prompt in prompts:
             found = runtime.generate(
-                prompt, args.max_new_tokens, eos=False, lookahead=lookahead_of(args, num), sampling=GREEDY
+                prompt, args.max_new_tokens, eos=False, lookahead=LookaheadConfig(tokens=args.budget), sampling=GREEDY
             )
             decode = found.seconds - found.prefill_seconds
             path.add(found.token_ids, found.steps, found.step_tokens, 0.0, decode)

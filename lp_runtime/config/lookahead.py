@@ -42,9 +42,12 @@ class LookaheadConfig:
     acceptance: str = "tree"
     """Drafter paper: accept along any node of the tree (tree) or, as in the paper, along guesses only (guesses)."""
     budget: Optional[int] = None  # noqa: UP045
-    """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. With drafters other than
-    full it limits the whole tree. In any case a replica feeds at most 1,024 tokens in a step, and more than 128 only up
-    to the largest step that was measured; measuring ends at a step that takes 12 times as long as one token."""
+    """Step budget: tokens that a replica feeds in a step at most, >= 1; the prefill is exempt. Automatic sizes may stay
+    below it; `tokens` fixes the number. With drafters other than full it limits the whole tree. In any case a replica
+    feeds at most 1,024 tokens in a step, and more than 128 only up to the largest step that was measured; measuring
+    ends at a step that takes 12 times as long as one token."""
+    tokens: Optional[int] = None  # noqa: UP045
+    """Drafter full: tokens that each replica feeds in every step, >= 1, in place of automatic sizes or W, N and G."""
     prior: str = "vocabulary"
     """Drafter full: knowledge before any token is seen: vocabulary (the model's prediction after each token of the
     vocabulary, which itself follows a common token; computed once and kept on disk) or none."""
@@ -63,10 +66,12 @@ class LookaheadConfig:
     """Drafter paper: seed, >= 0, for choosing the prompt tokens that fill the first window."""
 
     def __post_init__(self) -> None:
-        for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1)):
+        for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1), ("tokens", 1)):
             if getattr(self, name) is not None:
                 require_int(f"lookahead.{name}", getattr(self, name), low)
         num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
+        if self.tokens is not None:
+            self._check_tokens(self.tokens)
         if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
             raise ConfigError(
                 f"lookahead.W={self.W} N={self.N} G={self.G} budget={self.budget}: (W + G) (N - 1), and budget, must be"
@@ -84,10 +89,29 @@ class LookaheadConfig:
         if self.acceptance != "tree" and self.drafter != "paper":
             raise ConfigError(f"lookahead.acceptance={self.acceptance}: only with lookahead.drafter=paper")
 
+    def _check_tokens(self, tokens: int) -> None:
+        if tokens > MAX_TREE_NODES:
+            raise ConfigError(f"lookahead.tokens={tokens}: must be at most {MAX_TREE_NODES}")
+        if self.drafter != "full":
+            raise ConfigError(f"lookahead.tokens={tokens}: only with lookahead.drafter=full")
+        for name in ("W", "N", "G", "budget"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"lookahead.tokens={tokens}: not with lookahead.{name}={getattr(self, name)}")
+
+    @property
+    def has_window(self) -> bool:
+        """Whether W, N and G limit the drafter full's tree: one of them is given."""
+        return (self.W, self.N, self.G) != (None, None, None)
+
     @property
     def is_auto(self) -> bool:
-        """Whether step sizes are chosen from measurements: drafter full, and none of W, N and G given."""
-        return self.drafter == "full" and self.W is None and self.N is None and self.G is None
+        """Whether step sizes are chosen from measurements: drafter full, and none of W, N, G and tokens given."""
+        return self.drafter == "full" and not self.has_window and self.tokens is None
+
+    @property
+    def step_limit(self) -> int | None:
+        """Tokens that a replica may feed in a step: tokens or budget; None without either."""
+        return self.budget if self.tokens is None else self.tokens
 
     @property
     def shares_drafts(self) -> bool:
@@ -112,7 +136,9 @@ class LookaheadConfig:
 
     @property
     def max_fixed_nodes(self) -> int:
-        """Largest number of tree nodes in a step that W, N and G allow; 0 for drafters that do not use them."""
+        """Largest number of nodes that fixed sizes allow in a step; 0 for drafters without such settings."""
+        if self.tokens is not None:
+            return self.tokens
         W, N, G = self.window
         nodes = (W + G) * (N - 1) if self.drafter in ("full", "paper") else 0
         return nodes if self.budget is None else min(nodes, self.budget)
@@ -122,12 +148,12 @@ class LookaheadConfig:
         """Largest number of tokens that one step can commit: the tree's depth, plus the bonus token."""
         W, N, G = self.window
         depth = {
-            "full": MAX_DEPTH if self.is_auto else min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)),
+            "full": min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)) if self.has_window else MAX_DEPTH,
             "paper": max(W + N - 3 if W else 0, N - 1 if G else 0),
             "prompt_lookup": NUM_COPIED,
             "recycling": RECYCLING_DEPTH,
         }[self.drafter]
-        return (depth if self.budget is None else min(depth, self.budget - 1)) + 1
+        return (depth if self.step_limit is None else min(depth, self.step_limit - 1)) + 1
 
 
 PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)

@@ -35,7 +35,7 @@ def make_drafter(
     if settings.drafter == "full":
         assert draft_tables is not None
         compile_drafter()
-        limit = max_nodes if settings.is_auto else min(max_nodes, max(1, (W + G) * (N - 1)))
+        limit = min(max_nodes, max(1, (W + G) * (N - 1))) if settings.has_window else max_nodes
         prior = vocabulary() if settings.prior == "vocabulary" else None
         return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH)
     if settings.drafter == "prompt_lookup":

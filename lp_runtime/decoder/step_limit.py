@@ -15,7 +15,7 @@ def step_limit(settings: LookaheadConfig, calibration: Calibration) -> int:
     fixed multiple of the time of a one-token step. Where the largest measured step counts, the calibration may measure
     and gather here, so all replicas must call this for the same request.
     """
-    limit = min(settings.budget or STEP_TOKENS, STEP_TOKENS)
+    limit = min(settings.step_limit or STEP_TOKENS, STEP_TOKENS)
     if settings.is_auto:
         return min(limit, calibration.max_step_tokens())
     if settings.max_fixed_nodes > UNMEASURED_STEP_TOKENS:

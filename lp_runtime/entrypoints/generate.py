@@ -95,7 +95,7 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
 def describe_lookahead(config: LookaheadConfig) -> str:
     """Describe the drafter and the step sizes in a few words."""
     W, N, G = config.window
-    size = "auto" if config.is_auto else f"W={W} N={N} G={G}"
+    size = "auto" if config.is_auto else f"W={W} N={N} G={G}" if config.tokens is None else f"tokens={config.tokens}"
     budget = "" if config.budget is None else f" budget={config.budget}"
     return f"drafter {config.drafter} {size if config.drafter in ('full', 'paper') else ''}".rstrip() + budget
 

@@ -72,6 +72,8 @@ def test_a_huge_tree_is_cut(recorder, drafter):
         (HUGE, 100_000, STEP_TOKENS),
         (HUGE | {"budget": 4096}, 100_000, STEP_TOKENS),
         (HUGE | {"budget": 40}, 200, 40),
+        ({"tokens": 200}, 16, UNMEASURED_STEP_TOKENS),
+        ({"tokens": 40}, 16, 40),
         ({}, 24, 24),  # sized by measurements
         ({"budget": 4096}, 100_000, STEP_TOKENS),
         ({"W": 15, "N": 5, "G": 15}, 8, STEP_TOKENS),  # the paper's: 120 nodes at most, whatever was measured

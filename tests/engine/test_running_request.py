@@ -141,6 +141,8 @@ def test_a_step_feeds_what_W_N_G_say(models):
         settings = LookaheadConfig(W=4, N=3, G=4, drafter=drafter)
         _, _, report = decode(loop, Request((1, 2, 3), settings, max_new_tokens=40))
         assert 1 < report.step_tokens <= 16
+    _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(tokens=12), max_new_tokens=40))
+    assert 8 < report.step_tokens <= 12
 
 
 def test_guesses_from_a_looping_text_save_steps(models):

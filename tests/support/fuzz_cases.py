@@ -89,7 +89,8 @@ COMMON = {
         *({"W": value} for value in (*NO_INT, -1, 257, HUGE)),
         *({"N": value} for value in (*NO_INT, -1, 0, 1, 33, HUGE)),
         *({"G": value} for value in (*NO_INT, -1, 257, HUGE)),
-        *({"budget": value} for value in (*NO_INT, -1, 0, 4097, HUGE)),
+        *({name: value} for value in (*NO_INT, -1, 0, 4097, HUGE) for name in ("budget", "tokens")),
+        {"tokens": 64, "W": 15},
         *({"drafter": value} for value in (*NO_STRING, "", "x", SURROGATE)),
         *(
             {"nonsense": 1},
@@ -273,6 +274,7 @@ EXTREME = {
     "gpus": (1,),
     "lookahead": (
         *({}, {"W": 256, "N": 32, "G": 256}, {"W": 0, "N": 2, "G": 0}, {"budget": 1}, {"budget": 4096}),
+        *({"tokens": 1}, {"tokens": 64}),
         *({"drafter": drafter} for drafter in ("full", "paper", "prompt_lookup", "recycling")),
         {"W": 256, "N": 32, "G": 256, "drafter": "paper", "budget": 4096},
     ),

@@ -45,5 +45,7 @@ def lockstep_settings(lookahead: LookaheadConfig, max_time: float | None) -> Loo
     """
     if max_time is not None:
         raise ConfigError("max_time: cannot be kept by a model that is split over ranks: their clocks differ")
+    if lookahead.tokens is not None:
+        return replace(lookahead, prior="none")
     W, N, G = (FIXED_WINDOW if lookahead.is_auto else lookahead).window
     return replace(lookahead, W=W, N=N, G=G, prior="none")

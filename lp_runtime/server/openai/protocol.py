@@ -93,6 +93,7 @@ class Lookahead(_Body):
     G: int | None = Field(default=None, le=MAX_COLUMNS)
     drafter: str | None = None
     budget: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
+    tokens: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
         """Return the settings, with defaults for those that are missing."""
