@@ -15,6 +15,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -24,6 +25,7 @@ from typing import Any, Protocol, cast
 
 import psutil
 import torch
+from workloads import WORKLOADS, Task, load_workload, texts_of
 
 from lp_runtime import Generation, LookaheadConfig
 from lp_runtime.errors import LookaheadError
@@ -34,6 +36,7 @@ from lp_runtime.utils.prompt_file import Prompt, read_prompts
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path += [str(REPOSITORY / folder) for folder in ("tests", "scripts", "experiments")]
 
+DATA = REPOSITORY.parent / "shared" / "data"  # of workloads, if --data is not given
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.worker.replica_process"
 Value = str | int | float | Sequence[float] | None
@@ -123,9 +126,14 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int = 40, max_n
     """
     add_model_argument(parser)
     parser.add_argument(
-        "--prompts", nargs="+", required=True, metavar="FILE:FIELD", help="JSON-lines files and the field to read"
+        "--prompts",
+        nargs="+",
+        required=True,
+        metavar="FILE:FIELD",
+        help=f"JSON-lines files and the field to read, or workloads: {', '.join(WORKLOADS)}",
     )
-    parser.add_argument("--limit", type=int, default=limit, help="lines of each file")
+    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of workloads; default %(default)s")
+    parser.add_argument("--limit", type=int, default=limit, help="lines of each file, tasks of each workload")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 
 
@@ -152,33 +160,49 @@ def add_shards_argument(parser: argparse.ArgumentParser) -> None:
 
 def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     """Return the prompts of the first `limit` lines of every file, in order."""
-    prompts = []
+    prompts: list[Prompt] = []
     for source in args.prompts:
-        path, _, field = source.rpartition(":")
-        prompts += read_prompts(path, field, args.limit)
+        path, has_field, field = source.rpartition(":")
+        if has_field:
+            prompts += read_prompts(path, field, args.limit)
+            continue
+        for task in load_workload(source, args.data, args.limit):
+            if not task.has_own_answer:
+                text, place = texts_of(task.messages), len(prompts)
+                prompts.append(Prompt(place, place + 1, text, (text,), task.kind))
     return prompts
 
 
-def load_prompts_by_kind(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Return (kind, prompt) of the first `each` prompts of every kind among the first `limit` lines of every file.
+def load_tasks(args: argparse.Namespace) -> list[Task]:
+    """Return the first `each` tasks of every kind among the first `limit` of every file or workload.
 
-    The kind is the prompt's task: see lp_runtime/utils/prompt_file.py. Of a conversation the first turn is the prompt.
+    A file's kinds are its prompts' tasks: see lp_runtime/utils/prompt_file.py. Of a conversation the first turn is the
+    prompt. A workload's tasks are all of their kind and in their order.
     """
-    by_kind: dict[str, list[str]] = {}
-    for prompt in load_prompts(args):
-        prompts = by_kind.setdefault(prompt.task, [])
-        if len(prompts) < args.each:
-            prompts.append(prompt.turns[0])
-    return [(kind, prompt) for kind, prompts in by_kind.items() for prompt in prompts]
+    tasks: list[Task] = []
+    for source in args.prompts:
+        path, has_field, field = source.rpartition(":")
+        if has_field:
+            prompts = read_prompts(path, field, args.limit)
+            tasks += [Task.of(prompt.task, prompt.turns[0]) for prompt in prompts]
+        else:
+            tasks += load_workload(source, args.data, args.limit)
+    counts: Counter[str] = Counter()
+    chosen = []
+    for task in tasks:
+        counts[task.kind] += 1
+        if counts[task.kind] <= args.each:
+            chosen.append(task)
+    return chosen
 
 
 def parse_setting(text: str) -> LookaheadConfig:
-    """Return the settings that [DRAFTER:]W,N,G or [DRAFTER:]auto or tokens=NUMBER stands for."""
+    """Return settings for [DRAFTER:]W,N,G, [DRAFTER:]auto or tokens=NUMBER; their requests share no draft tables."""
     if text.startswith("tokens="):
-        return LookaheadConfig(tokens=int(text.removeprefix("tokens=")))
+        return LookaheadConfig(tokens=int(text.removeprefix("tokens=")), draft_tables="request")
     drafter, _, sizes = text.rpartition(":")
     W, N, G = (None, None, None) if sizes == "auto" else map(int, sizes.split(","))
-    return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full")
+    return LookaheadConfig(W=W, N=N, G=G, drafter=drafter or "full", draft_tables="request")
 
 
 def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:

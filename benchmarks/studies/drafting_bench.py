@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from common import load_prompts_by_kind
+from common import load_tasks
 from peers import Peer
+from workloads import texts_of
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement
@@ -28,7 +29,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.model.tokenizer import check_chat_template, conversation, encode_chat
+from lp_runtime.model.tokenizer import check_chat_template, encode, encode_chat
 from lp_runtime.prefill.prefix import scope_of
 from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
@@ -125,15 +126,16 @@ class Bench:
         if args.chat:
             check_chat_template(tokenizer, config.location)
 
-        def encode(text: str) -> list[int]:
-            if args.chat:
-                return encode_chat(tokenizer, conversation([text]))
-            return tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        self.prompts: list[tuple[str, list[int]]] = [(kind, encode(text)) for kind, text in load_prompts_by_kind(args)]
-        self._recorded = [RecordedModel(self.model, prompt, config.location, args.record) for _, prompt in self.prompts]
-        kinds = [kind for kind, _ in self.prompts]
-        self._seeds = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # the same with more prompts
+        self.prompts: list[tuple[str, list[int]]] = []
+        self._recorded: list[RecordedModel] = []
+        self._seeds: list[int] = []  # the same with more prompts
+        for task in load_tasks(args):
+            answer = str(tokenizer.decode(self.plain_text(-1), skip_special_tokens=True)) if task.has_own_answer else ""
+            said = task.said(answer)
+            ids = encode_chat(tokenizer, said) if args.chat else encode(tokenizer, texts_of(said), False)
+            self._seeds.append(sum(kind == task.kind for kind, _ in self.prompts))
+            self.prompts.append((task.kind, list(ids)))
+            self._recorded.append(RecordedModel(self.model, list(ids), config.location, args.record))
 
     @property
     def num_fed(self) -> int:
@@ -144,6 +146,15 @@ class Bench:
         """Return what is kept of a prompt that is decoded in this way."""
         asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
         return self._recorded[index].recording(repr(asked))
+
+    def plain_text(self, index: int, sampling: Mapping[str, Any] = GREEDY) -> list[int]:
+        """Return a prompt's new tokens at one token a step."""
+        recording = self.recording(index, sampling)
+        if recording.text is None:
+            alone = Engine(self.model, Group.alone(), self.calibration)
+            recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
+            recording.save()
+        return recording.text
 
     def decode_all(
         self,
@@ -176,9 +187,7 @@ class Bench:
         runs = []
         for index in range(len(self.prompts)):
             recording = self.recording(index, sampling)
-            if recording.text is None:
-                alone = Engine(self.model, Group.alone(), self.calibration)
-                recording.text = self._decode(alone, index, PLAIN, 1, sampling, None).tokens
+            self.plain_text(index, sampling)
             run = self._decode(engine, index, drafting, degree, sampling, recording, times)
             if run.tokens != recording.text:
                 raise SystemExit(f"prompt {index}: the output is not that of one token a step")

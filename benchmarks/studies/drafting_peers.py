@@ -7,6 +7,7 @@ from collections.abc import Callable
 from goose import GooseDrafter
 from peers import SamDrafter
 from racer import RacerDrafter
+from suffix_decoding import SuffixDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.lookahead.drafter import Drafter
@@ -15,6 +16,7 @@ from studies.drafting_bench import GREEDY, Drafting
 from studies.drafting_table import PROMPT_LOOKUP, Study, add_by_kind, full, paper
 
 SAM = "SAM decoding with a recycling tree"
+SUFFIX = "SuffixDecoding"
 
 
 def kept(drafter: Drafter) -> Callable[[], Drafter]:
@@ -31,6 +33,7 @@ def reset_peers(budget: int) -> list[tuple[str, Drafting]]:
             ("Goose, 64", lambda: GooseDrafter(64)),
             ("token recycling, 64", LookaheadConfig(drafter="recycling", budget=64)),
             (SAM, SamDrafter),
+            (SUFFIX, SuffixDrafter),
         ],
         83: [("paper (15, 5, 15)", paper(15, 5, 15))],
     }
@@ -44,6 +47,8 @@ def kept_peers() -> list[tuple[str, Drafting]]:
         ("RACER, 64, kept", kept(RacerDrafter(64))),
         ("Goose, 64, kept", kept(GooseDrafter(64))),
         ("token recycling, 64, kept", kept(TokenRecyclingDrafter(64))),
+        (f"{SAM}, kept", kept(SamDrafter())),
+        (f"{SUFFIX}, kept", kept(SuffixDrafter())),
     ]
 
 

@@ -16,7 +16,8 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass, field
 
-from common import Results, add_prompt_arguments, add_settings_argument, load_prompts_by_kind, parse_setting
+from common import Results, add_prompt_arguments, add_settings_argument, load_tasks, parse_setting
+from workloads import Task, texts_of
 
 from lp_runtime import Generation, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
@@ -72,35 +73,35 @@ def decode_seconds(generation: Generation) -> float:
 
 def run(args: argparse.Namespace) -> int:
     """Measure every kind at every temperature; 1 if any output differs."""
-    prompts = load_prompts_by_kind(args)
+    tasks = [task for task in load_tasks(args) if not task.has_own_answer]
     results = Results("kinds", args.output, {f"{args.settings[0]}, step tokens": ".1f"})
     num_wrong = 0
     options = {"launcher": "local", "device": args.device, "dtype": args.dtype, "gpus": args.gpus}
     with LookaheadRuntime(ModelConfig(path=args.model), **options) as runtime:
 
-        def decode(prompt: str, setting: str | None, sampling: SamplingConfig) -> Generation:
+        def decode(task: Task, setting: str | None, sampling: SamplingConfig) -> Generation:
             lookahead = PLAIN if setting is None else parse_setting(setting)
-            given = {"messages": [{"role": "user", "content": prompt}]} if args.chat else {"prompt": prompt}
+            given = {"messages": task.messages} if args.chat else {"prompt": texts_of(task.messages)}
             return runtime.generate(
                 **given, max_new_tokens=args.max_new_tokens, eos=args.eos, lookahead=lookahead, sampling=sampling
             )
 
         for temperature in args.temperatures:
             order: list[str | None] = [None, *args.settings]
-            kinds = {kind: Kind() for kind in [*(kind for kind, _ in prompts), ALL]}
-            for number, (kind, prompt) in enumerate(prompts):
+            kinds = {kind: Kind() for kind in [*(task.kind for task in tasks), ALL]}
+            for number, task in enumerate(tasks):
                 sampling = SamplingConfig(temperature=temperature, seed=number if temperature else None)
                 order.append(order.pop(0))
-                found = {setting: decode(prompt, setting, sampling) for setting in order}
+                found = {setting: decode(task, setting, sampling) for setting in order}
                 plain = found.pop(None)
                 num_wrong += sum(each.token_ids != plain.token_ids for each in found.values())
-                for measured in (kinds[kind], kinds[ALL]):
+                for measured in (kinds[task.kind], kinds[ALL]):
                     measured.plain.append(decode_seconds(plain))
                     for name in args.settings:
                         measured.seconds.setdefault(name, []).append(decode_seconds(found[name]))
                     measured.step_tokens.append(found[args.settings[0]].step_tokens)
             for kind, measured in kinds.items():
                 results.add({"temperature": temperature, "kind": kind} | measured.row())
-    about = f"{len(prompts)} prompts, {args.max_new_tokens} new tokens each, {args.gpus} replica(s)"
+    about = f"{len(tasks)} prompts, {args.max_new_tokens} new tokens each, {args.gpus} replica(s)"
     results.finish(f"{about}, outputs that differ: {num_wrong}")
     return 1 if num_wrong else 0

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from common import Results, add_prompt_arguments, load_prompts
 
-from lp_runtime import LookaheadRuntime
+from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.request.generation import Generation
 
 TASK = "Rename the method {old} to {new}. Answer with the whole class and nothing else.\n```python\n{code}\n```"
@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
     """Decode every edit in both ways; 1 if any text differs."""
     torch.set_num_threads(1)
     done: dict[str, list[Generation]] = {how: [] for how in HOW}
-    with LookaheadRuntime(args.model, device="cpu", dtype="float32") as runtime:
+    apart = LookaheadConfig(draft_tables="request")  # or the second of two answers would know the first
+    with LookaheadRuntime(args.model, device="cpu", dtype="float32", lookahead=apart) as runtime:
         runtime.generate("x", 16)  # warm up
         classes = [each.turns[0] for each in load_prompts(args)]
         for number, (question, code) in enumerate(edits(classes, args.edits)):

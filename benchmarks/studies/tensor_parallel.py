@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
             "hf": lambda prompt: alone.decode(prompt).token_ids if alone else [],
             "hf tensor parallel": lambda prompt: split.decode(prompt).token_ids,
             "plain": lambda prompt: ours(prompt, PLAIN),
-            "default": lambda prompt: ours(prompt, runtime.config.lookahead),
+            "default": lambda prompt: ours(prompt, LookaheadConfig(draft_tables="request")),
         }
         seconds: dict[str, list[float]] = {name: [] for name in methods}
         outputs: dict[str, list[list[int]]] = {name: [] for name in methods}

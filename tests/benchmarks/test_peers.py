@@ -9,11 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peers import NUM_CHILDREN, NUM_COPIED, SamDrafter, first_end, longest_match
 from racer import Automaton, RacerDrafter, State, Trie, most_frequent
+from suffix_decoding import SuffixDrafter, SuffixTree
 
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import CHILDREN, TEMPLATE, TokenRecyclingDrafter
 from lp_runtime.lookahead.top_k import ENTRY
+from lp_runtime.lookahead.tree import TokenTree
 
 # Figure 9 of RACER's paper: a logits tree of 21 nodes, where token t is followed by 4t + 1 to 4t + 4.
 FIGURE_9 = {
@@ -307,3 +309,30 @@ def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
     tree = drafter.propose(text, len(text) - 1, max_depth=99)
     assert tree.tokens == [1, *range(20, 40)]
     assert tree.parents == list(range(-1, 20))
+
+
+def test_suffix_decoding_continues_the_suffix_whose_continuation_is_likeliest():
+    """As vLLM does: no more tokens than the suffix has; answers of earlier requests count, but not their prompts."""
+    drafter = SuffixDrafter()
+    drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])
+    assert drafted(drafter, [1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
+    assert drafted(drafter, [8, 3]) == [4]
+    drafter.advance_prefill([3, 6], found(1, []))
+    for token in (7, 8):
+        drafter.advance([token], TokenTree([0], 0), found(1, []), [token], [])
+    drafter.begin([5])
+    assert drafted(drafter, [0, 6, 7]) == [8], "of an earlier answer"
+    assert drafted(drafter, [0, 1, 2]) == [], "of an earlier prompt"
+
+
+def test_suffix_decoding_counts_every_occurrence():
+    tree = SuffixTree()
+    tree.extend([1, 2, 1, 3, 1, 3, 0, 1])
+    score, tokens = tree.speculate([0, 1])
+    assert tokens == [3] and score == pytest.approx(2 / 4), "the last 1 is followed by nothing yet"
+
+
+def drafted(drafter: SuffixDrafter, tokens: list[int]) -> list[int]:
+    """Return the chain that is proposed after some tokens."""
+    tree = drafter.propose(tokens, len(tokens) - 1, max_depth=50)
+    return tree.tokens[1:]
