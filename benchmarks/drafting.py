@@ -3,7 +3,7 @@
     python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
     python benchmarks/drafting.py headline degrees chains ablation sampling draft_tables sources host --prompts ...
     python benchmarks/drafting.py categories --prompts spec_bench.jsonl:turns --limit 480 --each 4
-    python benchmarks/drafting.py peers peers_kept --model DIR --chat --eos --prompts code_edits agent records --limit 20
+    python benchmarks/drafting.py peers peers_kept --model DIR --chat --eos --prompts code_edits agent records
     python benchmarks/drafting.py starting_rates --also OTHER/starting_rates.npz --model DIR --prompts ... --output out/
     python benchmarks/drafting.py peers peers_sampled peers_kept --model DIR --chat --eos --each 8 --limit 480 \\
         --prompts spec_bench.jsonl:turns humaneval.jsonl:prompt --record RECORDED --output out/
