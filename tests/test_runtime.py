@@ -37,7 +37,8 @@ IDS = [1, 2, 3]
 @pytest.fixture(scope="module", params=[1, 2], ids=["gpus=1", "gpus=2"])
 def runtime(request, demo_model_dir):
     """The demo model, on one and on two replicas."""
-    settings = LookaheadConfig(W=15, N=5, G=15)  # so that steps do not depend on measured times
+    # Steps depend neither on measured times nor on earlier requests.
+    settings = LookaheadConfig(W=15, N=5, G=15, draft_tables="request")
     with LookaheadRuntime(
         str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32", lookahead=settings
     ) as runtime:

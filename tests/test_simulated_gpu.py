@@ -180,6 +180,7 @@ def check(
         assert not launches
 
 
+@pytest.mark.slow
 def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypatch):
     """The next pass writes to its new addresses, and nothing waits for the copy."""
     growths: list[int] = []
@@ -239,6 +240,7 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected):
         assert found.tokens == expected[name] and found.waits == {"exchange.py: finish": found.num_steps}
 
 
+@pytest.mark.slow
 def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
     """By lp-generate, by lp-bench, and by the server's /health."""
     prompts, options = tmp_path / "prompts.jsonl", {"compile": "off", "dtype": "float32", "cache_dir": None}
@@ -268,6 +270,7 @@ def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
     assert model.why_not_captured == "Triton does not run on cuda:0: Failed to find C compiler."
 
 
+@pytest.mark.slow
 def test_strict_passes(gpu, expected, monkeypatch):
     """One graph for trees of any size and for batches; a tree that is larger than a pass takes several replays."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
@@ -313,7 +316,9 @@ def test_launches_of_a_step(gpu, model, expected, name, launches):
     assert len(steps) == len(outputs) - 1 and all(step == launches for step in steps)
 
 
-@pytest.mark.parametrize(("dtype", "kernel"), [("float32", "efficient"), ("bfloat16", "flash")])
+@pytest.mark.parametrize(
+    ("dtype", "kernel"), [pytest.param("float32", "efficient", marks=pytest.mark.slow), ("bfloat16", "flash")]
+)
 def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kernel):
     """One call a layer for the first chunk; two behind it: of the prefix, and of the chunk, causally."""
     chunked, whole = (
@@ -370,6 +375,7 @@ def test_ranks_exchange(expected, backend, device, place):
             check(found[name], expected[name], name, place, Counter(on_device))
 
 
+@pytest.mark.slow
 def test_a_booked_gpu_is_shared_with_nobody(gpu):
     """Of eight replicas of a machine, one sees the GPU that Ray has booked for it, and no other."""
     config = RuntimeConfig(dtype="float32", compile="off")
@@ -380,6 +386,7 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
     assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_cores", [1, 2])
 def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypatch):
     options: list[dict] = []
@@ -533,6 +540,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     assert type(made) is Tensor
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [
@@ -555,6 +563,7 @@ def test_beyond_a_length(gpu, family):
     check(counts_of(gpu, loop_of(model), request), expected, "fixed")
 
 
+@pytest.mark.slow
 def test_a_batch_of_eight(gpu, model, expected):
     """Eight requests in one pass: as many waits and launches a step as there are exchanges, and no other."""
     loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # of which eight fit into the largest pass
@@ -576,6 +585,7 @@ def test_a_batch_of_eight(gpu, model, expected):
     assert len(waits) <= num_steps + 8  # and one for each prompt
 
 
+@pytest.mark.slow
 def test_a_server_s_load_captures_nothing(gpu, model):
     """Requests of many lengths and kinds come and go, slots grow, batches have any number of sequences."""
     rng = random.Random(0)

@@ -320,5 +320,6 @@ def test_every_public_name_is_there():
         lp_runtime.LookaheadRuntme  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_rank_of_torchrun_imports_and_decodes_without_ray(tiny_model_dir):
     run_python(DECODE_WITHOUT_RAY, str(tiny_model_dir), **TORCHRUN)

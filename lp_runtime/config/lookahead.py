@@ -66,17 +66,7 @@ class LookaheadConfig:
     """Drafter paper: seed, >= 0, for choosing the prompt tokens that fill the first window."""
 
     def __post_init__(self) -> None:
-        for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1), ("tokens", 1)):
-            if getattr(self, name) is not None:
-                require_int(f"lookahead.{name}", getattr(self, name), low)
-        num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
-        if self.tokens is not None:
-            self._check_tokens(self.tokens)
-        if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
-            raise ConfigError(
-                f"lookahead.W={self.W} N={self.N} G={self.G} budget={self.budget}: (W + G) (N - 1), and budget, must be"
-                f" at most {MAX_TREE_NODES}"
-            )
+        self._check_sizes()
         require_choice("lookahead.drafter", self.drafter, DRAFTERS)
         require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
         require_choice("lookahead.prior", self.prior, PRIORS)
@@ -88,6 +78,19 @@ class LookaheadConfig:
         require_int("lookahead.window_seed", self.window_seed, 0)
         if self.acceptance != "tree" and self.drafter != "paper":
             raise ConfigError(f"lookahead.acceptance={self.acceptance}: only with lookahead.drafter=paper")
+
+    def _check_sizes(self) -> None:
+        for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1), ("tokens", 1)):
+            if getattr(self, name) is not None:
+                require_int(f"lookahead.{name}", getattr(self, name), low)
+        num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
+        if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
+            raise ConfigError(
+                f"lookahead.W={self.W} N={self.N} G={self.G} budget={self.budget}: (W + G) (N - 1), and budget, must be"
+                f" at most {MAX_TREE_NODES}"
+            )
+        if self.tokens is not None:
+            self._check_tokens(self.tokens)
 
     def _check_tokens(self, tokens: int) -> None:
         if tokens > MAX_TREE_NODES:

@@ -73,6 +73,7 @@ def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
     assert torch.equal(made(ids).logits, written(ids).logits)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
     shape, mixture = SHAPES["wider and deeper"], inflate_model.Mixture(4, 2)
@@ -95,6 +96,7 @@ def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
     assert torch.equal(made(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_hybrid_says_what_the_small_model_says(small, tmp_path):
     shape, kind = inflate_model.Shape(384, 13, 1024, 8, 4, 64), inflate_model.Hybrid(2)
@@ -117,6 +119,7 @@ def generated(model, ids) -> list[int]:
     return model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False)[0].tolist()
 
 
+@pytest.mark.slow
 def test_only_what_would_reach_the_result_is_zero(big):
     hidden, D = big.config.hidden_size, big.config.head_dim
     for name, weight in big.named_parameters():

@@ -19,7 +19,9 @@ print(torch._C._accelerator_getAllocatorSettings())
 """
 
 
-@pytest.mark.parametrize("given", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}])
+@pytest.mark.parametrize(
+    "given", [{}, pytest.param({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, marks=pytest.mark.slow)]
+)
 def test_torch_reads_what_is_set_after_its_import(given):
     others = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     done = subprocess.run([sys.executable, "-c", READ], env=others | given, capture_output=True, text=True, check=True)

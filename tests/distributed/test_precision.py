@@ -50,9 +50,9 @@ def test_ours_compute_float32():
     ("override", "settings", "count"),
     [
         ("1", "", 1),
-        ("0", "", 0),
-        ("0", "torch.backends.cuda.matmul.fp32_precision = 'tf32'", 1),
-        ("0", "torch.set_float32_matmul_precision('high')", 1),
+        pytest.param("0", "", 0, marks=pytest.mark.slow),
+        pytest.param("0", "torch.backends.cuda.matmul.fp32_precision = 'tf32'", 1, marks=pytest.mark.slow),
+        pytest.param("0", "torch.set_float32_matmul_precision('high')", 1, marks=pytest.mark.slow),
         ("1", "torch.set_float32_matmul_precision('highest')", 0),
     ],
 )

@@ -7,6 +7,7 @@ import torch
 from support.causal_configs import small_config
 from support.causal_types import small_model
 from support.small_models import FAMILIES, random_model
+from support.thinned import thinned
 from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StoppingCriteria
 
 from lp_runtime import ConfigError, lookahead_generate
@@ -79,8 +80,10 @@ def states_of(layer):
     return [state for state in states if state is not None]
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"])
-@pytest.mark.parametrize("prompt", [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]], ids=len)
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    thinned(2, ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"], [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]]),
+)
 def test_the_states_of_a_returned_cache_go_on(name, prompt):
     model, keyword = stateful(name)
     theirs, ours = both(model, torch.tensor(prompt), return_dict_in_generate=True)

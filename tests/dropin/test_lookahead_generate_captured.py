@@ -44,6 +44,7 @@ def generate(model, length: int, num_tokens: int, **others) -> list[int]:
     return model.generate(ids, **options)[0, length:].tolist()
 
 
+@pytest.mark.slow
 def test_calls_share_what_was_captured(gpu):
     expected, model = (load_model(ModelConfig(), device, "float32") for device in (CPU, CUDA))
     num_captures = []
@@ -100,6 +101,7 @@ class Streamer:
         pass
 
 
+@pytest.mark.slow
 def test_calls_at_once_have_runners_of_their_own(gpu):
     model = load_model(ModelConfig(), CUDA, "float32")
     expected = [generate(model, length, 12) for length in (9, 7)]

@@ -54,7 +54,7 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
     return [*found, decode(engine, model, first), decode(engine, model, first)]
 
 
-@pytest.mark.parametrize("kind", thinned(2, KINDS))
+@pytest.mark.parametrize("kind", thinned(4, KINDS))
 def test_a_prefix_ends_where_states_were_kept(kind):
     plain, model = make_model(kind, 0), make_model(kind)
     expected, found = turns(engine_of(plain), plain), turns(engine_of(model), model)
@@ -70,6 +70,7 @@ def test_a_prefix_ends_where_states_were_kept(kind):
         assert num_read + num_fed in (60, 43, 60 + 24 + 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:1])
 def test_states_leave_with_what_is_used_least(kind):
     model = make_model(kind)

@@ -286,6 +286,7 @@ def test_a_setting_that_the_files_version_did_not_have_has_its_default(job, refu
     assert len(job.run("ids=true")) == 5
 
 
+@pytest.mark.slow
 def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
     job.run("ids=true", "limit=1")
     settings = job.output.with_name(job.output.name + ".settings")

@@ -66,6 +66,7 @@ def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path):
     assert result.stdout == "".join(f"{text}\n" for text in expected)
 
 
+@pytest.mark.slow
 def test_a_conversation_that_grows_too_long_says_so_and_goes_on(chat_dir, tmp_path):
     result = run_chat(chat_dir, "x " * 5000 + "\nhello\n", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -74,6 +75,7 @@ def test_a_conversation_that_grows_too_long_says_so_and_goes_on(chat_dir, tmp_pa
     assert len(result.stdout.splitlines()) >= 1
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_and_not_the_conversation(chat_dir, tmp_path):
     with marked() as mark:
         process = subprocess.Popen(

@@ -445,6 +445,7 @@ def test_a_refusal_as_a_process(own_folder):
     assert result.stderr == "error: lookahead.N=1: must be an integer >= 2\n"
 
 
+@pytest.mark.slow
 def test_a_dead_rank_leaves_nothing_running(own_folder, model_copy):
     (model_copy / "model.safetensors").write_bytes(b"not weights")
     with marked() as mark:
@@ -471,6 +472,7 @@ def endless(demo_model_dir):
     return [f"model.path={demo_model_dir}", "prompt=def f():", "gpus=2", "max_new_tokens=4000", "eos=false"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_process(own_folder, endless):
     with marked() as mark:
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)
@@ -495,6 +497,7 @@ def test_ctrl_c_while_replicas_start(own_folder, endless):
         mark.assert_gone()
 
 
+@pytest.mark.slow
 def test_replicas_vanish_with_a_killed_driver(own_folder, endless):
     with marked() as mark:
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)

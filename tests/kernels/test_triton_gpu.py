@@ -142,7 +142,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     assert check_model(fixed.runner) < 1e-4
 
 
-@pytest.mark.parametrize("family", thinned(5, FAMILIES))
+@pytest.mark.parametrize("family", thinned(15, FAMILIES))
 def test_families_through_the_kernels(random_model, family, monkeypatch):
     """A step of each, beside eager attention where the model has it."""
     name, settings = FAMILIES[family]
@@ -165,6 +165,7 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
     torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "logprobs"),
     [pytest.param(0.0, False, marks=pytest.mark.slow), pytest.param(0.0, True, marks=pytest.mark.slow), (0.8, False)],

@@ -31,9 +31,10 @@ def packing_of(num: int, width: int) -> Packing:
     return Packing(num, width, packing.NO_TOKEN, packing.UNITS_PER_NAT, packing.MAX_MARGIN)
 
 
-@pytest.mark.parametrize("num", [1, 3, K])
-@pytest.mark.parametrize("kind", ["random", "equal", "few", "none", "infinite"])
-@pytest.mark.parametrize("size", [5, CHUNK, 2 * CHUNK + 100])
+@pytest.mark.parametrize(
+    ("num", "kind", "size"),
+    thinned(3, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
+)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
 def test_greedy_successors_and_candidates(num, kind, size):
     """Beside those that are found on a CPU."""
@@ -59,8 +60,7 @@ def test_what_is_no_number_gives_a_token():
         assert 0 <= kernels.sample_and_pack(scores, packing_of(num, 5), noise)[0, 0] < 7
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("size", [7, CHUNK + 33])
+@pytest.mark.parametrize(("seed", "size"), thinned(3, SEEDS, [7, CHUNK + 33]))
 def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
     """With equal scores noise alone decides; and one token's score is set so that its last bits decide."""
     positions = [0, 9, 4_000_000_000]
@@ -90,7 +90,7 @@ def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> 
 
 @pytest.mark.parametrize(
     ("sizes", "num", "draws"),
-    thinned(2, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
+    thinned(4, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
 )
 def test_slices_of_the_vocabulary_give_what_the_whole_gives(sizes, num, draws):
     size = sum(sizes)
@@ -111,7 +111,7 @@ CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "cut", "temperature"), thinned(3, [torch.float32, torch.bfloat16, torch.float16], CUTS, [0.5, 2.0])
+    ("dtype", "cut", "temperature"), thinned(7, [torch.float32, torch.bfloat16, torch.float16], CUTS, [0.5, 2.0])
 )
 def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
     top_k, top_p = cut

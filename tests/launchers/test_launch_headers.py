@@ -102,12 +102,14 @@ def submit(cluster, **variables: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_job_finds_the_users_token(token_cluster):
     done = submit(token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 replicas on cpu" in done.stdout and "succeeded" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"RAY_AUTH_TOKEN": "b2" * 32}, {"RAY_AUTH_MODE": "disabled"}])
 def test_a_job_with_a_wrong_token_or_none_is_refused_in_one_line(token_cluster, variables):
     done = submit(token_cluster, **variables)
@@ -117,6 +119,7 @@ def test_a_job_with_a_wrong_token_or_none_is_refused_in_one_line(token_cluster, 
     assert line.endswith("; set RAY_AUTH_TOKEN to the token of the cluster")
 
 
+@pytest.mark.slow
 def test_a_driver_with_a_wrong_token_is_refused(token_cluster, monkeypatch):
     for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}.items():
         monkeypatch.setenv(name, value)

@@ -33,7 +33,7 @@ from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.launchers.wire.messages import Decode
 from lp_runtime.request.output import Report
 
-FIXED = LookaheadConfig(7, 5, 7, prior="none")
+FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}
 LENGTH = 160
 GATED = 60  # new tokens; ten steps of these settings commit 50 at most
@@ -285,6 +285,7 @@ if "replica_process" in " ".join(sys.orig_argv):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("harm", "rank", "gpus", "reason"),
     [

@@ -122,6 +122,7 @@ def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
     assert "8192 tokens" in line and "on each of 8 GPUs, and 10.0 GiB are free" in line
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
     """Where tensor parallelism is asked for by name, it is refused with the reason."""
     AutoConfig.for_model("gpt2", n_embd=8192, n_layer=64, n_head=64, dtype="bfloat16").save_pretrained(tmp_path)

@@ -146,6 +146,7 @@ def test_command_line_on_three_ranks(environment, demo_model_dir, greedy, tmp_pa
     environment.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = str(Path(reference.__file__).parents[1])

@@ -64,7 +64,7 @@ def decode(model: ModelRunner, request: Request, num_runs: int | None = None, st
     return tokens, logprobs, None
 
 
-@pytest.mark.parametrize(("case", "keeps_cache"), thinned(2, CASES, [True, False]))
+@pytest.mark.parametrize(("case", "keeps_cache"), thinned(4, CASES, [True, False]))
 def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
     lookahead, options = CASES[case]
     request = Request(prompt_ids, lookahead, 40, **options)
@@ -112,7 +112,7 @@ def test_nothing_is_left(model, prompt_ids):
     assert rest == [] and report.finish_reason == "length"
 
 
-@pytest.mark.parametrize("keeps_cache", [True, False])
+@pytest.mark.parametrize("keeps_cache", thinned(2, [True, False]))
 def test_strict_bits(prompt_ids, keeps_cache):
     """What is fed again comes out as it did the first time, bit for bit."""
     model = make_model("bfloat16", strict_tokens=16)

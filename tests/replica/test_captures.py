@@ -38,6 +38,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
         yield gpu
 
 
+@pytest.mark.slow
 def test_a_replica_that_never_batches_captures_one_pass_a_size(gpu):
     """lp-generate, lp-chat and the Python API with one GPU."""
     config = GenerateConfig(prompt="def f():", dtype="float32", cache_dir=None, lookahead=PLAIN)
@@ -81,6 +82,7 @@ def test_captured_passes_share_the_memory_of_their_logits(gpu):
     assert storage.nbytes() == SIZES[-1] * model.vocabulary_size * model.dtype.itemsize
 
 
+@pytest.mark.slow
 def test_the_models_own_sampling_has_run_at_start(gpu, monkeypatch):
     """So that its kernels are compiled; other numbers of top_k need no other variant."""
 

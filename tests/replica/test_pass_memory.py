@@ -64,7 +64,13 @@ def run_largest_passes(model: ModelRunner, slot: CacheSlot) -> None:
     make_sampler_spec(model, SAMPLING).build(8).sample(found, tree, nodes, [0] * length)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("gpt_oss", torch.float32), *((name, torch.bfloat16) for name in MODELS)])
+CASES = [*((name, torch.bfloat16) for name in MODELS), ("gpt_oss", torch.float32)]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [pytest.param(*case, marks=pytest.mark.slow if place % 3 else ()) for place, case in enumerate(CASES)],
+)
 def test_what_fits_is_used_and_no_more(name, dtype):
     """Slots of all tokens that may be in use, one of them as long as a text can be; nothing runs out of memory."""
     parts.flash_has_windows.cache_clear()

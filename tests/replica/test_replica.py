@@ -19,7 +19,9 @@ from lp_runtime.replica import replica
 from lp_runtime.replica.loading import not_captured
 
 
-@pytest.mark.parametrize(("exactness", "is_kept"), [("strict", False), ("fast", True)])
+@pytest.mark.parametrize(
+    ("exactness", "is_kept"), [("strict", False), pytest.param("fast", True, marks=pytest.mark.slow)]
+)
 def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kept, monkeypatch, caplog):
     """Other kernels compute other bits; of a peer without captured passes the row of the exchange says so."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))

@@ -13,6 +13,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
+from support.thinned import thinned
 
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.overrides import load_config
@@ -68,8 +69,7 @@ def check_study(arguments: list[str]) -> None:
     parser.parse_args(rest)
 
 
-@pytest.mark.parametrize("size", ["", "tiny"])
-@pytest.mark.parametrize("call", ["A", "B", "C", "all"])
+@pytest.mark.parametrize(("call", "size"), thinned(3, ["A", "B", "C", "all"], ["", "tiny"]))
 def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
     for folder in ("benchmarks", "scripts"):
         monkeypatch.syspath_prepend(ROOT / folder)

@@ -24,7 +24,7 @@ SPECIAL = "<|endoftext|>"
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory):
     folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
-    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    lookahead = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
@@ -150,7 +150,12 @@ def test_top_logprobs_of_chats(client):
         values = [each.logprob for each in entry.top_logprobs]
         assert values == sorted(values, reverse=True) and values[0] == entry.logprob
     chunks = client.chat.completions.create(top_logprobs=20, stream=True, **options)
-    assert [each for chunk in chunks if (part := chunk.choices[0].logprobs) for each in part.content] == content
+    streamed = [each for chunk in chunks if (part := chunk.choices[0].logprobs) for each in part.content]
+    assert [each.token for each in streamed] == [each.token for each in content]
+    found, expected = (
+        [each.logprob for entry in entries for each in entry.top_logprobs] for entries in (streamed, content)
+    )
+    assert found == pytest.approx(expected, abs=1e-4)
     with pytest.raises(openai.BadRequestError, match="top_logprobs=2: only with logprobs=true"):
         client.chat.completions.create(top_logprobs=2, **options | {"logprobs": False})
     with pytest.raises(openai.BadRequestError, match="top_logprobs=21: must be at most 20"):
@@ -196,7 +201,9 @@ def test_fields_without_effect(client, url, runtime, caplog):
     assert [choice.text for choice in two] == [plain, plain], "greedy"
     content = [{"type": "text", "text": "Write a loop.", "cache_control": {"type": "ephemeral"}}]
     chats = [
-        client.chat.completions.create(model="demo", messages=[{"role": "user", "content": each}], temperature=0)
+        client.chat.completions.create(
+            model="demo", messages=[{"role": "user", "content": each}], temperature=0, max_tokens=8
+        )
         for each in (content, "Write a loop.")
     ]
     assert chats[0].choices[0].message.content == chats[1].choices[0].message.content
@@ -254,7 +261,8 @@ def test_responses(client):
 
 def test_responses_have_no_tools_of_openais_servers(client, caplog):
     more = {"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]}
-    answers = [client.responses.create(model="demo", input="x", temperature=0, **each) for each in (more, {})]
+    options = {"model": "demo", "input": "x", "temperature": 0, "max_output_tokens": 8}
+    answers = [client.responses.create(**options, **each) for each in (more, {})]
     assert answers[0].output_text == answers[1].output_text
     assert "'tools[web_search]'" in caplog.text and "'text.verbosity'" in caplog.text
 

@@ -22,7 +22,9 @@ MESSAGES = [{"role": "user", "content": "Write a loop."}]
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory):
     folder = demo_model_that_chats(tmp_path_factory.mktemp("fields") / "model", TEMPLATE)
-    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7)) as runtime:
+    with LookaheadRuntime(
+        folder, device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, draft_tables="request")
+    ) as runtime:
         yield runtime
 
 

@@ -40,7 +40,7 @@ def test_every_malformed_request_is_refused_and_the_server_goes_on(site):
 
 
 def test_every_field_of_every_route_is_answered():
-    cases = list(field_cases(600, seed=1))
+    cases = list(field_cases(300, seed=1))
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_that_chats(Path(folder) / "model", FIELDS_TEMPLATE)
         with (
@@ -49,7 +49,7 @@ def test_every_field_of_every_route_is_answered():
         ):
             seen, faults = fuzz.fuzz_requests(url, cases)
     assert not faults, "\n".join(faults)
-    assert seen["derived", 200] > 100 and seen["derived", 400] > 100
+    assert seen["derived", 200] > 50 and seen["derived", 400] > 50
 
 
 def test_the_fuzzer_sees_what_is_not_refused(site):
@@ -61,6 +61,6 @@ def test_the_fuzzer_sees_what_is_not_refused(site):
 
 
 def test_every_malformed_command_line_is_refused_in_one_line():
-    seen, faults = fuzz.fuzz_overrides(override_cases(60, seed=1))
+    seen, faults = fuzz.fuzz_overrides(override_cases(30, seed=1))
     assert not faults, "\n".join(faults)
-    assert sum(seen.values()) == 60
+    assert sum(seen.values()) == 30

@@ -15,7 +15,7 @@ from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
-FIXED = LookaheadConfig(7, 5, 7, prior="none")
+FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 SHOWN = ("output", "count", "steps", "model", "legend", "error")
 PNG = b"\x89PNG\r\n\x1a\n"
 

@@ -21,7 +21,7 @@ from support.serving import demo_model_that_chats, served
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.model.loading.loader import load_tokenizer
 
-FIXED = LookaheadConfig(7, 5, 7, prior="none")
+FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
 NONE_RUNNING = 'lp_requests_running{model_name="demo"} 0.0'
@@ -289,6 +289,7 @@ def command(tmp_path, *overrides: str):
         yield mark, process, openai.OpenAI(base_url=url, api_key="none", max_retries=0)
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path):
     """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
     with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
@@ -311,6 +312,7 @@ def test_the_command(tmp_path):
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
+@pytest.mark.slow
 def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
     """So that whatever started it starts it again, with its restarts."""
     with command(tmp_path, "port=0", "gpus=1", "failure.restarts=0") as (mark, process, client):
@@ -325,7 +327,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
     assert last == "error: no replica is left (replica 0: its process ended (signal 9))"
 
 
-@pytest.mark.parametrize("stage", ["loading", "serving"])
+@pytest.mark.parametrize("stage", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
 def test_sigterm_ends_the_command_in_order(tmp_path, stage):
     """Also where nothing would end it by default: process 1 of a container, while it loads."""
     with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:

@@ -41,7 +41,7 @@ STUDIES = {
         "transformers_tests": "--tests CHECKOUT --families llama --max-new-tokens 4",
         "prefix_cache": "--system-tokens 120 --conversations 1 --question-tokens 4 --new-tokens 4 --prompts 4",
         "text": "--sequences 2 --kinds byte_level llama2",
-        "fuzz": "--requests 3 --overrides 3",
+        "fuzz": "--requests 3 --fields 3 --overrides 3",
     },
     "resilience.py": {
         "nccl": "--backend gloo",

@@ -20,7 +20,7 @@ from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
-ALWAYS = ("llama", "gemma3", "qwen3_moe", "gpt_oss")  # the other families are slow, together
+ALWAYS = ("llama", "gpt_oss")  # the other families are slow, together
 
 CPU = torch.device("cpu")
 # Attention of their own that takes no other (falcon, gptj), experts whose bits depend on what else is fed (gpt_oss),
@@ -96,6 +96,7 @@ def test_families_are_strict_or_refused(family):
                 assert decode(tree_model, Request(prompt, lookahead, 20, sampling=sampling)) == expected
 
 
+@pytest.mark.slow
 def test_further_passes_count_as_steps(demo_model_dir):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "bfloat16")
     ids = tuple(load_tokenizer(ModelConfig(path=str(demo_model_dir)))("def fib(n):").input_ids)

@@ -38,7 +38,7 @@ def runtime(tmp_path_factory):
     folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
     config = RuntimeConfig(
         ModelConfig(path=str(folder)),
-        LookaheadConfig(7, 5, 7, prior="none"),
+        LookaheadConfig(7, 5, 7, prior="none", draft_tables="request"),
         device="cpu",
         dtype="float32",
         prefix_cache_bytes=None,

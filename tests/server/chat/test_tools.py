@@ -41,7 +41,7 @@ CLOCK = {
 @pytest.fixture(scope="module")
 def runtime(tmp_path_factory):
     folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
-    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    lookahead = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
