@@ -2,6 +2,7 @@
 # Run the tests that tell whether models are loaded, sliced and decoded as ever, with other versions of transformers.
 #
 #   scripts/test_transformers.sh           the oldest that pyproject.toml allows, and the newest that was tried
+#   scripts/test_transformers.sh oldest    the oldest
 #   scripts/test_transformers.sh 5.20.0    this one; all else is as in .venv
 #
 # Not with other versions of torch: wheels of all but constraints.txt's may bring gigabytes. CONTRIBUTING.md says how.
@@ -17,6 +18,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
 [[ $# -gt 0 ]] || set -- "$oldest" "$newest"
+[[ "$1" != oldest ]] || set -- "$oldest"
 for version in "$@"; do
     folder="$root/.venv/transformers-$version" # an environment that looks for all else in .venv
     python="$folder/bin/python"

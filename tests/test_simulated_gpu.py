@@ -360,12 +360,9 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
         return {name: counts_of(gpu, loop_of(model, group), REQUESTS[name]) for name in FEW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend, device, place",
-    [
-        ("shared", CPU, "transport.py: wait"),
-        pytest.param("gloo", CUDA, "collectives.py: wait", marks=pytest.mark.slow),
-    ],
+    "backend, device, place", [("shared", CPU, "transport.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
 )
 def test_ranks_exchange(expected, backend, device, place):
     """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""

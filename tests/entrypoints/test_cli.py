@@ -296,6 +296,7 @@ def test_weights_of_another_shape(refusal, model_copy, key, value, what):
     assert what in message
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_at_start_is_named_with_its_error(refusal, model_copy):
     (model_copy / "model.safetensors").write_bytes(b"not weights")
     message = refusal(f"model.path={model_copy}", IDS, "ids=true", "gpus=2")

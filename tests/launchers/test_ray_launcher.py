@@ -79,6 +79,7 @@ def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
     assert out.steps < len(sampled)
 
 
+@pytest.mark.slow
 def test_the_example(cluster, capsys):
     load_example("ray_job").main(2, cluster.address)
     assert capsys.readouterr().out.splitlines()[-1].endswith(" steps on 2 replicas")

@@ -181,6 +181,7 @@ def test_the_log_names_the_request_that_has_lost_a_replica(undisturbed, runtime,
     assert [line for line in caplog.messages if line.startswith("request mine: replicas [1] were lost after ")]
 
 
+@pytest.mark.slow
 def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
     pids = replicas_of(runtime)
     out = decode(runtime, lambda: kill(*pids[:2]))
@@ -207,6 +208,7 @@ def test_a_replica_that_hangs(undisturbed, runtime):
     assert pid not in own_replicas()
 
 
+@pytest.mark.slow
 def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
     pids = replicas_of(runtime)
     kill(pids[2])  # so that a group must be formed

@@ -69,7 +69,7 @@ def check_study(arguments: list[str]) -> None:
     parser.parse_args(rest)
 
 
-@pytest.mark.parametrize(("call", "size"), thinned(3, ["A", "B", "C", "all"], ["", "tiny"]))
+@pytest.mark.parametrize(("call", "size"), thinned(5, ["A", "B", "C", "all"], ["", "tiny"]))
 def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
     for folder in ("benchmarks", "scripts"):
         monkeypatch.syspath_prepend(ROOT / folder)

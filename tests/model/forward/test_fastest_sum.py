@@ -75,8 +75,8 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
         ("faster", -1, FASTER_UP_TO),
         ("faster", 1, 0),  # on one shard it was not
         ("wrong", -1, 0),
-        ("cannot be captured", -1, 0),
-        ("impossible", -1, 0),
+        pytest.param("cannot be captured", -1, 0, marks=pytest.mark.slow),
+        pytest.param("impossible", -1, 0, marks=pytest.mark.slow),
         ("impossible for one", -1, 0),
         ("refused", -1, 0),
     ],

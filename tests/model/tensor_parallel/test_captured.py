@@ -92,7 +92,8 @@ def play(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request])
     return lead(place, config, requests) if place.is_leader else follow(place, config)
 
 
-@pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exactness", ["fast", "strict"])
 def test_tokens_are_those_of_one_gpu_and_a_step_is_one_graph(exactness):
     config = RuntimeConfig(dtype="float32", exactness=exactness, strict_tokens=SIZES[-1])
     requests = REQUESTS if exactness == "fast" else {"greedy": REQUESTS["greedy"]}
