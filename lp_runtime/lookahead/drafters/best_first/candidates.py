@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.features import (
+    ALTERNATIVE_FEATURES,
     FEATURES_PER_ORDER,
     LONGEST_FEATURES,
     MAX_VALUE,
@@ -31,6 +32,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     DraftArrays,
     Noise,
     TextIndex,
+    alternatives_key,
     find_ngram,
     find_slot,
     gumbel,
@@ -77,7 +79,8 @@ def collect(
     # Rows have a fixed length, so that loops over them are compiled to vector instructions.
     num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
     num_rows = collect_top_k(drafts, noise, position, nodes, node, candidates, num_rows)
-    return collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
+    num_rows = collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
+    return collect_alternatives(drafts, noise, position, candidates, num_rows) if node == root else num_rows
 
 
 @inlined
@@ -158,6 +161,18 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
                 candidates.features[num_rows, rank] = POSITION_FEATURES + with_token * K + rank
             num_rows += 1
     return num_rows
+
+
+@inlined
+def collect_alternatives(
+    drafts: DraftArrays, noise: Noise, position: Int, candidates: Candidates, num_rows: Int
+) -> Int:
+    """Append what the model also considered in place of the root: it often comes next. Return the row count."""
+    slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - 1))
+    if slot < 0:
+        return num_rows
+    collect_entry(drafts.top_k.entries, slot, ALTERNATIVE_FEATURES, noise, position, candidates, num_rows)
+    return num_rows + 1
 
 
 @inlined

@@ -19,7 +19,7 @@ from lp_runtime.utils.jit import Int, compiled, inlined
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
 # were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
 # vocabulary, and of each order of the prefill's top-k candidates; and those of the same position by rank (after any
-# token, then after the same token).
+# token, then after the same token); and, by rank and margin, those of the alternatives to the root.
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
@@ -30,19 +30,21 @@ TEXT_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
 VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
 POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-NUM_FEATURES = POSITION_FEATURES + 2 * K
+ALTERNATIVE_FEATURES = POSITION_FEATURES + 2 * K
+NUM_FEATURES = ALTERNATIVE_FEATURES + FEATURES_PER_ORDER
 SOURCES = (
     "text",
     *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
     "vocabulary",
     "prompt",
     "same position",
+    "alternatives",
     "forced",
 )
 FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 4  # of candidates: the text, each order, the vocabulary, the same position twice
+NUM_ROWS = NUM_ORDERS + 5  # of candidates: text, each order, vocabulary, the same position twice, alternatives
 MAX_CANDIDATES = NUM_ROWS * K
 
 
@@ -142,5 +144,5 @@ def source_of(feature: Int) -> Int:
     if feature < TEXT_FEATURES:
         return 0
     if feature >= PROMPT_FEATURES:
-        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES)
+        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES) + (feature >= ALTERNATIVE_FEATURES)
     return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER

@@ -15,6 +15,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     DraftArrays,
     Noise,
     TopKTable,
+    alternatives_key,
     append_text,
     extend_hashes,
     position_key,
@@ -138,4 +139,6 @@ def advance(
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
     learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
     store_results(drafts, position, nodes, root, successors, entries, stamp)
+    last = path[-1]
+    store_entry(drafts.top_k, alternatives_key(drafts.text, position + nodes.depths[last]), entries, last - root)
     append_text(drafts.text, committed)

@@ -241,6 +241,12 @@ def position_key(text: TextIndex, position: Int, token: Int) -> Int:
     return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
+@compiled
+def alternatives_key(text: TextIndex, position: Int) -> Int:
+    """Return the key of the top-k candidates that the model had for an absolute position of this request's text."""
+    return extend_hash(extend_hash(np.int64(1 << 41), position), text.span[0])
+
+
 @inlined
 def store_successor(table: TopKTable, key: Int, token: Int, stamp: Int) -> None:
     """Move a token to the front of an entry that keeps distinct tokens by recency."""
