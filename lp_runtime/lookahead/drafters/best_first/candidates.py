@@ -80,7 +80,7 @@ def collect(
     num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
     num_rows = collect_top_k(drafts, noise, position, nodes, node, candidates, num_rows)
     num_rows = collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
-    return collect_alternatives(drafts, noise, position, candidates, num_rows) if node == root else num_rows
+    return collect_alternatives(drafts, noise, position, nodes.depths[node], candidates, num_rows)
 
 
 @inlined
@@ -165,14 +165,16 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
 
 @inlined
 def collect_alternatives(
-    drafts: DraftArrays, noise: Noise, position: Int, candidates: Candidates, num_rows: Int
+    drafts: DraftArrays, noise: Noise, position: Int, depth: Int, candidates: Candidates, num_rows: Int
 ) -> Int:
     """Append what the model also considered in place of the root: it often comes next. Return the row count."""
-    slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - 1))
-    if slot < 0:
-        return num_rows
-    collect_entry(drafts.top_k.entries, slot, ALTERNATIVE_FEATURES, noise, position, candidates, num_rows)
-    return num_rows + 1
+    for back in range(1 + depth, 3):
+        slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - back))
+        if slot >= 0:
+            base = ALTERNATIVE_FEATURES + (back - 1) * FEATURES_PER_ORDER
+            collect_entry(drafts.top_k.entries, slot, base, noise, position, candidates, num_rows)
+            num_rows += 1
+    return num_rows
 
 
 @inlined

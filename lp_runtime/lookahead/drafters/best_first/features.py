@@ -31,7 +31,7 @@ VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
 POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 ALTERNATIVE_FEATURES = POSITION_FEATURES + 2 * K
-NUM_FEATURES = ALTERNATIVE_FEATURES + FEATURES_PER_ORDER
+NUM_FEATURES = ALTERNATIVE_FEATURES + 2 * FEATURES_PER_ORDER
 SOURCES = (
     "text",
     *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
@@ -44,7 +44,7 @@ SOURCES = (
 FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 5  # of candidates: text, each order, vocabulary, the same position twice, alternatives
+NUM_ROWS = NUM_ORDERS + 6  # of candidates: text, each order, vocabulary, the same position twice, alternatives
 MAX_CANDIDATES = NUM_ROWS * K
 
 

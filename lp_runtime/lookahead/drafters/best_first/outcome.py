@@ -139,6 +139,6 @@ def advance(
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
     learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
     store_results(drafts, position, nodes, root, successors, entries, stamp)
-    last = path[-1]
-    store_entry(drafts.top_k, alternatives_key(drafts.text, position + nodes.depths[last]), entries, last - root)
+    for node in path:
+        store_entry(drafts.top_k, alternatives_key(drafts.text, position + nodes.depths[node]), entries, node - root)
     append_text(drafts.text, committed)
