@@ -27,7 +27,7 @@ BY_MARGIN = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
 BY_RANK = (1.0, 1.0, 0.7, 0.4)
 BY_ORDER = (0.55, 0.7, 0.8, 0.85)
 OF_VOCABULARY = 0.2
-OF_ALTERNATIVES = 0.1
+OF_ALTERNATIVES = (0.1, 0.06)  # one and two positions back
 MIN_RATE = 0.003
 ASSUMED_WEIGHT = 4  # observations that what is assumed counts for
 MODEL_TOKENS = 1000.0  # expected tokens that each model's requests count for in the calibration
@@ -41,7 +41,7 @@ def assumed_rates() -> np.ndarray:
     top_k = np.maximum(np.multiply.outer((*BY_ORDER, OF_VOCABULARY, *BY_ORDER), by_margin), MIN_RATE)
     lengths = [*np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), *(0.1 + 0.03 * np.arange(tables.MAX_GRAM))]
     same_position = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
-    alternatives = np.maximum(OF_ALTERNATIVES * by_margin, MIN_RATE)
+    alternatives = np.maximum(np.multiply.outer(OF_ALTERNATIVES, by_margin), MIN_RATE)
     return np.concatenate([np.repeat(lengths, NUM_NOISE_BINS), top_k.ravel(), same_position, alternatives.ravel()])
 
 

@@ -12,6 +12,7 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     ALTERNATIVE_FEATURES,
     FEATURES_PER_ORDER,
     LONGEST_FEATURES,
+    MAX_BACK,
     MAX_VALUE,
     NUM_BINS,
     NUM_NOISE_BINS,
@@ -167,8 +168,12 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
 def collect_alternatives(
     drafts: DraftArrays, noise: Noise, position: Int, depth: Int, candidates: Candidates, num_rows: Int
 ) -> Int:
-    """Append what the model also considered in place of the root: it often comes next. Return the row count."""
-    for back in range(1 + depth, 3):
+    """Append what the model also considered in place of the last committed tokens; return the row count.
+
+    A token that was likely there, but did not come, often comes one or two tokens later. `depth` is that of the node
+    that the candidates may follow: there are no such alternatives to tokens below the root.
+    """
+    for back in range(1 + depth, MAX_BACK + 1):
         slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - back))
         if slot >= 0:
             base = ALTERNATIVE_FEATURES + (back - 1) * FEATURES_PER_ORDER

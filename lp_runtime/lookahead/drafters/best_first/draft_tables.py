@@ -29,7 +29,7 @@ LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
-FORMAT = 6  # version of saved draft tables
+FORMAT = 7  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 

@@ -1,15 +1,15 @@
 """The default drafter: one tree, grown best first from all sources that need no forward pass.
 
-Candidates for what follows a context come from four sources (candidates.py): what followed its longest match in the
+Candidates for what follows a context come from five sources (candidates.py): what followed its longest match in the
 text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
-or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); and earlier predictions
-for the same absolute position. Acceptance is counted by source, length or order, rank and margin (estimates.py). The
-tree repeatedly adds the candidate with the highest path probability, of all candidates below all its nodes (growth.py).
-If successors are sampled, candidates are ranked by log-probability plus the noise of their position, so that the tree
-proposes what will be sampled there.
+or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions for
+the same absolute position; and the model's alternatives to the last two committed tokens. Acceptance is counted by
+source, length or order, rank and margin (estimates.py). The tree repeatedly adds the candidate with the highest path
+probability, of all candidates below all its nodes (growth.py). If successors are sampled, candidates are ranked by log-
+probability plus the noise of their position, so that the tree proposes what will be sampled there.
 
 After: best-first trees as in OPT-Tree (arXiv 2406.17276), top-k candidates as in token recycling (arXiv 2408.08696),
-matches as in prompt lookup. Combining them, and using the known noise, is new here.
+matches as in prompt lookup. Combining them, the alternatives, and using the known noise are new here.
 """
 
 from __future__ import annotations

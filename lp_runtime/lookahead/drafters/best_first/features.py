@@ -19,7 +19,7 @@ from lp_runtime.utils.jit import Int, compiled, inlined
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
 # were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
 # vocabulary, and of each order of the prefill's top-k candidates; and those of the same position by rank (after any
-# token, then after the same token); and, by rank and margin, those of the alternatives to the root.
+# token, then after the same token); and, by rank and margin, alternatives to the token before and to the one before it.
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
@@ -31,7 +31,8 @@ VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
 POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 ALTERNATIVE_FEATURES = POSITION_FEATURES + 2 * K
-NUM_FEATURES = ALTERNATIVE_FEATURES + 2 * FEATURES_PER_ORDER
+MAX_BACK = 2  # positions before a token whose alternatives are its candidates
+NUM_FEATURES = ALTERNATIVE_FEATURES + MAX_BACK * FEATURES_PER_ORDER
 SOURCES = (
     "text",
     *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
@@ -44,7 +45,7 @@ SOURCES = (
 FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 6  # of candidates: text, each order, vocabulary, the same position twice, alternatives
+NUM_ROWS = NUM_ORDERS + 4 + MAX_BACK  # of candidates: text, orders, vocabulary, same position twice, alternatives
 MAX_CANDIDATES = NUM_ROWS * K
 
 

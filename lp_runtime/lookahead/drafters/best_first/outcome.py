@@ -127,6 +127,8 @@ def advance(
 ) -> None:
     """Count a step's nodes, learn from its committed tokens, store its results and extend the text.
 
+    The top-k candidates of the nodes on the path are also stored by position, as alternatives to what was committed.
+
     Args:
         candidates: scratch.
         counts: (fed, accepted), see `count`.
