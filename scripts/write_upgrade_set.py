@@ -20,7 +20,8 @@ DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
 PROMPTS = ("def f(", "class A", "import ")
 # Settings of the runs that write the output and the draft store, and of those that read them.
 OUTPUT = ("max_new_tokens=8", "eos=false", "device=cpu", "dtype=float32", "lookahead=7b")
-STORE = ("prompt=def f(", "max_new_tokens=8", "device=cpu", "lookahead.tokens=16", "lookahead.draft_tables_bytes=65536")
+TABLES = ("lookahead.tokens=16", "lookahead.draft_tables_bytes=65536")
+STORE = ("prompt=def f(", "max_new_tokens=32", "device=cpu", *TABLES)
 
 
 def write_set(folder: Path) -> None:

@@ -118,7 +118,7 @@ class ServeConfig(RuntimeConfig):
                 raise ConfigError(f"{name}: is empty")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
             raise ConfigError("api_key: must be printable ASCII")
-        if self.api_key is None and self.api_keys is None:  # clients cannot be told apart
+        if self.api_key is None and self.api_keys is None:  # nothing distinguishes clients
             self.lookahead = self.lookahead.with_drafts_of_one_request()
 
     @property

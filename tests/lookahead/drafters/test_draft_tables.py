@@ -9,7 +9,8 @@ from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_text
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
-from lp_runtime.lookahead.top_k import MAX_MARGIN, K, margin_of
+from lp_runtime.lookahead.drafters.best_first.starting_rates import SAMPLED
+from lp_runtime.lookahead.top_k import MARGINS, MAX_MARGIN, STAMP, K, margin_of
 
 SIZE = 1 << 16
 
@@ -152,3 +153,11 @@ def test_text_that_is_overwritten_is_not_matched():
     draft_tables.begin_text([1, 2, 3, 4])
     draft_tables.append_text([5 + i % 3 for i in range(2 * size)])
     assert match(draft_tables, [1, 2, 3])[1] == 0
+
+
+def test_an_extreme_temperature_leaves_margins_to_later_requests():
+    draft_tables = DraftTables(1 << 16)
+    decode([1, 2, 3], best_first(20, draft_tables), 0, 40)
+    for temperature in (1e-300, 1.0, 1e300, 1.0):
+        draft_tables.start(SAMPLED, temperature)
+    assert (draft_tables.top_k.entries[:, MARGINS:STAMP] != 0).any()

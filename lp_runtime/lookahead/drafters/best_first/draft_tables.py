@@ -29,6 +29,7 @@ LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
+MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
 FORMAT = 7  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
@@ -96,8 +97,10 @@ class DraftTables:
     def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
         """Begin a request with these starting rates; earlier counts still apply.
 
-        Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0.
+        Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0, but not to an
+        extreme one, which would leave nothing of them for later requests.
         """
+        temperature = min(max(temperature, MIN_TEMPERATURE), 1 / MIN_TEMPERATURE)
         if self._stamp and temperature != self._temperature[0]:
             margins = self.top_k.entries[:, MARGINS:STAMP]
             margins[:] = _scaled(margins, self._temperature[0] / temperature)
