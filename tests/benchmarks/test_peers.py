@@ -312,7 +312,7 @@ def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
 
 
 def test_suffix_decoding_continues_the_suffix_whose_continuation_is_likeliest():
-    """As vLLM does: no more tokens than the suffix has; answers of earlier requests count, but not their prompts."""
+    """No more tokens than the suffix has; answers of earlier requests count, but not their prompts."""
     drafter = SuffixDrafter()
     drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert drafted(drafter, [1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
