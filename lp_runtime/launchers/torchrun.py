@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import weakref
 from collections.abc import Generator, Iterator
 
 import torch
@@ -46,9 +47,10 @@ class TorchrunLauncher(Launcher):
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
         super().__init__(context.num_replicas, context.rank == 0, place.num_shards)
-        self._stack = contextlib.ExitStack()
+        stack = contextlib.ExitStack()
+        self._leave = weakref.finalize(self, stack.close)  # at the end of the process, too: see LocalLauncher
         with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards} failed at start"):
-            self._replica = self._stack.enter_context(start_replica(config, context, place))
+            self._replica = stack.enter_context(start_replica(config, context, place))
             self._tell(self._replica.info)
         self._is_open = True
         self._events: Iterator[Event] = iter(())  # of the latest request
@@ -126,7 +128,7 @@ class TorchrunLauncher(Launcher):
                                 pass
                 self._tell(None)
         finally:
-            self._stack.close()
+            self._leave()
 
 
 class TorchrunFollower(Launcher):

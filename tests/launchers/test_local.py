@@ -1,0 +1,33 @@
+"""A replica of the process that asks for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from support.processes import PATIENCE, Marked
+
+SCRIPT = """
+from lp_runtime import LookaheadRuntime
+
+runtime = LookaheadRuntime(device="cpu")
+print(len(runtime.generate("def f(", 8).token_ids))
+{end}
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)]
+)
+def test_a_script_that_never_closes_it_ends_without_complaint(tmp_path, end, status):
+    """Its caches are empty, so that measurements of the model are left to write at the end."""
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(end=end)],
+        env=Marked(HOME=str(tmp_path)).environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (status, "8\n", "")
+    assert list(tmp_path.rglob("*vocabulary*")), "what was measured is kept"
