@@ -7,9 +7,10 @@ from test_best_first import VOCABULARY, best_first, decode
 from lp_runtime.lookahead.drafter import NoiseKey
 from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_text
-from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.draft_tables import TOKEN_BYTES, DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import SAMPLED
+from lp_runtime.lookahead.drafters.best_first.tables import MAX_MATCH
 from lp_runtime.lookahead.top_k import MARGINS, MAX_MARGIN, STAMP, K, margin_of
 
 SIZE = 1 << 16
@@ -25,13 +26,16 @@ def test_draft_tables_are_as_large_as_they_may_be(size):
     assert size / 3 <= num_bytes(DraftTables(size)) <= size * 1.25
 
 
-def test_small_draft_tables_overwrite_and_do_not_grow():
+def test_small_draft_tables_overwrite_and_grow_with_the_longest_text_alone():
     draft_tables = DraftTables(SIZE)
-    before = num_bytes(draft_tables)
+    sizes = []
     for seed in range(6):
         decode([seed, 2, 3], best_first(60, draft_tables), seed, 120)
-    assert num_bytes(draft_tables) == before
+        sizes.append(num_bytes(draft_tables))
+    assert set(sizes[1:]) == {sizes[1]} and sizes[1] < SIZE + 2 * TOKEN_BYTES * 2 * (123 + MAX_MATCH)
     assert np.count_nonzero(draft_tables.top_k.keys) > 0.8 * len(draft_tables.top_k.keys)
+    draft_tables.clear()
+    assert num_bytes(draft_tables) == num_bytes(DraftTables(SIZE))
 
 
 def test_what_was_seen_helps_the_next_request_until_it_is_cleared():
@@ -135,7 +139,7 @@ def test_a_match_reaches_from_a_branch_into_the_text():
 def test_a_long_match_is_followed_back(num_committed):
     draft_tables = DraftTables(1 << 20)
     draft_tables.begin_text([*range(100, 140), 1, *range(100, 100 + num_committed)])
-    assert match(draft_tables, [*range(100 + num_committed, 140)]) == (40, tables.MAX_MATCH)
+    assert match(draft_tables, [*range(100 + num_committed, 140)]) == (40, MAX_MATCH)
 
 
 def test_a_match_ends_where_the_request_begins():
@@ -151,8 +155,25 @@ def test_text_that_is_overwritten_is_not_matched():
     draft_tables = DraftTables(SIZE)
     size = len(draft_tables.text.buffer)
     draft_tables.begin_text([1, 2, 3, 4])
-    draft_tables.append_text([5 + i % 3 for i in range(2 * size)])
+    for _ in range(10):
+        draft_tables.begin_text([5 + i % 3 for i in range(size // 4)])
+    assert len(draft_tables.text.buffer) == size
     assert match(draft_tables, [1, 2, 3])[1] == 0
+
+
+def test_a_long_text_is_kept_whole_and_so_is_what_was_kept_before_it():
+    draft_tables = DraftTables(SIZE)
+    size = len(draft_tables.text.buffer)
+    draft_tables.begin_text([1, 2, 3, 4])
+    draft_tables.begin_text([7, 8, 9])
+    for i in range(4 * size):
+        draft_tables.append_text([100 + i])
+    for tables_now in (draft_tables, DraftTables.load(draft_tables.dump(8 * size), SIZE, 8 * size)):
+        assert match(tables_now, [1, 2, 3]) == (3, 3)
+        assert match(tables_now, [7, 8]) == (6, 2)
+        assert match(tables_now, [4, 7]) == (5, 1), "one text ends where the next one begins"
+        assert match(tables_now, [*range(100, 140)]) == (47, MAX_MATCH)
+        assert tables_now.text.span.tolist() == [4, 7 + 4 * size]
 
 
 def test_an_extreme_temperature_leaves_margins_to_later_requests():

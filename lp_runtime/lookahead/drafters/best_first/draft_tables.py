@@ -39,6 +39,16 @@ def _power_of_two(limit: int) -> int:
     return max(WAYS, 1 << (max(1, limit).bit_length() - 1))
 
 
+def _make_text(num_tokens: int) -> tables.TextIndex:
+    """Return an empty text index that holds `num_tokens`, a power of two."""
+    num_ngrams = _power_of_two(2 * tables.MAX_GRAM * num_tokens)
+    keys, places, buffer = _make_zeros(
+        ((num_ngrams,), np.int64), ((num_ngrams, 1), np.int64), ((num_tokens,), np.int32)
+    )
+    span, hashes = np.zeros(2, np.int64), np.zeros((1, NUM_HASHES), np.int64)
+    return tables.TextIndex(buffer, span, hashes, keys, places)
+
+
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
     """Return zero arrays of the (shape, dtype), aligned to cache lines in one block, for large pages."""
     sizes = [-(-math.prod(shape) * np.dtype(dtype).itemsize // LINE_BYTES) * LINE_BYTES for shape, dtype in kinds]
@@ -52,28 +62,15 @@ def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
 
 
 class DraftTables:
-    """The best-first drafter's memory, of approximately `num_bytes`."""
+    """The best-first drafter's memory, of approximately `num_bytes`; more while it holds a longer text."""
 
     def __init__(self, num_bytes: int):
         self.num_bytes = num_bytes
         num_slots = _power_of_two(num_bytes * 3 // 4 // SLOT_BYTES)
-        num_tokens = _power_of_two(num_bytes // 4 // TOKEN_BYTES)
-        num_ngrams = _power_of_two(2 * tables.MAX_GRAM * num_tokens)
-        entries, keys, ngram_keys, ngram_places, buffer = _make_zeros(
-            ((num_slots, ENTRY), np.int32),
-            ((num_slots,), np.int64),
-            ((num_ngrams,), np.int64),
-            ((num_ngrams, 1), np.int64),
-            ((max(num_tokens, MIN_TEXT_TOKENS),), np.int32),
-        )
+        entries, keys = _make_zeros(((num_slots, ENTRY), np.int32), ((num_slots,), np.int64))
         self.top_k = tables.TopKTable(keys, entries)
-        self.text = tables.TextIndex(
-            buffer=buffer,
-            span=np.zeros(2, np.int64),
-            hashes=np.zeros((1, NUM_HASHES), np.int64),
-            keys=ngram_keys,
-            places=ngram_places,
-        )
+        self._num_text_tokens = max(_power_of_two(num_bytes // 4 // TOKEN_BYTES), MIN_TEXT_TOKENS)
+        self.text = _make_text(self._num_text_tokens)
         self.rates = make_rates()
         self._stamp = 0
         self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
@@ -84,8 +81,10 @@ class DraftTables:
         return tables.DraftArrays(self.top_k, self.text, vocabulary)
 
     def clear(self) -> None:
-        """Forget all stored content and counts, without reallocating arrays."""
+        """Forget all stored content and counts, without reallocating arrays, except those of a long text."""
         self.top_k.keys[:] = 0
+        if len(self.text.buffer) > self._num_text_tokens:
+            self.text = _make_text(self._num_text_tokens)
         self.text.keys[:] = 0
         self.text.span[:] = 0
         self.text.buffer[:] = 0
@@ -112,14 +111,38 @@ class DraftTables:
 
     def begin_text(self, tokens: Sequence[int]) -> None:
         """Begin a new text with `tokens`; n-grams do not extend into the previous text."""
-        self.text.span[0] = self.text.span[1]
-        self.text.hashes[:] = 0
-        self.text.hashes[0, 0] = EMPTY_HASH
-        self.append_text(tokens)
+        self.make_room(len(tokens))  # next to the previous text
+        self._begin_text(np.array(tokens, dtype=np.int64))
 
     def append_text(self, tokens: Sequence[int]) -> None:
         """Append committed tokens to the text."""
+        self.make_room(len(tokens))
         tables.append_text(self.text, np.array(tokens, dtype=np.int64))
+
+    def _begin_text(self, tokens: np.ndarray) -> None:
+        self.text.span[0] = self.text.span[1]
+        self.text.hashes[:] = 0
+        self.text.hashes[0, 0] = EMPTY_HASH
+        tables.append_text(self.text, tokens)
+
+    def make_room(self, num_tokens: int) -> None:
+        """Replace `text` by a larger copy if its latest text would not fit with `num_tokens` more.
+
+        The tokens of a request's text cost a fraction of their keys and values, so none of them is dropped.
+        """
+        old = self.text
+        first, end = old.span.tolist()
+        capacity = len(old.buffer)
+        oldest = max(0, end - capacity)
+        num_needed = end - max(first, oldest) + num_tokens + tables.MAX_MATCH + 1
+        if num_needed <= capacity:
+            return
+        held = old.buffer[np.arange(oldest, end) & (capacity - 1)].astype(np.int64)
+        self.text = _make_text(1 << (num_needed - 1).bit_length())
+        self.text.span[:] = oldest
+        latest = max(first - oldest, 0)
+        self._begin_text(held[:latest])
+        self._begin_text(held[latest:])
 
     def next_stamp(self) -> int:
         """Return a new stamp, an increasing number that tells the age of stored entries."""
@@ -186,6 +209,9 @@ class DraftTables:
 
         Raises ValueError if an array is missing, has another shape or dtype, or contains an unknown token id.
         """
+        num_tokens = np.size(arrays.get("text_buffer", ()))
+        if num_tokens > self._num_text_tokens and num_tokens == _power_of_two(num_tokens):
+            self.text = _make_text(num_tokens)
         for name, target in self._saved().items():
             value = arrays.get(name)
             if value is None or value.shape != target.shape or value.dtype != target.dtype:

@@ -65,7 +65,8 @@ class BestFirstDrafter(Drafter):
             draft_tables.start(GREEDY)
         else:
             draft_tables.start(SAMPLED, noise.temperature)
-        self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary)
+        self._vocabulary = NO_VOCABULARY if vocabulary is None else vocabulary
+        self._drafts = draft_tables.drafts(self._vocabulary)
         self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
@@ -84,6 +85,7 @@ class BestFirstDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
+        self._drafts = self._draft_tables.drafts(self._vocabulary)
 
     def propose(
         self,
@@ -160,7 +162,11 @@ class BestFirstDrafter(Drafter):
         )
 
     def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
-        self._draft_tables.append_text(tokens[-1:])
+        self._append_text(tokens[-1:])
+
+    def _append_text(self, tokens: Sequence[int]) -> None:
+        self._draft_tables.append_text(tokens)
+        self._drafts = self._draft_tables.drafts(self._vocabulary)
 
     def advance(
         self,
@@ -171,9 +177,11 @@ class BestFirstDrafter(Drafter):
         path: Sequence[int],
     ) -> None:
         if result.top_k is None:  # a step without guesses: no top-k candidates were exchanged
-            self._draft_tables.append_text(committed)
+            self._append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
+        self._draft_tables.make_room(len(committed))
+        self._drafts = self._draft_tables.drafts(self._vocabulary)
         self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
