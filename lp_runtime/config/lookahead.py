@@ -59,8 +59,8 @@ class LookaheadConfig:
     lp-serve, the same API key), auto (request in lp-serve without API keys, else runtime), or the path of a file, which
     also keeps those without a cache_salt across runs."""
     draft_tables_bytes: int = 16 * 2**20
-    """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first. The text of the running request
-    is kept whole, in more memory if it is long."""
+    """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first. A longer text of the
+    running request takes more: it is kept whole."""
     pool_from_prompt: bool = True
     """Drafter paper: insert the prompt's n-grams into the n-gram pool."""
     window_seed: int = 0
