@@ -26,12 +26,18 @@ from lp_runtime.utils.jit import Int, compiled, inlined
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
 PRIOR_WEIGHT = 32  # observations that a starting rate counts for
-NUM_LEVELS = 16  # of an estimate; see `level_of`
+NUM_LEVELS = 16  # of an estimate; see `LEVELS`
 MAX_AGREEING = 3  # features that name one token; more count as 3
 NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
 CALIBRATION_WEIGHT = 16  # expected tokens that each level starts with
 NUM_PLACES = 4  # ranks by estimate among a context's candidates; all ranks from the fourth on count as one
 NUM_SHARES = 2 * NUM_PLACES * NUM_LEVELS  # twice: at the root, and below it
+LEVEL_BITS = 8  # low bits of an estimate that do not decide its level
+# [ONE >> LEVEL_BITS + 1] uint8 level of an estimate by its high bits: eight above a half, one for each halving below.
+LEVELS = np.array(
+    [min(15, 8 + (high - 128) // 16) if high >= 128 else high.bit_length() for high in range((ONE >> LEVEL_BITS) + 1)],
+    np.uint8,
+)
 
 
 class Rates(NamedTuple):
@@ -49,6 +55,7 @@ class Rates(NamedTuple):
         expected: [NUM_CALIBRATIONS] int64 sum of the best estimates of merged candidates, by level and by number of
             agreeing features.
         observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
+        factor: [NUM_CALIBRATIONS] int64 factor that calibrates estimates.
         calibrated: [MAX_AGREEING, F] int64 calibrated estimate.
         highest: [F] int64 highest probability that a candidate with each feature may have.
         share_start: [NUM_SHARES] int64 see `start`.
@@ -56,6 +63,7 @@ class Rates(NamedTuple):
             context came; by place of the context (root or below), rank in the context, and level.
         share_observed: [NUM_SHARES] int64 how many of these candidates came.
         share: [NUM_SHARES] int64 factor of such estimates.
+        highest_share: [NUM_LEVELS] int64 largest factor of each level.
     """
 
     tried: np.ndarray
@@ -65,33 +73,30 @@ class Rates(NamedTuple):
     start: np.ndarray
     expected: np.ndarray
     observed: np.ndarray
+    factor: np.ndarray
     calibrated: np.ndarray
     highest: np.ndarray
     share_start: np.ndarray
     share_expected: np.ndarray
     share_observed: np.ndarray
     share: np.ndarray
+    highest_share: np.ndarray
 
 
 def make_rates() -> Rates:
     """Return rates without counts and starting rates."""
     tried, accepted, rate, prior, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(5))
-    start, expected, observed = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(3))
+    start, expected, observed, factor = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(4))
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
-    shares = (np.zeros(NUM_SHARES, np.int64) for _ in range(4))
-    return Rates(tried, accepted, rate, prior, start, expected, observed, calibrated, highest, *shares)
+    shares = [np.zeros(NUM_SHARES, np.int64) for _ in range(4)]
+    levels = np.zeros(NUM_LEVELS, np.int64)
+    return Rates(tried, accepted, rate, prior, start, expected, observed, factor, calibrated, highest, *shares, levels)
 
 
 @inlined
 def level_of(rate: Int) -> Int:
-    """Return the level of an estimate, of NUM_LEVELS: eight above a half, one for each halving below."""
-    if 2 * rate >= ONE:
-        return NUM_LEVELS // 2 + min(NUM_LEVELS // 2 - 1, (2 * rate - ONE) * (NUM_LEVELS // 2) // ONE)
-    level = NUM_LEVELS // 2 - 1
-    while level > 0 and 4 * rate < ONE:
-        rate *= 2
-        level -= 1
-    return level
+    """Return the level of an estimate, of NUM_LEVELS."""
+    return np.int64(LEVELS[rate >> LEVEL_BITS])
 
 
 @inlined
@@ -102,20 +107,23 @@ def calibration_of(rate: Int, agreeing: Int) -> Int:
 
 @compiled
 def calibrate(rates: Rates) -> Int:
-    """Recompute `calibrated`, `share` and `highest`; return the highest probability of all, of ONE."""
+    """Recompute all from `factor` to `highest`, and `share`; return the highest probability of all, of ONE."""
+    rates.highest_share[:] = 0
     for cell in range(NUM_SHARES):
-        rates.share[cell] = factor_of(rates.share_expected[cell], rates.share_observed[cell], rates.share_start[cell])
+        share = factor_of(rates.share_expected[cell], rates.share_observed[cell], rates.share_start[cell])
+        rates.share[cell] = share
+        rates.highest_share[cell % NUM_LEVELS] = max(rates.highest_share[cell % NUM_LEVELS], share)
+    for cell in range(NUM_CALIBRATIONS):
+        rates.factor[cell] = factor_of(rates.expected[cell], rates.observed[cell], rates.start[cell])
     best = np.int64(0)
     for feature in range(NUM_FEATURES):
         rate, highest = rates.rate[feature], np.int64(0)
+        level = level_of(rate)
         for agreeing in range(MAX_AGREEING):
-            cell = calibration_of(rate, agreeing)
-            factor = factor_of(rates.expected[cell], rates.observed[cell], rates.start[cell])
+            factor = rates.factor[agreeing * NUM_LEVELS + level]
             calibrated = min(rate * factor >> ONE_BITS, ONE)
             rates.calibrated[agreeing, feature] = calibrated
-            level, share = level_of(calibrated), np.int64(0)
-            for place in range(2 * NUM_PLACES):
-                share = max(share, rates.share[place * NUM_LEVELS + level])
+            share = rates.highest_share[level_of(calibrated)]
             highest = max(highest, min(calibrated * share >> ONE_BITS, np.int64(ONE)))
         rates.highest[feature] = highest
         best = max(best, highest)
