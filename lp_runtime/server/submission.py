@@ -51,7 +51,7 @@ class ServerSettings:
         health_timeout: seconds within which such a check must get a token.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
         chat_template_kwargs: variables of the chat template; those of a request come first.
-        ping_seconds: time between events that keep a stream open while there is no text, in APIs that have such events.
+        ping_seconds: time between events that keep a stream open while there is no text.
     """
 
     name: str
