@@ -20,7 +20,7 @@ from lp_runtime.utils.json_line import to_json
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
 COPIED = "text"  # source of drafts that are copied from the prompt, the text so far, or a prediction
 LAST_EVENT = "data: [DONE]\n\n"
-COMMENT = ": waiting\n\n"  # clients ignore comments; Node's fetch ends a stream of which nothing came for 300 seconds
+COMMENT = ": waiting\n\n"  # clients ignore it; without it, fetch of Node.js ends a stream after 300 silent seconds
 
 
 @dataclass
