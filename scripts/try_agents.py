@@ -14,7 +14,7 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-SECONDS = 600
+SECONDS = 1800  # a slow device reads 18,000 tokens of tools in 15 minutes
 TASK = "Read the file notes.txt, then create a file hello.py that prints hello, then run it."
 LENGTH = 160  # tokens of an answer, for agents that have a setting for it; small models do not end
 
@@ -51,6 +51,15 @@ OPENCODE_PROVIDER = {
     "options": {"baseURL": "@URL/v1", "apiKey": "none"},
     "models": {"@MODEL": {"limit": {"context": 32768, "output": LENGTH}}},
 }
+CLAUDE = {
+    "ANTHROPIC_BASE_URL": "@URL",
+    "ANTHROPIC_AUTH_TOKEN": "none",
+    "ANTHROPIC_MODEL": "@MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL": "@MODEL",
+    "API_TIMEOUT_MS": str(SECONDS * 1000),
+    "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+    "IS_SANDBOX": "1",
+}
 AGENTS = {
     "codex": Agent(
         ("codex", "exec", "--dangerously-bypass-approvals-and-sandbox", "@TASK"),
@@ -59,16 +68,10 @@ AGENTS = {
             '[model_providers.lp]\nname = "lp"\nbase_url = "@URL/v1"\nwire_api = "responses"\n'
         },
     ),
-    "claude": Agent(
-        ("claude", "-p", "@TASK", "--dangerously-skip-permissions"),
-        variables={
-            "ANTHROPIC_BASE_URL": "@URL",
-            "ANTHROPIC_AUTH_TOKEN": "none",
-            "ANTHROPIC_MODEL": "@MODEL",
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": "@MODEL",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-            "IS_SANDBOX": "1",
-        },
+    "claude": Agent(("claude", "-p", "@TASK", "--dangerously-skip-permissions"), variables=CLAUDE),
+    "claude, four tools": Agent(  # all of them take 18,727 tokens
+        ("claude", "-p", "@TASK", "--dangerously-skip-permissions", "--tools", "Read,Write,Edit,Bash"),
+        variables=CLAUDE,
     ),
     "opencode": Agent(
         ("opencode", "run", "-m", "lp/@MODEL", "@TASK"),
