@@ -253,8 +253,8 @@ def try_guidellm(url: str, model: str, model_dir: str) -> str:
 def try_evalscope(url: str, model: str, model_dir: str) -> str:
     """Return how many requests of evalscope succeeded on each route; all must."""
     routes = {"/v1/chat/completions": "openai", "/v1/completions": "openai", "/v1/responses": "responses"}
-    with tempfile.TemporaryDirectory() as folder:
-        for route, api in routes.items():
+    for route, api in routes.items():
+        with tempfile.TemporaryDirectory() as folder:
             run_load(
                 (
                     *("evalscope", "perf", "--model", model, "--api", api, "--url", url + route),
@@ -266,7 +266,6 @@ def try_evalscope(url: str, model: str, model_dir: str) -> str:
             )
             (path,) = Path(folder).rglob("benchmark_summary.json")
             summary = json.loads(path.read_text())
-            path.unlink()
             assert summary["Success Requests"] == NUM_REQUESTS and not summary["Failed Requests"], f"{route}: {summary}"
     return f"{NUM_REQUESTS} of {NUM_REQUESTS} requests on each of {', '.join(routes)}"
 
