@@ -1,260 +1,113 @@
-"""Other people's clients against a running lp-serve, unmodified: openai, litellm, langchain-openai, instructor and
-lm-evaluation-harness, whose results are compared with those of its own Hugging Face backend.
+"""Other people's clients against a running lp-serve, unmodified: libraries, services and load, coding agents.
 
-    pip install openai litellm langchain-openai instructor mcp 'lm-eval[api,hf]'        # in an environment of their own
-    lp-serve model.path=DIR dtype=float32 port=8000 &
-    python scripts/try_clients.py http://127.0.0.1:8000 DIR [CLIENT ...]
+    python -m venv VENV && VENV/bin/pip install openai litellm langchain-openai instructor mcp 'lm-eval[api,hf]'
+    python -m venv VENV2 && VENV2/bin/pip install open-webui        # clients that need other versions, apart:
+        # 'litellm[proxy]', guidellm, 'evalscope[perf]', aider-chat, mini-swe-agent, 'pydantic-ai-slim[openai]',
+        # 'llama-index-core llama-index-llms-openai-like', dspy
+    npm install --prefix DIR @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli @anthropic-ai/claude-code
+    lp-serve model.path=MODEL port=8000 access_log=true max_body_bytes=8000000 2> LOG &
+    export PATH=$PATH:VENV/bin:VENV2/bin:DIR/node_modules/.bin
+    python scripts/try_clients.py http://127.0.0.1:8000 MODEL LOG [CLIENT ...]
 
-Prints a line for each client, or for those that are named; the exit status is 1 if any fails. The model needs a chat
-template for the chats, and one that shows tools for the calls.
+Commands are found in PATH, and libraries in the environment of any `python` there; clients that are not installed are
+left out. Prints a line for each client: what it was answered or how it ended, and how many of its requests were refused
+by the access log. The exit status is 1 if a client failed, or a request was refused. The model needs a chat template
+that shows tools. What a small model makes of an agent's task does not count.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-QUESTIONS = [
-    {"question": "def add(a, b):\n    return a +", "choices": [" b", " a", " c", " self"], "answer": 0},
-    {"question": "import", "choices": [" os", " while", " def", " 7"], "answer": 0},
-    {"question": "for i in", "choices": [" range", " return", " import", " class"], "answer": 0},
-    {
-        "question": "class Stack:\n    def __init__(self):\n        self.items =",
-        "choices": [" []", " for", " if"],
-        "answer": 0,
-    },
-    {"question": "if x is not", "choices": [" None", " def", " import"], "answer": 0},
-]
-TASKS: dict[str, dict[str, Any]] = {
-    "lp_choice": {
-        "output_type": "multiple_choice",
-        "doc_to_target": "answer",
-        "doc_to_choice": "choices",
-        "target_delimiter": "",
-        "metric_list": [{"metric": "acc"}],
-    },
-    "lp_generate": {
-        "output_type": "generate_until",
-        "doc_to_target": "{{choices[answer]}}",
-        "generation_kwargs": {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False, "temperature": 0},
-        "metric_list": [{"metric": "exact_match"}],
-    },
+from try_agents import AGENTS, run
+from try_libraries import LIBRARIES
+from try_services import SERVICES
+
+
+def python_with(module: str) -> str | None:
+    """Return this Python or the first one in PATH that has a module; None if none has."""
+    check = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    for folder in os.environ["PATH"].split(os.pathsep):
+        python = shutil.which("python", path=folder)
+        if python and not subprocess.run([python, "-c", check], stderr=subprocess.DEVNULL, check=False).returncode:
+            return python
+    return None
+
+
+def try_library(name: str, url: str, model: str, folder: str) -> str:
+    """Try a library in its environment; return what it was answered.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    python = python_with(LIBRARIES[name][0])
+    if python is None:
+        return NOT_INSTALLED
+    script = Path(__file__).with_name("try_libraries.py")
+    command = [python, str(script), url, model, folder, name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=False)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    if done.returncode:
+        raise RuntimeError(last)
+    return last
+
+
+def try_service(name: str, url: str, model: str, folder: str) -> str:
+    """Try a service; return what it was answered."""
+    command, attempt = SERVICES[name]
+    return NOT_INSTALLED if shutil.which(command) is None else attempt(url, model, folder)
+
+
+def try_agent(name: str, url: str, model: str, _: str) -> str:
+    """Try an agent; return how it ended."""
+    return NOT_INSTALLED if shutil.which(AGENTS[name].command[0]) is None else run(AGENTS[name], url, model)
+
+
+NOT_INSTALLED = "is not installed"
+CLIENTS: dict[str, Callable[[str, str, str, str], str]] = {
+    **dict.fromkeys(LIBRARIES, try_library),
+    **dict.fromkeys(SERVICES, try_service),
+    **dict.fromkeys(AGENTS, try_agent),
 }
 
 
-def try_litellm(url: str, model: str) -> str:
-    """Return what litellm was answered; a chat whole and streamed must be equal."""
-    import litellm
-
-    options: dict[str, Any] = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
-    messages = [{"role": "user", "content": "Write a loop."}]
-    whole = litellm.completion(messages=messages, max_tokens=24, **options).choices[0].message.content
-    chunks = litellm.completion(messages=messages, max_tokens=24, stream=True, **options)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole
-    return repr(whole[:40])
-
-
-def try_langchain(url: str, model: str) -> str:
-    """Return what langchain-openai was answered; invoke and stream must be equal."""
-    from langchain_openai import ChatOpenAI
-
-    chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_completion_tokens=24)
-    whole = chat.invoke("Write a loop.").content
-    assert "".join(chunk.content for chunk in chat.stream("Write a loop.")) == whole
-    return repr(whole[:40])
-
-
-def try_openai(url: str, model: str) -> str:
-    """Return what the openai client was answered; chats and responses must be equal."""
-    import openai
-
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    messages = [{"role": "user", "content": "Write a loop."}]
-    options: dict[str, Any] = {"model": model, "temperature": 0}
-    chat = client.chat.completions.create(
-        messages=messages, max_tokens=24, logprobs=True, top_logprobs=5, **options
-    ).choices[0]
-    assert all(len(each.top_logprobs) == 5 for each in chat.logprobs.content)
-    assert client.responses.create(input="Write a loop.", max_output_tokens=24, **options).output_text == (
-        chat.message.content
-    )
-    return repr(chat.message.content[:40])
-
-
-def schema_of_a_record() -> dict[str, Any]:
-    """Return the JSON schema of what structured outputs and calls are asked for: short, as models here are small."""
-    return {
-        "type": "object",
-        "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
-        "required": ["name", "age"],
-        "additionalProperties": False,
-    }
-
-
-def checked(record: dict[str, Any]) -> dict[str, Any]:
-    """Return a record that satisfies the schema.
-
-    Raises:
-        AssertionError: it does not.
-    """
-    assert record.keys() == {"name", "age"} and isinstance(record["name"], str) and isinstance(record["age"], int)
-    assert len(record["name"]) <= 12 and record["age"] <= 120
-    return record
-
-
-def try_openai_structure(url: str, model: str) -> str:
-    """Return what the openai client was answered by response_format, tools (whole and streamed) and responses."""
-    import openai
-
-    client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-    messages = [{"role": "user", "content": "Who is Ada?"}]
-    options: dict[str, Any] = {"model": model, "temperature": 0}
-    schema = schema_of_a_record()
-    form = {"type": "json_schema", "json_schema": {"name": "record", "schema": schema, "strict": True}}
-    chat = client.chat.completions.create(messages=messages, response_format=form, **options)
-    record = checked(json.loads(chat.choices[0].message.content))
-    tool = {"type": "function", "function": {"name": "save", "description": "Save.", "parameters": schema}}
-    asked = {"messages": messages, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, **options}
-    (call,) = client.chat.completions.create(**asked).choices[0].message.tool_calls
-    pieces, names = [], []
-    for chunk in client.chat.completions.create(stream=True, **asked):
-        for delta in chunk.choices[0].delta.tool_calls or [] if chunk.choices else []:
-            names.append(delta.function.name)
-            pieces.append(delta.function.arguments or "")
-    assert call.function.name == "save" and "".join(filter(None, names)) == "save"
-    assert json.loads("".join(pieces)) == checked(json.loads(call.function.arguments))
-    flat = {"type": "function", "name": "save", "description": "Save.", "parameters": schema}
-    response = client.responses.create(
-        input="Who is Ada?", tools=[flat], tool_choice="required", parallel_tool_calls=False, **options
-    )
-    (item,) = response.output
-    assert item.type == "function_call" and checked(json.loads(item.arguments))
-    return f"{json.dumps(record)} and {call.function.name}({call.function.arguments})"
-
-
-def try_langchain_structure(url: str, model: str) -> str:
-    """Return what langchain-openai was answered: with_structured_output by both methods, and bind_tools."""
-    from langchain_openai import ChatOpenAI
-
-    chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0)
-    schema = schema_of_a_record() | {"title": "save", "description": "Save."}
-    for method in ("json_schema", "function_calling"):
-        found = checked(chat.with_structured_output(schema, method=method).invoke("Who is Ada?"))
-    bound = chat.bind_tools([schema], tool_choice="required", parallel_tool_calls=False)
-    (call,) = bound.invoke("Who is Ada?").tool_calls
-    assert call["name"] == "save" and checked(call["args"])
-    return json.dumps(found)
-
-
-def try_litellm_tools(url: str, model: str) -> str:
-    """Return the call that litellm was answered."""
-    import litellm
-
-    tool = {"type": "function", "function": {"name": "save", "parameters": schema_of_a_record()}}
-    answer = litellm.completion(
-        model=f"openai/{model}",
-        api_base=f"{url}/v1",
-        api_key="none",
-        temperature=0,
-        messages=[{"role": "user", "content": "Who is Ada?"}],
-        tools=[tool],
-        tool_choice={"type": "function", "function": {"name": "save"}},
-    )
-    (call,) = answer.choices[0].message.tool_calls
-    return json.dumps(checked(json.loads(call.function.arguments)))
-
-
-def try_instructor(url: str, model: str) -> str:
-    """Return the records that instructor was answered in its modes of tools and of JSON schemas."""
-    import instructor
-    import openai
-    from pydantic import BaseModel, Field
-
-    class Record(BaseModel):
-        name: str = Field(max_length=12)
-        age: int = Field(le=120)
-
-    found = []
-    for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
-        client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"), mode=mode)
-        messages = [{"role": "user", "content": "Who is Ada?"}]
-        found.append(
-            client.chat.completions.create(
-                model=model, temperature=0, messages=messages, response_model=Record, max_retries=0
-            )
-        )
-    return " and ".join(repr(each) for each in found)
-
-
-def try_lm_eval(url: str, model: str, folder: str) -> str:
-    """Return how many results of lm-evaluation-harness are those of its own hf backend; all must be.
-
-    Args:
-        url: of the server.
-        model: the model's name there.
-        folder: the model's directory, for the hf backend and the tokenizer.
-    """
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    with tempfile.TemporaryDirectory() as place:
-        data = Path(place) / "questions.jsonl"
-        data.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS))
-        common = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
-        for name, task in TASKS.items():  # JSON is YAML
-            whole: dict[str, Any] = {"task": name, **common, "doc_to_text": "question", **task}
-            (Path(place) / f"{name}.yaml").write_text(json.dumps(whole))
-        manager = TaskManager(include_path=place, include_defaults=False)
-        results = []
-        for kind, arguments in (
-            ("local-completions", f"base_url={url}/v1/completions,model={model},tokenizer={folder},num_concurrent=4"),
-            ("hf", f"pretrained={folder},dtype=float32,device=cpu"),
-        ):
-            done = lm_eval.simple_evaluate(
-                kind, model_args=arguments, tasks=list(TASKS), task_manager=manager, log_samples=True, bootstrap_iters=0
-            )
-            results.append([each["filtered_resps"] for name in TASKS for each in done["samples"][name]])
-    served, local = results
-    for one, other in zip(served, local, strict=True):
-        if isinstance(one[0], str):
-            assert one == other, f"{one} and {other}"
-        else:
-            for (value, is_greedy), (expected, expected_greedy) in zip(one, other, strict=True):
-                assert abs(float(value) - float(expected)) < 1e-2 and str(is_greedy) == str(expected_greedy)
-    return f"{len(served)} of {len(local)} samples are those of the hf backend"
+def statuses(log: Path, start: int) -> list[int]:
+    """Return the statuses of requests in an access log from some byte on."""
+    with open(log, "rb") as lines:
+        lines.seek(start)
+        return [json.loads(line)["status"] for line in lines if line.startswith(b'{"time"')]
 
 
 def main() -> int:
-    """Try every client; return the exit status."""
-    url, folder = sys.argv[1].rstrip("/"), sys.argv[2]
+    """Try the clients; return the exit status."""
+    if len(sys.argv) < 4:
+        sys.exit(f"usage: {sys.argv[0]} URL MODEL LOG [CLIENT ...]")
+    url, folder, log, names = sys.argv[1].rstrip("/"), sys.argv[2], Path(sys.argv[3]), sys.argv[4:]
+    if unknown := [name for name in names if name not in CLIENTS]:
+        sys.exit(f"try_clients: {unknown[0]}: must be one of {', '.join(CLIENTS)}")
     with urllib.request.urlopen(f"{url}/v1/models") as answer:
         model = json.load(answer)["data"][0]["id"]
-    clients: dict[str, Callable[[], str]] = {
-        "openai": lambda: try_openai(url, model),
-        "litellm": lambda: try_litellm(url, model),
-        "langchain-openai": lambda: try_langchain(url, model),
-        "openai structure": lambda: try_openai_structure(url, model),
-        "litellm tools": lambda: try_litellm_tools(url, model),
-        "langchain structure": lambda: try_langchain_structure(url, model),
-        "instructor": lambda: try_instructor(url, model),
-        "lm-evaluation-harness": lambda: try_lm_eval(url, model, folder),
-    }
-    names = sys.argv[3:] or list(clients)
-    if unknown := [name for name in names if name not in clients]:
-        sys.exit(f"try_clients: {unknown[0]}: must be one of {', '.join(clients)}")
-    num_failed = 0
-    for name, attempt in ((name, clients[name]) for name in names):
+    is_bad = False
+    for name in names or CLIENTS:
+        start = log.stat().st_size
         try:
-            print(f"{name:24} {attempt()}", flush=True)
+            outcome = CLIENTS[name](name, url, model, folder)
         except Exception as error:
-            num_failed += 1
-            print(f"{name:24} FAILED: {type(error).__name__}: {error}", flush=True)
-    return int(num_failed > 0)
+            is_bad = True
+            outcome = f"FAILED: {type(error).__name__}: {error}"
+        answered = statuses(log, start)
+        refused = [status for status in answered if status >= 400]
+        is_bad = is_bad or bool(refused)
+        counts = f"; {len(answered)} requests, {len(refused)} refused {refused or ''}" if answered else ""
+        print(f"{name:24} {outcome}{counts}".rstrip(), flush=True)
+    return int(is_bad)
 
 
 if __name__ == "__main__":

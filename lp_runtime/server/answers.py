@@ -108,8 +108,7 @@ class Answers:
             for each in form.opening(choices):
                 yield each
             num_sent = dict.fromkeys(range(len(choices)), 0)
-            seconds = self._settings.ping_seconds
-            async for found in _with_waits(texts, seconds) if form.waiting() else texts:
+            async for found in _with_waits(texts, self._settings.ping_seconds):
                 if found is None:
                     yield form.waiting()
                     continue

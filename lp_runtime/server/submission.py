@@ -51,7 +51,7 @@ class ServerSettings:
         health_timeout: seconds within which such a check must get a token.
         tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
         chat_template_kwargs: variables of the chat template; those of a request come first.
-        ping_seconds: time between events that keep a stream open while there is no text, in APIs that have such events.
+        ping_seconds: time between events that keep a stream open while there is no text.
     """
 
     name: str
@@ -171,7 +171,7 @@ class Submitter:
 
         `max_new_tokens` is the limit that the client asks for; None for the default.
         """
-        self._check_limits(body, len(prompts), max_new_tokens)
+        self._check_number(body, len(prompts))
         requests: list[DecodingRequest] = []
         for prompt in prompts:
             first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
@@ -183,23 +183,24 @@ class Submitter:
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
 
-    def _check_limits(self, body: Common, num_prompts: int, max_new_tokens: int | None) -> None:
-        """Raise RequestError if a client asks for longer or more answers than the server allows."""
-        limit = self._settings.max_new_tokens
-        if limit is not None and not body.caps_length and max_new_tokens is not None and max_new_tokens > limit:
-            raise RequestError(f"max_tokens={max_new_tokens}: must be at most {limit}")
+    def _check_number(self, body: Common, num_prompts: int) -> None:
+        """Raise RequestError if a client asks for more answers than the server allows."""
         max_jobs = self._scheduler.max_jobs
         if num_prompts * body.n > max_jobs:
             asked = f"n={body.n}" if num_prompts == 1 else f"{num_prompts} prompts x n={body.n}"
             raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
 
     def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
-        """Return how many tokens a request may generate; None for the default."""
-        if max_new_tokens is None and not (body.fills_context and self._fills_context):
+        """Return how many tokens a request may generate; None for the default.
+
+        The server's limit shortens answers and refuses none: Qwen Code and Open WebUI ask for fixed lengths.
+        """
+        has_length = max_new_tokens is not None
+        limits = [max_new_tokens, self._settings.max_new_tokens]
+        if body.caps_length if has_length else body.fills_context and self._fills_context:
+            limits.append(self._builder.max_new_tokens_after(num_prompt))
+        elif not has_length:
             return None
-        if max_new_tokens is not None and not body.caps_length:
-            return max_new_tokens
-        limits = (max_new_tokens, self._settings.max_new_tokens, self._builder.max_new_tokens_after(num_prompt))
         return min(limit for limit in limits if limit is not None)
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:

@@ -1,4 +1,7 @@
-"""Routes that count or show tokens: vLLM's /tokenize and /detokenize, Anthropic's /v1/messages/count_tokens."""
+"""Routes that count or show tokens.
+
+vLLM's /tokenize and /detokenize, Anthropic's /v1/messages/count_tokens, OpenAI's /v1/responses/input_tokens.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,7 @@ from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.chat.messages import Message
+from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
 
@@ -55,6 +59,7 @@ class TokenRoutes:
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.post("/v1/messages/count_tokens")(self.count_tokens)
+        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
 
     async def tokenize(self, body: Tokenize) -> dict[str, object]:
         """Answer POST /tokenize: the token ids of a prompt or a conversation."""
@@ -82,9 +87,16 @@ class TokenRoutes:
         return {"prompt": cast(str, self._tokenizer.decode(body.tokens))}
 
     async def count_tokens(self, body: Messages, request: Request) -> dict[str, int]:
-        """Answer POST /v1/messages/count_tokens: the number of tokens of a conversation and its tools."""
+        """Answer POST /v1/messages/count_tokens."""
+        return {"input_tokens": await self._count(body, request)}
+
+    async def count_input_tokens(self, body: Responses, request: Request) -> dict[str, object]:
+        """Answer POST /v1/responses/input_tokens."""
+        return {"object": "response.input_tokens", "input_tokens": await self._count(body, request)}
+
+    async def _count(self, body: Messages | Responses, request: Request) -> int:
+        """Return the number of tokens of a conversation and its tools."""
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
         tools, kwargs = body.tool_use().tools, {**body.template_kwargs(), **body.rendering()}
-        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
-        return {"input_tokens": len(ids)}
+        return len(await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs))

@@ -73,6 +73,20 @@ def test_a_slow_body_is_told_so(runtime):
         assert connection.recv(100) == b"", "and closed"
 
 
+def test_comments_keep_a_stream_open_while_there_is_no_text(runtime):
+    options = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
+    with served(runtime, ping_seconds=1e-4) as (url, _):
+        body = json.dumps({**options, "stream": True}).encode()
+        request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            lines = answer.read().decode().splitlines()
+        assert any(line.startswith(":") for line in lines)
+        assert all(not line or line.startswith((":", "data: ")) for line in lines)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+            text = "".join(chunk.choices[0].text for chunk in client.completions.create(stream=True, **options))
+            assert text == client.completions.create(**options).choices[0].text
+
+
 def test_idle_connections_make_way_for_a_good_client(runtime):
     with served(runtime, max_connections=4, header_timeout=NEVER, keep_alive_timeout=NEVER) as (url, _):
         idle = [connect(url) for _ in range(12)]

@@ -251,12 +251,19 @@ def test_a_full_queue_and_a_key(runtime, expected):
                 client.completions.create(**body())
             stream.close()
             assert waiting.result().choices[0].text == expected[PROMPT, False].text
-        with pytest.raises(openai.BadRequestError, match=f"max_tokens={LONG + 1}: must be at most {LONG}"):
-            client.completions.create(**body(max_tokens=LONG + 1))
         with pytest.raises(openai.BadRequestError, match="n=3: must be at most 2 with max_waiting=1"):
             client.completions.create(**body(n=3, **SAMPLED))
         with pytest.raises(openai.BadRequestError, match="2 prompts x n=2: must be at most 2 with max_waiting=1"):
             client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
+
+
+def test_the_servers_limit_shortens_answers(runtime):
+    with served(runtime, max_new_tokens=3) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        for length in (3, 4, 1 << 30):  # even what no context has room for
+            answer = client.completions.create(**body(max_tokens=length, extra_body={"ignore_eos": True}))
+            assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
+        with pytest.raises(openai.BadRequestError):
+            client.completions.create(**body(max_tokens=-1))
 
 
 def test_a_request_that_waits_for_too_long(runtime):

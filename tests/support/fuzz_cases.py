@@ -49,7 +49,7 @@ NO_NUMBER = ("1", "", True, [], {}, NAN, INFINITY, -INFINITY)
 
 COMMON = {
     "model": (*NO_STRING, "other", "", SURROGATE),
-    "max_tokens": (*NO_INT, 0, -1, 65, HUGE, -HUGE),
+    "max_tokens": (*NO_INT, 0, -1, -HUGE),
     "temperature": (*NO_NUMBER, -1, -1e-9, 10**400),
     "top_p": (*NO_NUMBER, -0.5, 1.001, 2, HUGE),
     "top_k": (*NO_INT, -1, -HUGE),
@@ -139,7 +139,7 @@ OWN = {
         ),
         "logprobs": NO_BOOL,
         "top_logprobs": (*NO_INT, -1, 1, 20, 21),
-        "max_completion_tokens": (*NO_INT, 0, -1, 65, HUGE),
+        "max_completion_tokens": (*NO_INT, 0, -1, -HUGE),
     },
     RESPONSES: {
         **TEMPLATE,
@@ -152,7 +152,7 @@ OWN = {
         "tool_choice": (1, {}, [], "x", {"type": "function"}, {"type": "function", "name": "x"}, "required"),
         "parallel_tool_calls": NO_BOOL,
         "instructions": (*NO_STRING, SURROGATE),
-        "max_output_tokens": (*NO_INT, 0, -1, 65, HUGE),
+        "max_output_tokens": (*NO_INT, 0, -1, -HUGE),
         "previous_response_id": (*NO_STRING, "x"),
         "background": (*NO_BOOL, True),
         "text": (
@@ -165,7 +165,6 @@ OWN = {
         "truncation": (*NO_STRING, "auto"),
     },
     MESSAGES: {
-        "max_tokens": (*NO_INT, 0, -1, -HUGE),
         "messages": (
             *(ABSENT, None, 1, "x", {}, [], [1], [None], [[]], ["x"], [{}], [{"content": "x"}], [{"role": "user"}]),
             *([{"role": role, "content": "x"}] for role in (1, None, [], "tool", SURROGATE)),
@@ -233,7 +232,7 @@ UNKNOWN = {
 # Allowed, or at the edge of it: a 200 will do, an error of the server's will not.
 EXTREME = {
     "temperature": (1e-9, 1e-4, 1e308, HUGE, 10**308),
-    "max_tokens": (65, HUGE),  # the limit of /v1/messages is lower
+    "max_tokens": (65, HUGE),  # the server's limit is lower
     "top_k": (HUGE, 2**63, 10**9),
     "top_p": (0, 1e-300, 5e-324),
     "min_p": (1, 1e-300),
@@ -329,8 +328,9 @@ def _documents(rng: random.Random) -> Iterator[HttpCase]:
         documents += [b'{"a":' * depth + b"1" + b"}" * depth for depth in (50, 5_000, 14_000)]
         documents += [whole[:-1] + b',"metadata":{"x":' + b"[" * 30_000 + b"]" * 30_000 + b"}}"]
         documents += [whole[:-1] + b',"lookahead":' + b"[" * 900 + b"]" * 900 + b"}"]
-        documents += [whole.replace(b": 2", b": " + b"9" * digits, 1) for digits in (30, 4_000, 5_000, 90_000)]
-        documents += [whole.replace(b": 2", b": " + text, 1) for text in (b"1e999", b"-1e999", b"Infinity", b"1" * 400)]
+        documents += [whole.replace(b": 2", b": -" + b"9" * digits, 1) for digits in (30, 4_000, 5_000, 90_000)]
+        numbers = (b"1e999", b"-1e999", b"Infinity", b"-" + b"1" * 400)
+        documents += [whole.replace(b": 2", b": " + number, 1) for number in numbers]
         documents += [_json(good | {"user": "x"}).replace(b'"x"', b'"\xc3\x28"'), b"\x80" + whole]
         documents += [whole[: rng.randrange(1, len(whole) - 1)] for _ in range(20)]
         documents += [rng.randbytes(rng.choice((1, 40, 1000))) for _ in range(20)]

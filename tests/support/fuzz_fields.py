@@ -21,6 +21,7 @@ FIELDS_TEMPLATE = TOOLS_TEMPLATE + "{% if enable_thinking %}<think>{% endif %}{#
 # Samples of one prompt are decoded one after another, and have to end within HANG_SECONDS.
 FIELDS_LIMITS = LIMITS | {"strict_fields": False, "max_new_tokens": 32, "max_waiting": 7}
 TOKENIZE, DETOKENIZE, COUNT = "/tokenize", "/detokenize", f"{MESSAGES}/count_tokens"
+COUNT_INPUT = f"{RESPONSES}/input_tokens"
 BODIES: dict[str, type[BaseModel]] = {
     COMPLETIONS: Completion,
     CHAT: Chat,
@@ -29,8 +30,10 @@ BODIES: dict[str, type[BaseModel]] = {
     TOKENIZE: Tokenize,
     DETOKENIZE: Detokenize,
     COUNT: Messages,
+    COUNT_INPUT: Responses,
 }
 GOOD_BODIES = GOOD | {TOKENIZE: {"prompt": "x"}, DETOKENIZE: {"tokens": [5]}, COUNT: GOOD[MESSAGES]}
+GOOD_BODIES |= {COUNT_INPUT: GOOD[RESPONSES]}
 # Values of texts that mean something in some field.
 TEXTS = ("x", "f", "user", "assistant", "tool", "developer", "none", "auto", "high", '{"a": 1}', "<think>", "</think>")
 TEXTS += ("<tool_call>", "demo", "")

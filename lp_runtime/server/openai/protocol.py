@@ -118,7 +118,7 @@ class Common(_Body):
 
     model_config = ConfigDict(extra="allow", strict=True)
     fills_context: ClassVar[bool] = False  # whether a request without a length may fill the model's context
-    caps_length: ClassVar[bool] = False  # whether a length above the context or the server's limit is shortened
+    caps_length: ClassVar[bool] = False  # whether a length above the context is shortened
 
     model: str | None = None
     max_tokens: int | None = None

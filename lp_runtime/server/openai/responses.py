@@ -20,6 +20,7 @@ from lp_runtime.utils.json_line import to_json
 REASONS = {"eos": "stop", "stop": "stop"}  # OpenAI's finish_reason by Generation.finish_reason; others are "length"
 COPIED = "text"  # source of drafts that are copied from the prompt, the text so far, or a prediction
 LAST_EVENT = "data: [DONE]\n\n"
+COMMENT = ": waiting\n\n"  # clients ignore it; without it, fetch of Node.js ends a stream after 300 silent seconds
 
 
 @dataclass
@@ -170,8 +171,8 @@ class Form(ABC):
         """Yield the events of a streamed answer that come after all text, once all choices have ended."""
 
     def waiting(self) -> str:
-        """Return an event that keeps a stream's connection open until there is new text; empty for none."""
-        return ""
+        """Return an event that keeps a stream's connection open until there is new text; by default a comment."""
+        return COMMENT
 
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
         """Yield the events for an error after the answer began; `error` is the body of an ApiError."""

@@ -1,4 +1,4 @@
-"""The request body of POST /v1/responses, OpenAI's newer form of a chat, without stored state."""
+"""The request body of POST /v1/responses and of its token count: a chat without stored state."""
 
 from __future__ import annotations
 

@@ -142,6 +142,8 @@ def test_tools_of_responses(client):
     assert (done.status, call.type, call.name, call.status) == ("completed", "function_call", "clock", "completed")
     assert isinstance(json.loads(call.arguments)["utc"], bool) and done.output_text == ""
     assert done.tools[0].name == "clock" and done.tool_choice.name == "clock" and done.parallel_tool_calls
+    count = client.responses.input_tokens.count(model="demo", input=MESSAGES, **asked)
+    assert (count.object, count.input_tokens) == ("response.input_tokens", done.usage.input_tokens)
     events = list(respond(client, **asked, stream=True))
     kinds = [each.type.removeprefix("response.") for each in events]
     deltas = [each.delta for each in events if each.type == "response.function_call_arguments.delta"]
