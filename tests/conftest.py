@@ -14,7 +14,7 @@ import hypothesis
 import pytest
 import torch
 from support import small_models
-from support.forked import ForkedReplica
+from support.forked import ForkedReplica, join_server, server_of_controller, wait_for_server
 
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.launchers import spawn
@@ -31,10 +31,19 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """All workers fork from one process, which imports while they collect."""
+    node.workerinput["fork_server"] = server_of_controller()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported is kept out of garbage collections: see lp_runtime/utils/startup.py."""
     gc.freeze()
     gc.enable()
+    if hasattr(session.config, "workerinput"):
+        join_server(*session.config.workerinput["fork_server"])
+        wait_for_server()  # workers would compile what it compiles, each by itself
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Replicas and ranks forked from one process that has imported everything: importing takes seconds of every start.
 
-Replicas of the command line's processes are started as they are for users.
+The workers of pytest-xdist share the process that the controller of the run has started. Replicas of the command line's
+processes are started as they are for users.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import contextlib
 import functools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
 import subprocess
@@ -24,6 +26,40 @@ import pytest
 
 REPLICA = "replica"
 _lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
+
+
+class _ServerOfController(multiprocessing.forkserver.ForkServer):
+    """Client of a fork server that the controller of this run has started and ends."""
+
+    def __init__(self, address: str, key: bytes | None):
+        super().__init__()
+        self._forkserver_address = address
+        self._forkserver_authkey = key
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # keeps nothing alive, but one must be sent
+
+    def ensure_running(self) -> None:
+        multiprocessing.resource_tracker.ensure_running()
+
+
+def server_of_controller() -> tuple[str, bytes | None]:
+    """Start the fork server of a run, in its controller; return what `join_server` takes."""
+    forking()
+    server = multiprocessing.forkserver._forkserver
+    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # a key since Python 3.14
+
+
+def join_server(address: str, key: bytes | None) -> None:
+    """Fork from the server of the controller, from now on."""
+    server = _ServerOfController(address, key)
+    multiprocessing.forkserver.ensure_running = server.ensure_running
+    multiprocessing.forkserver.connect_to_new_process = server.connect_to_new_process
+
+
+def wait_for_server() -> None:
+    """Return once a process can be forked: the server has imported everything, and Numba's code is compiled."""
+    process = forking().Process(target=int)
+    process.start()
+    process.join()
 
 
 @functools.cache
