@@ -14,7 +14,17 @@ from support.forked import forking, living_replicas
 from support.smallest_runs import PROMPT, STATUS, STUDIES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-RUNS = [(name, study) for name, studies in STUDIES.items() for study in studies]
+SHORT = {  # studies that run always: of each command those that take a second or two
+    "correctness.py": ("transformers_tests", "text", "wrapped_models", "equality", "prefix_cache", "identity"),
+    "speed.py": ("prediction", "kinds", "splits_on_paper"),
+    "micro.py": ("machine", "partition", "exchange", "kernels", "step", "masks", "floor", "experts"),
+    "resilience.py": ("nccl", "kills"),
+}
+RUNS = [
+    pytest.param(name, study, marks=() if study in SHORT[name] else pytest.mark.slow, id=f"{name} {study}")
+    for name, studies in STUDIES.items()
+    for study in studies
+]
 # transformers' test folder, cut down to one test of one family.
 MIXIN = """
 import torch
@@ -82,7 +92,7 @@ def one_rank_of_torchrun(monkeypatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize(("name", "study"), RUNS, ids=[f"{name} {study}" for name, study in RUNS])
+@pytest.mark.parametrize(("name", "study"), RUNS)
 def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
     if study == "tensor_parallel":
         request.getfixturevalue("one_rank_of_torchrun")

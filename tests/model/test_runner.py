@@ -47,7 +47,9 @@ def test_trees_equal_plain_text_step_after_step(model):
         text += tree.tokens[: tree.root + 1]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 20])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_a_prompt_in_chunks_equals_plain_text(model, chunk):
     text = draw(random.Random(chunk), 41)
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=chunk))
@@ -91,7 +93,7 @@ def test_shares_find_what_the_whole_tree_finds(model):
             assert_close(logits, all_logits[[node - tree.root for node in share.owned]])
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("chunk", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
 def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
     rng = random.Random(4)
     prompt = draw(rng, 20)

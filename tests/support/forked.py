@@ -13,10 +13,13 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import queue
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -25,6 +28,7 @@ from pathlib import Path
 import pytest
 
 REPLICA = "replica"
+COMMAND_TIMEOUT = 300.0  # seconds before a command is given up; not a measure of anything
 _lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
 
 
@@ -107,6 +111,68 @@ def _be_replica(pipe: Connection, cores: set[int]) -> None:
     os.setsid()
     os.sched_setaffinity(0, cores)
     be_replica(pipe)
+
+
+def run_forked(
+    main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
+) -> subprocess.CompletedProcess:
+    """Run a command's function in a forked process, and return what `subprocess.run` would of the command.
+
+    Nothing is imported anew: what modules read from the environment at import is of the process that it is forked from.
+    Its replicas are forked, too.
+
+    Args:
+        main: a function of a module, which can be pickled.
+        arguments: of the function.
+        cwd: of the process.
+        environment: of the process; None for that of this one.
+        text: what it reads from its stdin.
+    """
+    with start_forked(main, *arguments, cwd=cwd, environment=environment, text=text) as wait:
+        return wait()
+
+
+@contextlib.contextmanager
+def start_forked(
+    main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
+) -> Iterator[Callable[[], subprocess.CompletedProcess]]:
+    """Start what `run_forked` runs, and yield a function that waits for its end. It is killed where it is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(text)
+        place = (files, str(cwd), dict(os.environ if environment is None else environment))
+        process = forking().Process(target=_be_command, args=(main, arguments, *place))
+        process.start()
+
+        def wait() -> subprocess.CompletedProcess:
+            process.join(COMMAND_TIMEOUT)
+            out, err = (file.read_text() for file in files[1:])
+            return subprocess.CompletedProcess([main.__name__, *arguments], process.exitcode, out, err)
+
+        try:
+            yield wait
+        finally:
+            process.kill()
+            process.join()
+
+
+def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: str, environment: dict[str, str]) -> None:
+    from lp_runtime.launchers import spawn
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, (file, mode) in enumerate(zip(files, "rww", strict=True)):
+        with open(file, mode) as opened:
+            os.dup2(opened.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in enumerate("rww"))
+    spawn.start_process = ForkedReplica
+    try:
+        main(*arguments)
+    finally:
+        sys.stdout.flush()
 
 
 def next_result(results, processes: Sequence[BaseProcess]):
