@@ -167,7 +167,7 @@ def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: st
     for number, (file, mode) in enumerate(zip(files, "rww", strict=True)):
         with open(file, mode) as opened:
             os.dup2(opened.fileno(), number)
-    sys.stdin, sys.stdout, sys.stderr = (open(number, mode) for number, mode in enumerate("rww"))
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     spawn.start_process = ForkedReplica
     try:
         main(*arguments)
