@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.benchmarks import command
-from support.forked import forking, living_replicas
+from support.forked import forking, living_processes
 from support.smallest_runs import PROMPT, STATUS, STUDIES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
@@ -74,7 +74,7 @@ def quick_processes(monkeypatch) -> None:
     common = command("common.py")
     for name in ("kills", "load", "faults"):
         study = common.load_study(name)
-        monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_replicas()])
+        monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_processes()])
     get_context, quick = multiprocessing.get_context, forking()
     monkeypatch.setattr(
         multiprocessing, "get_context", lambda method=None: quick if method == "spawn" else get_context(method)

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pytest
 
-REPLICA = "replica"
+REPLICA, COMPILER = "replica", "compiler"
 COMMAND_TIMEOUT = 300.0  # seconds before a command is given up; not a measure of anything
 _lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
 
@@ -184,7 +184,30 @@ def next_result(results, processes: Sequence[BaseProcess]):
         assert were_alive, f"all processes have ended: {[process.exitcode for process in processes]}"
 
 
-def living_replicas() -> list[int]:
+class ForkedCompiler:
+    """What a ConstraintCompiler uses of a subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **options: object):
+        pipe = Connection(os.dup(pass_fds[0]))
+        with _lock, pipe:
+            self._process = forking().Process(target=_be_compiler, args=(pipe,), name=COMPILER, daemon=True)
+            self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _be_compiler(pipe: Connection) -> None:
+    from lp_runtime.constraints.compile_process import serve
+
+    os.setsid()
+    serve(pipe)
+
+
+def living_processes(name: str = REPLICA) -> list[int]:
     """Their process ids."""
     with _lock:
-        return [process.pid for process in multiprocessing.active_children() if process.name == REPLICA]
+        return [process.pid for process in multiprocessing.active_children() if process.name == name]

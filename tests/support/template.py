@@ -7,12 +7,14 @@ seconds: kernels of oneDNN, and the mapping of checkpoints.
 import torch.distributed.tensor  # noqa: F401
 import transformers.distributed.tensor_parallel  # noqa: F401
 
+import lp_runtime.constraints.compile_process  # noqa: F401
 import lp_runtime.launchers.worker.follower_server  # noqa: F401
 import lp_runtime.launchers.worker.replica_process  # noqa: F401
 import lp_runtime.launchers.worker.replica_server  # noqa: F401
 import support.simulated_gpu  # noqa: F401
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.constraints.library import library
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition.partition import compile_partition
@@ -24,6 +26,7 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
 
+library()
 compile_drafter()
 compile_budget()
 compile_capacity()
