@@ -104,9 +104,10 @@ def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
     assert [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
 
 
-def test_drafting_studies_run(places, tmp_path):
+@pytest.mark.parametrize("num_studies", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_drafting_studies_run(places, tmp_path, num_studies):
     made = command("drafting.py")
-    names = [each.__name__ for each in made.STUDIES]
+    names = [each.__name__ for each in made.STUDIES][:num_studies]
     places_of_results = ["--prompts", places["FILE:prompt"], "--output", str(tmp_path)]
     made.main([*names, *places_of_results, "--limit", "1", "--max-new-tokens", "2"])
     assert {file.stem for file in tmp_path.glob("*.json")} == set(names)

@@ -19,7 +19,16 @@ from lp_runtime.model.hf.config import attention_settings, of_text_model
 from lp_runtime.model.runner import ModelRunner
 
 
-@pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager", "own")], ids="-".join)
+def kinds() -> list[object]:
+    """Architectures and attentions: with our own attention all run always, with the library's two each has one."""
+    return [
+        pytest.param((name, attention), marks=pytest.mark.slow if (place + number) % 2 and attention != "own" else ())
+        for place, name in enumerate(ARCHITECTURES)
+        for number, attention in enumerate(("sdpa", "eager", "own"))
+    ]
+
+
+@pytest.fixture(scope="module", params=kinds(), ids="-".join)
 def model(request, random_model):
     architecture, attention = request.param
     name, settings = ARCHITECTURES[architecture]
