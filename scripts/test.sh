@@ -15,6 +15,4 @@ num_workers="$(($(nproc --all) + 1))"
 # Threads of two processes on two cores would wait for one another most of the time.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 unset PYTHONDONTWRITEBYTECODE  # a hundred processes would compile the package anew
-# Numba's code is compiled once, not by each of the processes that meet it first: 20 s, four times over.
-PYTHONPATH=tests "$root/.venv/bin/python" -c "import support.template"
 exec "$root/.venv/bin/python" -m pytest -n "$num_workers" --dist loadfile --no-loadscope-reorder "$@"  # slowest first

@@ -7,16 +7,19 @@ from support import interpreted  # noqa: F401
 # isort: split
 import gc
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import hypothesis
 import pytest
 import torch
 from support import small_models
-from support.forked import ForkedReplica
+from support.forked import ForkedCompiler, ForkedReplica, join_server, server_of_controller, wait_for_server
 
 from lp_runtime.config.settings import DEMO_MODEL
+from lp_runtime.constraints import compile_process
 from lp_runtime.launchers import spawn
 from lp_runtime.utils.jit import cache_root
 
@@ -31,10 +34,19 @@ hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine
 hypothesis.settings.load_profile("untimed")
 
 
-def pytest_collection_finish() -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node) -> None:
+    """All workers fork from one process, which imports while they collect."""
+    node.workerinput["fork_server"] = server_of_controller()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported is kept out of garbage collections: see lp_runtime/utils/startup.py."""
     gc.freeze()
     gc.enable()
+    if hasattr(session.config, "workerinput"):
+        join_server(*session.config.workerinput["fork_server"])
+        wait_for_server()  # workers would compile what it compiles, each by itself
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,10 +56,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_replicas() -> Iterator[None]:
-    """Replicas of this process are forked from one that has imported everything; but see `started_replicas`."""
+    """Replicas and compilers of constraints are forked from a process that has imported everything.
+
+    But see `started_replicas` and `started_compilers`.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if not torch.cuda.is_available():  # a driver of CUDA does not survive a fork
             patch.setattr(spawn, "start_process", ForkedReplica)
+            forking = SimpleNamespace(Popen=ForkedCompiler, DEVNULL=subprocess.DEVNULL)
+            patch.setattr(compile_process, "subprocess", forking)
         yield
 
 
@@ -63,6 +80,12 @@ def started_replicas(monkeypatch) -> None:
     """Replicas of this test are started as they are for users; they find the processors of tests/support."""
     monkeypatch.setattr(spawn, "start_process", START_PROCESS)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+
+
+@pytest.fixture
+def started_compilers(monkeypatch) -> None:
+    """Compilers of constraints of this test are started as they are for users."""
+    monkeypatch.setattr(compile_process, "subprocess", subprocess)
 
 
 @pytest.fixture(scope="session")

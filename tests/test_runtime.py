@@ -285,7 +285,9 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
     signal.signal(signal.SIGINT, handler)
 
 
-@pytest.mark.parametrize("sampling", [None, SamplingConfig(temperature=1.0, seed=3)])
+@pytest.mark.parametrize(
+    "sampling", [None, pytest.param(SamplingConfig(temperature=1.0, seed=3), marks=pytest.mark.slow)]
+)
 def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
     """Nothing behind it is returned or streamed, whether it ends inside a token or a step output, or spans tokens."""
     everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)

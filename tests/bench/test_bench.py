@@ -121,7 +121,7 @@ def test_conversations_by_task_to_their_end(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("lookahead", "num_replicas"),
     thinned(
-        2,
+        3,
         [
             LookaheadConfig(W=4, N=3, G=4, drafter="paper"),
             LookaheadConfig(W=6, N=4, G=6, prior="none"),

@@ -10,11 +10,21 @@ from pathlib import Path
 import psutil
 import pytest
 from support.benchmarks import command
-from support.forked import forking, living_replicas
+from support.forked import forking, living_processes
 from support.smallest_runs import PROMPT, STATUS, STUDIES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-RUNS = [(name, study) for name, studies in STUDIES.items() for study in studies]
+SHORT = {  # studies that run always: of each command those that take a second or two
+    "correctness.py": ("transformers_tests", "text", "wrapped_models", "equality", "prefix_cache", "identity"),
+    "speed.py": ("prediction", "kinds", "splits_on_paper"),
+    "micro.py": ("machine", "partition", "exchange", "kernels", "step", "masks", "floor", "experts"),
+    "resilience.py": ("nccl", "kills"),
+}
+RUNS = [
+    pytest.param(name, study, marks=() if study in SHORT[name] else pytest.mark.slow, id=f"{name} {study}")
+    for name, studies in STUDIES.items()
+    for study in studies
+]
 # transformers' test folder, cut down to one test of one family.
 MIXIN = """
 import torch
@@ -64,7 +74,7 @@ def quick_processes(monkeypatch) -> None:
     common = command("common.py")
     for name in ("kills", "load", "faults"):
         study = common.load_study(name)
-        monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_replicas()])
+        monkeypatch.setattr(study, "replica_processes", lambda: [psutil.Process(each) for each in living_processes()])
     get_context, quick = multiprocessing.get_context, forking()
     monkeypatch.setattr(
         multiprocessing, "get_context", lambda method=None: quick if method == "spawn" else get_context(method)
@@ -82,7 +92,7 @@ def one_rank_of_torchrun(monkeypatch) -> None:
         monkeypatch.setenv(name, str(value))
 
 
-@pytest.mark.parametrize(("name", "study"), RUNS, ids=[f"{name} {study}" for name, study in RUNS])
+@pytest.mark.parametrize(("name", "study"), RUNS)
 def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
     if study == "tensor_parallel":
         request.getfixturevalue("one_rank_of_torchrun")
@@ -94,9 +104,10 @@ def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
     assert [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
 
 
-def test_drafting_studies_run(places, tmp_path):
+@pytest.mark.parametrize("num_studies", [2, pytest.param(None, marks=pytest.mark.slow)])
+def test_drafting_studies_run(places, tmp_path, num_studies):
     made = command("drafting.py")
-    names = [each.__name__ for each in made.STUDIES]
+    names = [each.__name__ for each in made.STUDIES][:num_studies]
     places_of_results = ["--prompts", places["FILE:prompt"], "--output", str(tmp_path)]
     made.main([*names, *places_of_results, "--limit", "1", "--max-new-tokens", "2"])
     assert {file.stem for file in tmp_path.glob("*.json")} == set(names)

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from support.constrained import EOS, TEXTS, compile_for_test, tokenizer
+from support.forked import COMPILER, living_processes
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
@@ -82,8 +83,8 @@ def compiler() -> Iterator[ConstraintCompiler]:
 
 def process() -> psutil.Process:
     """Return the process of the only compiler there is."""
-    (child,) = [each for each in psutil.Process().children() if "compile_process" in " ".join(each.cmdline())]
-    return child
+    (pid,) = living_processes(COMPILER)
+    return psutil.Process(pid)
 
 
 def test_the_process_survives_what_takes_too_long(compiler):
@@ -182,7 +183,7 @@ def test_the_constraints_that_are_asked_for_stay(compiler, monkeypatch):
     assert [compiler.kept(each) is not None for each in (first, second, third)] == [True, False, True]
 
 
-def test_a_closed_compiler_starts_no_process(compiler):
+def test_a_closed_compiler_starts_no_process(started_compilers, compiler):
     compiler.close()
     for ask in (compiler.submit, compiler.compile):
         with pytest.raises(ReplicaError, match="the runtime is closed"):

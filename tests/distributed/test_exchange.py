@@ -142,7 +142,7 @@ def wait_for_a_request(group: Group):
     return group.connected.broadcast(b"a request" if group.rank == 0 else None, is_patient=True)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["shared", "gloo", pytest.param("two machines", marks=pytest.mark.slow)])
 def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
     with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (processes, results):
         assert [next_result(results, processes)[1] for _ in range(2)] == [b"a request", b"a request"]

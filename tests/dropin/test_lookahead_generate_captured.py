@@ -64,7 +64,7 @@ def test_calls_share_what_was_captured(gpu):
     assert len(Graph.captured) > num_before
 
 
-@pytest.mark.parametrize("exactness", ["fast", "strict"])
+@pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
 def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
     """After the first token's step, which feeds the prompt."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))

@@ -12,6 +12,7 @@ import pytest
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 from support.engines import engine_of
 from support.ranks import CPU, run_ranks
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -72,7 +73,7 @@ def model(loaded) -> ModelRunner:
     return made
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", thinned(2, REQUESTS))
 def test_a_request_alone(model, blocking, name):
     request = REQUESTS[name]
     expected, logprobs, before = decode_alone(blocking, request)

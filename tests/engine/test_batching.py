@@ -144,7 +144,15 @@ class Refuses:
         return scores
 
 
-@pytest.mark.parametrize("length, kind", [(0, RequestError), (20, RequestError), (0, ValueError), (20, IndexError)])
+@pytest.mark.parametrize(
+    "length, kind",
+    [
+        (0, RequestError),
+        pytest.param(20, RequestError, marks=pytest.mark.slow),
+        pytest.param(0, ValueError, marks=pytest.mark.slow),
+        (20, IndexError),
+    ],
+)
 def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
     bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
     loop = engine_of(model)

@@ -49,7 +49,7 @@ def tokens_of(model: ModelRunner, request: Request) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-@pytest.mark.parametrize("strict_tokens", [None, 32])
+@pytest.mark.parametrize("strict_tokens", [None, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
     expected = tokens_of(load(strict_tokens), REQUEST)
     growths = request.getfixturevalue("growths")

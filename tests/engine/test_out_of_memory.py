@@ -194,7 +194,12 @@ def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
 
 @pytest.mark.parametrize(
     ("size", "who", "backend"),
-    [(2, "one", "shared"), (3, "all", "shared"), (3, "one", "two machines"), (2, "all", "gloo")],
+    [
+        (2, "one", "shared"),
+        pytest.param(3, "all", "shared", marks=pytest.mark.slow),
+        pytest.param(3, "one", "two machines", marks=pytest.mark.slow),
+        (2, "all", "gloo"),
+    ],
 )
 def test_a_group_ends_the_request_and_goes_on(expected, size, who, backend):
     first, *others = run_ranks(on_a_rank, size, who, backend=backend)

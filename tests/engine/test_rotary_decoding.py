@@ -35,6 +35,11 @@ BEYOND = [ROPE_THRESHOLD + 1, 50]
 CHUNK = 8
 
 
+def always(kind: str) -> list[object]:
+    """Parameters: this kind runs always, the others with the slow tests."""
+    return [pytest.param(each, marks=() if each == kind else pytest.mark.slow) for each in KINDS]
+
+
 def model_for(kind: str):
     """A random model whose texts repeat themselves, so that guesses are right."""
     name, options = KINDS[kind]
@@ -122,7 +127,7 @@ def test_the_lengths_matter_and_steps_are_saved(models, kind):
     assert generated(unlike, request) != tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("dynamic"))
 def test_another_attempt_goes_on_on_either_side(models, kind):
     model = models[kind]
     request = Request(prompt_of(26), LOOKAHEAD, 40)
@@ -135,7 +140,7 @@ def test_another_attempt_goes_on_on_either_side(models, kind):
             assert expected[:num_left] + rest == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("longrope"))
 def test_processors_that_keep_a_state_are_called_again(models, kind):
     model = models[kind]
     for length, attempts in ((26, (2, 6, 7, 20)), (40, (5,))):
@@ -146,7 +151,7 @@ def test_processors_that_keep_a_state_are_called_again(models, kind):
             assert expected[:num_left] + decode(engine_of(ModelRunner(model, CHUNK)), again)[0] == expected
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("re-feeding"))
 def test_prefixes_with_other_factors_are_not_read(models, kind):
     """Prompts on both sides of the length, one the beginning of another; each again behind what the first one kept."""
     model = models[kind]
@@ -179,7 +184,7 @@ def test_prefixes_with_other_factors_are_not_read(models, kind):
     assert tokens[:8] + rest == tokens and runner.num_prefilled_tokens - num_before < 20
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("longrope"))
 def test_sequences_of_a_batch_have_lengths_of_their_own(models, kind):
     model = models[kind]
     asked = [Request(prompt_of(length, step), LOOKAHEAD, 30) for length, step in ((28, 7), (5, 3), (45, 5), (31, 2))]
@@ -190,7 +195,7 @@ def test_sequences_of_a_batch_have_lengths_of_their_own(models, kind):
     assert [found[number][0] for number in range(4)] == [generated(model, each) for each in asked]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("re-feeding"))
 def test_samples_are_those_of_one_token_a_step(models, kind):
     engine = engine_of(ModelRunner(models[kind], CHUNK))
     for length in (20, 40):
@@ -198,7 +203,7 @@ def test_samples_are_those_of_one_token_a_step(models, kind):
         assert decode(engine, request)[0] == decode(engine, replace(request, lookahead=PLAIN))[0]
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("kind", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 def test_strict_passes(models, kind):
     model = models[kind]
     runner = ModelRunner(model, CHUNK, strict_tokens=16)
@@ -256,7 +261,7 @@ def test_two_replicas(models):
     assert run_ranks(on_a_rank, 2) == [expected, expected]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", always("dynamic"))
 def test_the_drop_in(models, kind):
     """Its model is the caller's: `generate` gives afterwards what it gave before."""
     model = copy.deepcopy(library_view(models[kind]))

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.engines import engine_of
 from support.ranks import CPU, run_ranks
+from support.thinned import thinned
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -116,7 +117,7 @@ requests = st.builds(
 )
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(3, ARCHITECTURES))
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([1, 5, 2048]))
 def test_the_output_is_greedy_whatever_the_settings(models, measured, architecture, request, chunk):

@@ -193,7 +193,7 @@ def test_two_replicas_give_the_same_tokens(tmp_path, job, tiny_model_dir):
     assert [r["token_ids"] for r in other.run("ids=true", "gpus=2")] == [r["token_ids"] for r in job.run("ids=true")]
 
 
-@pytest.mark.parametrize("policy", ["throughput", "fair"])
+@pytest.mark.parametrize("policy", ["throughput", pytest.param("fair", marks=pytest.mark.slow)])
 def test_prompts_at_once_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
     other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
     other.output = tmp_path / "other.jsonl"

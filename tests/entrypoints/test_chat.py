@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from support.forked import run_forked
 from support.processes import PATIENCE, marked
 
 from lp_runtime import LookaheadRuntime
@@ -43,9 +44,14 @@ def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedPr
     return result
 
 
-def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path):
+@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path, how):
     lines = "Write a loop.\n\nAnd a test.\n/undo\nAnd a class.\n/reset\n/help\nWrite a loop.\n/quit\nnever read\n"
-    result = run_chat(chat_dir, lines, "system=Be brief.", cwd=tmp_path)
+    if how == "started":
+        result = run_chat(chat_dir, lines, "system=Be brief.", cwd=tmp_path)
+    else:
+        arguments = [f"model.path={chat_dir}", "max_new_tokens=12", "system=Be brief."]
+        result = run_forked(chat_main, arguments, cwd=tmp_path, text=lines)
     assert result.returncode == 0, result.stderr
     with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as runtime:
 

@@ -38,7 +38,7 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, gro
 }
 
 
-@pytest.mark.parametrize(("case", "num_processors", "dtype"), thinned(7, CASES, [1, 8], TOLERANCES))
+@pytest.mark.parametrize(("case", "num_processors", "dtype"), thinned(13, CASES, [1, 8], TOLERANCES))
 def test_attention(case, num_processors, dtype):
     sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
     fed = [feed(*each, size, dtype, *limits, seed) for seed, each in enumerate(sizes)]
@@ -81,7 +81,7 @@ def test_sinks(case, num_processors):
     [
         (20, 1),
         pytest.param(100, 2, marks=pytest.mark.slow),
-        (64 * 31, 32),
+        pytest.param(64 * 31, 32, marks=pytest.mark.slow),
         pytest.param(64 * 63, 64, marks=pytest.mark.slow),
     ],
 )

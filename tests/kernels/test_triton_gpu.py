@@ -142,7 +142,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
     assert check_model(fixed.runner) < 1e-4
 
 
-@pytest.mark.parametrize("family", thinned(15, FAMILIES))
+@pytest.mark.parametrize("family", thinned(30, FAMILIES))
 def test_families_through_the_kernels(random_model, family, monkeypatch):
     """A step of each, beside eager attention where the model has it."""
     name, settings = FAMILIES[family]

@@ -161,7 +161,7 @@ WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), l
 @pytest.mark.parametrize(
     ("processors", "num_top_k", "with_top_k", "with_logprobs"),
     thinned(
-        2,
+        4,
         [WARPERS, [], [*WARPERS, library.MinPLogitsWarper(0.05)], WARPERS[::-1]],
         [0, K],
         [False, True],

@@ -73,6 +73,7 @@ def test_deltas_and_a_stream_closed_early(runtime, greedy):
     assert [token for delta in deltas for token in delta.token_ids] == greedy[0]
 
 
+@pytest.mark.slow
 def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
     out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
     assert out.token_ids == sampled

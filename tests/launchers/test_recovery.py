@@ -114,7 +114,10 @@ def runtime(shared_runtime):
     return shared_runtime
 
 
-@pytest.mark.parametrize(("victim", "at", "name"), [(0, 4, "greedy"), (2, 9, "sampled"), (0, 1, "sampled")])
+@pytest.mark.parametrize(
+    ("victim", "at", "name"),
+    [(0, 4, "greedy"), (2, 9, "sampled"), pytest.param(0, 1, "sampled", marks=pytest.mark.slow)],
+)
 def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name):
     out = decode(runtime, lambda: kill(replicas_of(runtime)[victim]), at, sampling=SAMPLINGS[name], logprobs=True)
     assert_same(out, undisturbed[name])
@@ -147,7 +150,10 @@ def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
     assert stream.generation.finish_reason == "eos"
 
 
-def test_one_of_two_killed(undisturbed, started_replicas):
+@pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
+def test_one_of_two_killed(undisturbed, how, request):
+    if how == "started":
+        request.getfixturevalue("started_replicas")
     before = own_replicas()
     with start(2, restarts=0) as runtime:
         out = decode(runtime, lambda: kill(replicas_of(runtime)[0]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,7 @@ from lp_runtime.launchers import split, torchrun
 from lp_runtime.launchers.ray_booking import gpus_of_cluster
 from lp_runtime.launchers.split import choose_split, free_of_this_machine
 from lp_runtime.model.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
-from lp_runtime.model.loading.sizes import size_of_model
+from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
 # Llama 3 70B: nobody has its weights here, and nothing of them is needed.
@@ -55,6 +56,22 @@ def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[i
     given = RuntimeConfig(model=ModelConfig(path=path, parallelism=parallelism), gpus=gpus, device="cuda")
     config = choose_split(given, gpus, lambda: [int(free * GIB)] * gpus)
     return config.replica_gpus, config.model.parallelism
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sizes_by_configuration() -> Iterator[None]:
+    """Each size is computed once: the model of 70B is built for it, without memory, which takes a second."""
+    sizes: dict[str, ModelSize | None] = {}
+
+    def size_of(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
+        key = repr((config, dtype, context_tokens))
+        if key not in sizes:
+            sizes[key] = size_of_model(config, dtype, context_tokens)
+        return sizes[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(split, "size_of_model", size_of)
+        yield
 
 
 @needs_sliced_vocabulary

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -11,9 +13,11 @@ from pathlib import Path
 import pytest
 from support import reference
 from support.examples import EXAMPLES
+from support.forked import start_forked
 from support.processes import PATIENCE, Marked, marked
 
 from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.store import host_store
 from lp_runtime.errors import ConfigError
 
 SCRIPT = """
@@ -117,6 +121,25 @@ def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.Compl
     )
 
 
+def be_rank(rank: int) -> None:
+    """Run the example as a rank of two."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    runpy.run_path(str(EXAMPLES / "torchrun_job.py"), run_name="__main__")
+
+
+def test_the_example_on_forked_ranks(tmp_path):
+    """As torchrun starts them: it hosts the store."""
+    store = host_store("127.0.0.1", 0, PATIENCE)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    torchruns = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+    options = {"cwd": tmp_path, "environment": os.environ | place | torchruns}
+    with start_forked(be_rank, 0, **options) as first, start_forked(be_rank, 1, **options) as second:
+        results = first(), second()
+    assert [result.returncode for result in results] == [0, 0], results
+    assert results[0].stdout.splitlines()[-1].endswith(" steps on 2 replicas") and not results[1].stdout
+
+
+@pytest.mark.slow
 def test_the_example(environment, tmp_path):
     result = torchrun(environment, 2, str(EXAMPLES / "torchrun_job.py"), cwd=tmp_path)
     assert result.returncode == 0, result.stderr

@@ -7,6 +7,7 @@ from support.causal_configs import small_config
 from support.causal_types import small_model
 from support.chain_models import RECURRENT, model_of
 from support.small_models import random_model
+from support.thinned import thinned
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
@@ -25,7 +26,7 @@ from lp_runtime.utils.generators import result_of
 OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")  # no state: ALiBi, places, an indexer, no position_ids
 
 
-@pytest.mark.parametrize("model_type", [*RECURRENT, *OTHERS])
+@pytest.mark.parametrize("model_type", thinned(2, [*RECURRENT, *OTHERS]))
 def test_a_model_that_goes_on_from_its_cache_passes(model_type):
     runner = make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7)
     assert runner.feeds_chains

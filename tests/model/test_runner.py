@@ -19,7 +19,16 @@ from lp_runtime.model.hf.config import attention_settings, of_text_model
 from lp_runtime.model.runner import ModelRunner
 
 
-@pytest.fixture(scope="module", params=[(a, n) for a in ARCHITECTURES for n in ("sdpa", "eager", "own")], ids="-".join)
+def kinds() -> list[object]:
+    """Architectures and attentions: with our own attention all run always, with the library's two each has one."""
+    return [
+        pytest.param((name, attention), marks=pytest.mark.slow if (place + number) % 2 and attention != "own" else ())
+        for place, name in enumerate(ARCHITECTURES)
+        for number, attention in enumerate(("sdpa", "eager", "own"))
+    ]
+
+
+@pytest.fixture(scope="module", params=kinds(), ids="-".join)
 def model(request, random_model):
     architecture, attention = request.param
     name, settings = ARCHITECTURES[architecture]
@@ -47,7 +56,9 @@ def test_trees_equal_plain_text_step_after_step(model):
         text += tree.tokens[: tree.root + 1]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 20])
+@pytest.mark.parametrize(
+    "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(20, marks=pytest.mark.slow)]
+)
 def test_a_prompt_in_chunks_equals_plain_text(model, chunk):
     text = draw(random.Random(chunk), 41)
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=chunk))
@@ -91,7 +102,7 @@ def test_shares_find_what_the_whole_tree_finds(model):
             assert_close(logits, all_logits[[node - tree.root for node in share.owned]])
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 7])
+@pytest.mark.parametrize("chunk", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
 def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
     rng = random.Random(4)
     prompt = draw(rng, 20)

@@ -10,6 +10,7 @@ from support.batches import FIXED, decode_batch
 from support.engines import engine_of
 from support.ranks import CPU, run_ranks
 from support.small_models import FAMILIES
+from support.thinned import thinned
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -64,7 +65,7 @@ def decode(engine: Engine, model: ModelRunner, request: Request):
     return tokens, [p for each in outputs for p in each.logprobs or ()], report, model.num_prefilled_tokens - before
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(2, CASES))
 def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
     lookahead, options = CASES[case]
     model = make_model()

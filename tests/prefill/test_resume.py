@@ -146,7 +146,7 @@ def test_strict_chunks_begin_where_they_do_in_a_first_attempt(prompt_ids, monkey
     assert starts == list(range(chunk, len(prompt), chunk))
 
 
-@pytest.mark.parametrize("strict_tokens", [None, 8])
+@pytest.mark.parametrize("strict_tokens", [None, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
     prompt = prompt_ids * 4  # several chunks
@@ -187,7 +187,7 @@ def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_orde
     return noted, [token for output in outputs for token in output.token_ids], report
 
 
-@pytest.mark.parametrize("is_ordered", [False, True])
+@pytest.mark.parametrize("is_ordered", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prompt_ids, is_ordered):
     """A replica that lacks all of it is not taken for lost by one that lacks nothing."""
     prompt = prompt_ids * 4

@@ -120,7 +120,12 @@ def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
 
 @pytest.mark.parametrize(
     "policy, max_batch",
-    [("fair", 2), pytest.param("latency", 8, marks=pytest.mark.slow), ("throughput", 1), ("throughput", 8)],
+    [
+        ("fair", 2),
+        pytest.param("latency", 8, marks=pytest.mark.slow),
+        pytest.param("throughput", 1, marks=pytest.mark.slow),
+        ("throughput", 8),
+    ],
 )
 def test_outputs_are_those_of_requests_alone(alone, runtime, policy, max_batch):
     rng = random.Random(0)
@@ -173,7 +178,13 @@ def test_requests_that_share_a_replica_part_as_others_end(alone, held):
 
 
 @pytest.mark.parametrize(
-    ("policy", "gpus", "degree"), [("fair", 1, 1), ("throughput", 2, 2), ("latency", 2, 2), ("fair", GPUS, GPUS)]
+    ("policy", "gpus", "degree"),
+    [
+        pytest.param("fair", 1, 1, marks=pytest.mark.slow),
+        pytest.param("throughput", 2, 2, marks=pytest.mark.slow),
+        ("latency", 2, 2),
+        ("fair", GPUS, GPUS),
+    ],
 )
 def test_a_request_says_how_many_replicas_it_wants(alone, held, policy, gpus, degree):
     case = (1, MEDIUM, 0)
@@ -309,7 +320,7 @@ def test_random_arrivals_and_ends(alone, runtime):
         assert sum(totals.values()) == 25 and totals["length"] >= len(done) > 5
 
 
-@pytest.mark.parametrize("kind", ["single", "runtime"])
+@pytest.mark.parametrize("kind", [pytest.param("single", marks=pytest.mark.slow), "runtime"])
 def test_cancelled_late_and_too_many(request, alone, kind):
     held = HeldRuntime(request.getfixturevalue(kind))
     case = (1, MEDIUM, 0)

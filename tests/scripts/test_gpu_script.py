@@ -21,12 +21,11 @@ from lp_runtime.config.overrides import load_config
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu.sh"
 CALL_SECONDS = 540
-# A python that notes what it is asked for; what counts GPUs is answered, and the built-in prompts are written.
+# A python that notes what it is asked for; what counts GPUs is answered, and the built-in prompts are copied.
 NOTING = """#!/bin/sh
 case "$*" in
 *device_count*) echo 1; exit ;;
 *OWN_PROMPTS*)
-    [ -s {prompts} ] || {python} -c "$2" {prompts}  # once: it imports torch
     exec cp {prompts} "$3" ;;
 esac
 for each in "$@"; do printf '%s\\0' "$each"; done >> {noted}
@@ -34,12 +33,23 @@ echo >> {noted}
 """
 
 
+def write_prompts(file: Path) -> None:
+    """Run the script's own code for it, once and in this process: it imports torch."""
+    written = r'^own_prompts\(\) \{\n    "\$python" -c "\n(.*?)" "\$work/'
+    (code,) = re.findall(written, SCRIPT.read_text(), re.DOTALL | re.MULTILINE)
+    if not file.exists():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "argv", ["-c", str(file)])
+            exec(code)
+
+
 @pytest.fixture
 def script(tmp_path, tmp_path_factory):
     """Call the script with a python that only notes; returns what was noted of each part, and the process."""
     python, noted = tmp_path / "python", tmp_path / "noted"
     prompts = tmp_path_factory.getbasetemp() / "prompts.jsonl"
-    python.write_text(NOTING.format(noted=noted, python=sys.executable, prompts=prompts))
+    write_prompts(prompts)
+    python.write_text(NOTING.format(noted=noted, prompts=prompts))
     python.chmod(0o755)
     (tmp_path / "models" / "7b").mkdir(parents=True)
     for name in ("7b", "real"):

@@ -1,6 +1,7 @@
 """Replicas and ranks forked from one process that has imported everything: importing takes seconds of every start.
 
-Replicas of the command line's processes are started as they are for users.
+The workers of pytest-xdist share the process that the controller of the run has started. Replicas of the command line's
+processes are started as they are for users.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import contextlib
 import functools
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import queue
+import signal
 import subprocess
+import sys
+import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
@@ -22,8 +27,43 @@ from pathlib import Path
 
 import pytest
 
-REPLICA = "replica"
+REPLICA, COMPILER = "replica", "compiler"
+COMMAND_TIMEOUT = 300.0  # seconds before a command is given up; not a measure of anything
 _lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
+
+
+class _ServerOfController(multiprocessing.forkserver.ForkServer):
+    """Client of a fork server that the controller of this run has started and ends."""
+
+    def __init__(self, address: str, key: bytes | None):
+        super().__init__()
+        self._forkserver_address = address
+        self._forkserver_authkey = key
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # keeps nothing alive, but one must be sent
+
+    def ensure_running(self) -> None:
+        multiprocessing.resource_tracker.ensure_running()
+
+
+def server_of_controller() -> tuple[str, bytes | None]:
+    """Start the fork server of a run, in its controller; return what `join_server` takes."""
+    forking()
+    server = multiprocessing.forkserver._forkserver
+    return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # a key since Python 3.14
+
+
+def join_server(address: str, key: bytes | None) -> None:
+    """Fork from the server of the controller, from now on."""
+    server = _ServerOfController(address, key)
+    multiprocessing.forkserver.ensure_running = server.ensure_running
+    multiprocessing.forkserver.connect_to_new_process = server.connect_to_new_process
+
+
+def wait_for_server() -> None:
+    """Return once a process can be forked: the server has imported everything, and Numba's code is compiled."""
+    process = forking().Process(target=int)
+    process.start()
+    process.join()
 
 
 @functools.cache
@@ -73,6 +113,68 @@ def _be_replica(pipe: Connection, cores: set[int]) -> None:
     be_replica(pipe)
 
 
+def run_forked(
+    main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
+) -> subprocess.CompletedProcess:
+    """Run a command's function in a forked process, and return what `subprocess.run` would of the command.
+
+    Nothing is imported anew: what modules read from the environment at import is of the process that it is forked from.
+    Its replicas are forked, too.
+
+    Args:
+        main: a function of a module, which can be pickled.
+        arguments: of the function.
+        cwd: of the process.
+        environment: of the process; None for that of this one.
+        text: what it reads from its stdin.
+    """
+    with start_forked(main, *arguments, cwd=cwd, environment=environment, text=text) as wait:
+        return wait()
+
+
+@contextlib.contextmanager
+def start_forked(
+    main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
+) -> Iterator[Callable[[], subprocess.CompletedProcess]]:
+    """Start what `run_forked` runs, and yield a function that waits for its end. It is killed where it is left."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
+        files[0].write_text(text)
+        place = (files, str(cwd), dict(os.environ if environment is None else environment))
+        process = forking().Process(target=_be_command, args=(main, arguments, *place))
+        process.start()
+
+        def wait() -> subprocess.CompletedProcess:
+            process.join(COMMAND_TIMEOUT)
+            out, err = (file.read_text() for file in files[1:])
+            return subprocess.CompletedProcess([main.__name__, *arguments], process.exitcode, out, err)
+
+        try:
+            yield wait
+        finally:
+            process.kill()
+            process.join()
+
+
+def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: str, environment: dict[str, str]) -> None:
+    from lp_runtime.launchers import spawn
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(cwd)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number, (file, mode) in enumerate(zip(files, "rww", strict=True)):
+        with open(file, mode) as opened:
+            os.dup2(opened.fileno(), number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+    spawn.start_process = ForkedReplica
+    try:
+        main(*arguments)
+    finally:
+        sys.stdout.flush()
+
+
 def next_result(results, processes: Sequence[BaseProcess]):
     """The next thing that one of some processes puts into a queue; waited for as long as one of them lives."""
     while True:
@@ -82,7 +184,30 @@ def next_result(results, processes: Sequence[BaseProcess]):
         assert were_alive, f"all processes have ended: {[process.exitcode for process in processes]}"
 
 
-def living_replicas() -> list[int]:
+class ForkedCompiler:
+    """What a ConstraintCompiler uses of a subprocess.Popen."""
+
+    def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **options: object):
+        pipe = Connection(os.dup(pass_fds[0]))
+        with _lock, pipe:
+            self._process = forking().Process(target=_be_compiler, args=(pipe,), name=COMPILER, daemon=True)
+            self._process.start()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _be_compiler(pipe: Connection) -> None:
+    from lp_runtime.constraints.compile_process import serve
+
+    os.setsid()
+    serve(pipe)
+
+
+def living_processes(name: str = REPLICA) -> list[int]:
     """Their process ids."""
     with _lock:
-        return [process.pid for process in multiprocessing.active_children() if process.name == REPLICA]
+        return [process.pid for process in multiprocessing.active_children() if process.name == name]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from support.forked import living_replicas
+from support.forked import living_processes
 
 MARK = "LP_RUNTIME_TEST"
 PATIENCE = 300.0  # seconds before a test gives up waiting; not a measure of anything
@@ -102,7 +102,7 @@ def own_replicas() -> list[int]:
     for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         children += [int(pid) for pid in file.read_text().split()]
     started = [pid for pid in children if "lp_runtime.launchers.worker.replica_process" in command_line(pid)]
-    return sorted(started + living_replicas())
+    return sorted(started + living_processes())
 
 
 def wait_until(condition: Callable[[], object], complaint: Callable[[], str] = lambda: "waited in vain") -> None:

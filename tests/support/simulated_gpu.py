@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -48,6 +50,7 @@ from lp_runtime.kernels import dispatch
 from lp_runtime.kernels.triton_cut import Cut, can_cut, cut_scores
 from lp_runtime.model.modules import fusing
 from lp_runtime.sampling.gumbel import uniforms
+from lp_runtime.utils.jit import cache_root
 from support import stand_ins
 
 aten = torch.ops.aten
@@ -683,14 +686,19 @@ CUDA = {
 
 @functools.cache
 def register_guard() -> None:
-    """Tell torch that there are devices of that name."""
+    """Tell torch that there are devices of that name. The library is built once for a torch and a compiler's source."""
     root = Path(torch.__file__).parent
-    with tempfile.TemporaryDirectory() as folder:
-        library = f"{folder}/device_guard.so"
-        source = str(Path(__file__).with_name("device_guard.cpp"))
-        paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
-        subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", library, *paths], check=True)
-        torch.ops.load_library(library)
+    source = Path(__file__).with_name("device_guard.cpp")
+    digest = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
+    library = cache_root() / f"device_guard-{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            built = f"{folder}/device_guard.so"
+            paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
+            subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", built, *paths], check=True)
+            os.replace(built, library)  # whole, whoever builds it at the same time
+    torch.ops.load_library(str(library))
 
 
 @contextlib.contextmanager

@@ -1,19 +1,32 @@
-"""Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels."""
+"""Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels.
+
+A first replica has decoded in it, so that forked ones find what torch and transformers make at first use, which takes
+seconds: kernels of oneDNN, and the mapping of checkpoints.
+"""
 
 import torch.distributed.tensor  # noqa: F401
 import transformers.distributed.tensor_parallel  # noqa: F401
 
+import lp_runtime.constraints.compile_process  # noqa: F401
 import lp_runtime.launchers.worker.follower_server  # noqa: F401
 import lp_runtime.launchers.worker.replica_process  # noqa: F401
 import lp_runtime.launchers.worker.replica_server  # noqa: F401
+import support.simulated_gpu  # noqa: F401
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.constraints.library import library
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter
 from lp_runtime.model.attention.mask import compile_masks
 from lp_runtime.model.forward.inputs import compile_layout
+from lp_runtime.replica.replica import start_replica
+from lp_runtime.request.request import Request
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
 
+library()
 compile_drafter()
 compile_budget()
 compile_capacity()
@@ -22,3 +35,9 @@ compile_layout()
 compile_masks()
 compile_exchange()
 compile_partition()
+
+torch.set_num_threads(1)  # threads of this process would not be there in a forked one
+settings = LookaheadConfig(W=5, N=4, G=5, prior="none")
+config = RuntimeConfig(device="cpu", dtype="float32", cache_dir=None, lookahead=settings)
+with start_replica(config, ReplicaContext(owns_process=False)) as replica:
+    list(replica.decode(Request(tuple(range(300, 312)), settings, 8)))

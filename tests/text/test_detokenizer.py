@@ -7,6 +7,7 @@ import random
 
 import pytest
 from support.text_checks import deltas_fault, smallest_fault, text_of, token_texts_fault
+from support.thinned import thinned
 from support.token_sequences import RandomTokens, ids_of_bytes
 from support.tokenizer_kinds import BUILDERS, CORPUS, KINDS, tokenizer_of
 from transformers import AutoTokenizer
@@ -29,8 +30,7 @@ def deltas_of(kind: str, prompt: list[int], new: list[int]) -> list[str]:
     return [*(detokenizer.add([token]) for token in new), detokenizer.finish()]
 
 
-@pytest.mark.parametrize("check", [deltas_fault, token_texts_fault])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "check"), thinned(2, KINDS, [deltas_fault, token_texts_fault]))
 def test_deltas_and_texts_of_tokens_join_to_the_text(kind, check):
     tokenizer = tokenizer_of(kind)
     source = RandomTokens(tokenizer, random.Random(kind))

@@ -12,6 +12,7 @@ import pytest
 from support import reference
 from support.gate import Gate
 from support.processes import own_replicas, wait_until
+from support.thinned import thinned
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
@@ -88,7 +89,7 @@ def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
     assert out.token_ids == sampled
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize("victim", thinned(3, range(4)))
 def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, tmp_path):
     """Shards 0 and 1 of both replicas, in turn, while a request is decoded."""
     processes = dict(runtime.launcher.host.processes)

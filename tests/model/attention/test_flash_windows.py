@@ -10,6 +10,7 @@ import torch
 from support import simulated_gpu as simulation
 from support.simulated_gpu import Gpu, simulated_gpu
 from support.small_models import FAMILIES, random_model
+from support.thinned import thinned
 
 from lp_runtime.model.attention import parts
 from lp_runtime.model.runner import ModelRunner
@@ -41,8 +42,7 @@ def ignore(*args, window_size_left, **options):
     return simulation._flash_forward(*args, window_size_left=1 << 20, **options)
 
 
-@pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-@pytest.mark.parametrize("flash", [None, refuse, ignore])
+@pytest.mark.parametrize(("family", "flash"), thinned(3, ["mistral", "gemma3", "gpt_oss"], [None, refuse, ignore]))
 def test_prompts_in_half_precision(gpu, family, flash, monkeypatch):
     """A kernel that does not compute windows is not used; no kernel reads more than the window and the chunk."""
     given: list[int] = []

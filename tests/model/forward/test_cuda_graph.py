@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.one_slot import OneSlot
 from support.stand_ins import KERNELS
+from support.thinned import thinned
 from torch._dynamo.testing import CompileCounter
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
@@ -132,8 +133,9 @@ def test_a_slot_that_grows_keeps_what_it_holds(random_model):
     torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("num_sequences", [2, 5, MAX_SEQUENCES + 3])
+@pytest.mark.parametrize(
+    ("name", "num_sequences"), thinned(3, ["Llama", "Mistral", "Gemma3"], [2, 5, MAX_SEQUENCES + 3])
+)
 def test_batches_equal_each_sequence_alone(random_model, name, num_sequences):
     free, fixed = pair(random_model, name, **FAMILIES[name])
     rng = random.Random(num_sequences)

@@ -78,7 +78,7 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
         pytest.param("cannot be captured", -1, 0, marks=pytest.mark.slow),
         pytest.param("impossible", -1, 0, marks=pytest.mark.slow),
         ("impossible for one", -1, 0),
-        ("refused", -1, 0),
+        pytest.param("refused", -1, 0, marks=pytest.mark.slow),
     ],
 )
 def test_all_shards_choose_alike(kind, slow_shard, largest):

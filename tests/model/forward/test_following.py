@@ -140,10 +140,10 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
     ("who", "owner", "name", "at_end"),
     [
         ("leader", RowwiseLinear, "forward", False),
-        ("follower", RowwiseLinear, "forward", False),
-        ("all", RowwiseLinear, "forward", False),
+        pytest.param("follower", RowwiseLinear, "forward", False, marks=pytest.mark.slow),
+        pytest.param("all", RowwiseLinear, "forward", False, marks=pytest.mark.slow),
         ("follower", Passes, "run", True),
-        ("leader", Passes, "run", True),
+        pytest.param("leader", Passes, "run", True, marks=pytest.mark.slow),
     ],
 )
 def test_shards_leave_a_pass_for_which_one_lacks_memory(make_model_dir, who, owner, name, at_end):

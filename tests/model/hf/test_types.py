@@ -8,17 +8,17 @@ from support.versions import needs_rotary_by_length, needs_transformers
 EXACT = [
     ("bart", DEFAULT),
     ("deepseek_v3", DEFAULT),
-    ("deepseek_v32", DEFAULT),
+    pytest.param("deepseek_v32", DEFAULT, marks=pytest.mark.slow),
     ("falcon", "ALiBi"),
     ("gemma3n_text", "shared layers"),
     pytest.param("gpt2", DEFAULT, marks=pytest.mark.slow),
-    ("gpt_neo", "window_size=40"),
+    pytest.param("gpt_neo", "window_size=40", marks=pytest.mark.slow),
     pytest.param("lfm3", DEFAULT, marks=pytest.mark.slow),
     ("llama", "dynamic RoPE"),
-    ("llama4_text", "no scaled queries"),
-    ("mimo_v2_flash", "sliding_window=8"),
+    pytest.param("llama4_text", "no scaled queries", marks=pytest.mark.slow),
+    pytest.param("mimo_v2_flash", "sliding_window=8", marks=pytest.mark.slow),
     pytest.param("nemotron", DEFAULT, marks=pytest.mark.slow),
-    pytest.param("phi3", "long RoPE", marks=needs_rotary_by_length),
+    pytest.param("phi3", "long RoPE", marks=[needs_rotary_by_length, pytest.mark.slow]),
 ]
 REFUSED = [
     ("jamba", DEFAULT),
@@ -49,7 +49,7 @@ def test_is_refused_in_one_line(model_type, variant):
 
 
 @pytest.mark.parametrize(("model_type", "variant"), THRESHOLDS)
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_threshold_that_the_shortest_check_does_not_reach_is_no_trap(model_type, variant, seed):
     outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(12,), seed=seed)
     assert outcome.kind in ("exact", "refused"), outcome.reason

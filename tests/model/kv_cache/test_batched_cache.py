@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from support.thinned import thinned
 from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -31,7 +32,7 @@ def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSl
     return slots
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["one-mask", "as-on-a-gpu"])
+@pytest.mark.parametrize(("model", "apart"), thinned(2, ARCHITECTURES, [False, True]), indirect=["model"])
 def test_each_text_gets_what_it_gets_alone(model, apart):
     rng = random.Random(3)
     tree_model = ModelRunner(model, 2048, own_attention=True)
