@@ -88,9 +88,9 @@ def make_rates() -> Rates:
     tried, accepted, rate, prior, highest = (np.zeros(NUM_FEATURES, np.int64) for _ in range(5))
     start, expected, observed, factor = (np.zeros(NUM_CALIBRATIONS, np.int64) for _ in range(4))
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
-    shares = [np.zeros(NUM_SHARES, np.int64) for _ in range(4)]
-    levels = np.zeros(NUM_LEVELS, np.int64)
-    return Rates(tried, accepted, rate, prior, start, expected, observed, factor, calibrated, highest, *shares, levels)
+    share_start, share_expected, share_observed, share = (np.zeros(NUM_SHARES, np.int64) for _ in range(4))
+    shares = (share_start, share_expected, share_observed, share, np.zeros(NUM_LEVELS, np.int64))
+    return Rates(tried, accepted, rate, prior, start, expected, observed, factor, calibrated, highest, *shares)
 
 
 @inlined
