@@ -61,6 +61,9 @@ class LookaheadConfig:
     draft_tables_bytes: int = 16 * 2**20
     """Size of the draft tables in bytes, >= 65536; the oldest entries are dropped first. A longer text of the
     running request takes more: it is kept whole."""
+    corpus: Optional[str] = None  # noqa: UP045
+    """Drafter full: files and folders, separated by ":", of text that answers may repeat, such as a repository. It is
+    indexed once, in cache_dir, and again when files change."""
     pool_from_prompt: bool = True
     """Drafter paper: insert the prompt's n-grams into the n-gram pool."""
     window_seed: int = 0
@@ -75,6 +78,8 @@ class LookaheadConfig:
             raise ConfigError(
                 f"lookahead.draft_tables={self.draft_tables!r}: must be auto, request, runtime or the path of a file"
             )
+        if self.corpus is not None and (self.drafter != "full" or not isinstance(self.corpus, str) or not self.corpus):
+            raise ConfigError(f"lookahead.corpus={self.corpus!r}: must be paths, with lookahead.drafter=full")
         require_int("lookahead.draft_tables_bytes", self.draft_tables_bytes, MIN_DRAFT_TABLES_BYTES)
         require_int("lookahead.window_seed", self.window_seed, 0)
         if self.acceptance != "tree" and self.drafter != "paper":

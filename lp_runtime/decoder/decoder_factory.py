@@ -56,7 +56,7 @@ class DecoderFactory:
             tables = pool.acquire(settings.draft_tables_bytes, tag)
         try:
             max_nodes = num_replicas * limit + MAX_REFED * chains
-            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary)
+            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary, pool.corpus)
             if request.prediction:
                 drafter.begin(request.prediction)  # an earlier text of the drafter's: it copies from those, too
             num_nodes = drafter.max_nodes + drafter.max_committed

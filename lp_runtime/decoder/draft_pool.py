@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass
 
+from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 
 MAX_KEPT = 8  # tables of finished sequences; the least recently used are dropped first
@@ -26,10 +27,12 @@ class _Kept:
 class DraftPool:
     """Pool of draft tables that requests acquire and release.
 
-    `stored` are tables from a file, which serve requests of the scope ""; None without a file.
+    `stored` are tables from a file, which serve requests of the scope ""; None without a file. The `corpus` serves all
+    requests.
     """
 
-    def __init__(self, stored: DraftTables | None = None):
+    def __init__(self, stored: DraftTables | None = None, corpus: CorpusIndex = NO_CORPUS):
+        self.corpus = corpus
         self._free: list[DraftTables] = []  # their content is not used again
         self._kept: OrderedDict[int, _Kept] = OrderedDict()  # by tag, least recently used first
         self._in_use: set[int] = set()  # ids of acquired tables

@@ -9,6 +9,7 @@ import numpy as np
 from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafter import Drafter, NoiseKey
+from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
@@ -22,6 +23,7 @@ def make_drafter(
     max_nodes: int,
     draft_tables: DraftTables | None,
     vocabulary: Callable[[], np.ndarray],
+    corpus: CorpusIndex = NO_CORPUS,
 ) -> Drafter:
     """Return the drafter that a request asks for.
 
@@ -30,6 +32,7 @@ def make_drafter(
         max_nodes: largest tree that all replicas together can feed.
         draft_tables: only for drafter=full; None for other drafters.
         vocabulary: returns the vocabulary prior, [V, ENTRY]; only called for drafter=full.
+        corpus: only used by drafter=full.
     """
     W, N, G = settings.window
     if settings.drafter == "full":
@@ -37,7 +40,7 @@ def make_drafter(
         compile_drafter()
         limit = min(max_nodes, max(1, (W + G) * (N - 1))) if settings.has_window else max_nodes
         prior = vocabulary() if settings.prior == "vocabulary" else None
-        return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH)
+        return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH, corpus)
     if settings.drafter == "prompt_lookup":
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":

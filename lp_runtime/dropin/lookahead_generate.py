@@ -118,9 +118,11 @@ def lookahead_generate(
         not isinstance(lookahead, LookaheadConfig)
         or (W, N, G) != (None, None, None)
         or lookahead.draft_tables not in ("auto", "request")
+        or lookahead.corpus is not None
     ):
         raise ConfigError(
-            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without W, N or G"
+            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without corpus; then give no W,"
+            " N or G"
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks the values
     sampling = SamplingConfig(seed=seed)

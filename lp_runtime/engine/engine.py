@@ -35,7 +35,6 @@ from lp_runtime.engine.running_request import (
     never_cancel,
 )
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
-from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
@@ -56,7 +55,7 @@ class Engine:
 
     Args:
         calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
-        draft_tables: those of earlier runtimes; None without any. Equal on all replicas.
+        draft_pool: draft tables of earlier runtimes, and a corpus; None without any. Equal on all replicas.
         times_are_late: see Peers; None for what this replica alone would need.
         grammars: makes the state of requests' constraints; None if no request has one.
     """
@@ -66,7 +65,7 @@ class Engine:
         model: ModelRunner,
         group: Group,
         calibration: Calibration | None = None,
-        draft_tables: DraftTables | None = None,
+        draft_pool: DraftPool | None = None,
         times_are_late: bool | None = None,
         make_exchange: MakeExchange = Exchange,
         grammars: Grammars | None = None,
@@ -74,7 +73,7 @@ class Engine:
         self._model, self._group = model, group
         self._peers = Peers(group, make_exchange, model.timer is not None if times_are_late is None else times_are_late)
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
-        self._draft_pool = DraftPool(draft_tables)
+        self._draft_pool = draft_pool or DraftPool()
         self._decoders = DecoderFactory(model, group, self._calibration, self._draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
 

@@ -186,8 +186,8 @@ def _setting_of(settings: Mapping[str, Any], key: str) -> object:
 
 
 def _without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
-    """Return drafting settings without those of the draft tables, whose content another run does not have anyway."""
-    return {name: value for name, value in lookahead.items() if not name.startswith("draft_tables")}
+    """Return drafting settings without those of draft tables and corpus, whose content another run may not have."""
+    return {name: value for name, value in lookahead.items() if not name.startswith(("draft_tables", "corpus"))}
 
 
 class OutputFile:

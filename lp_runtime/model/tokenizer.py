@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -30,6 +31,13 @@ def encode(
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
     options = {"split_special_tokens": True} if split_special_tokens else {}
     return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a digest that names a tokenizer: equal ones encode text equally."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = (type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), backend and backend.to_str())
+    return hashlib.blake2b(repr(parts).encode(), digest_size=12).hexdigest()
 
 
 def encode_chat(

@@ -21,6 +21,7 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.distributed.context import ReplicaContext, use_expandable_segments
 from lp_runtime.distributed.devices import check_one_each, gpu_number, must_sleep, warn_of_few_cores
@@ -44,6 +45,7 @@ from lp_runtime.model.loading.loader import WHOLE, eos_token_ids, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache, scope_of
 from lp_runtime.replica.compile_ahead import compile_steps
+from lp_runtime.replica.corpus_store import open_corpus
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loading import choose_device, not_captured, ready_follower, ready_model
 from lp_runtime.replica.pass_memory import measure_pass_bytes
@@ -122,9 +124,11 @@ class Replica:
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         draft_tables = self._draft_store.load(group) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
+        corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group)
+        draft_pool = DraftPool(draft_tables, corpus)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         exchange = partial(Exchange, sleeps=loaded.sleeps)
-        self._engine = Engine(model, group, calibration, draft_tables, times_are_late, exchange, grammars)
+        self._engine = Engine(model, group, calibration, draft_pool, times_are_late, exchange, grammars)
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)

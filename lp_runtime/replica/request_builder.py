@@ -209,6 +209,8 @@ class RequestBuilder:
                 f"lookahead.draft_tables={lookahead.draft_tables}: of a request it must be request, runtime or the"
                 " runtime's own"
             )
+        if lookahead.corpus not in (None, config.lookahead.corpus):
+            raise ConfigError(f"lookahead.corpus={lookahead.corpus}: of a request it must be the runtime's own")
         if lookahead.draft_tables == "auto":
             lookahead = replace(lookahead, draft_tables="runtime" if own == "auto" else own)
         return lookahead

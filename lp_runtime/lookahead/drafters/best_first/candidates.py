@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex, count_next
 from lp_runtime.lookahead.drafters.best_first.features import (
     ALTERNATIVE_FEATURES,
+    CORPUS_FEATURES,
     FEATURES_PER_ORDER,
     LONGEST_FEATURES,
     MAX_BACK,
     MAX_VALUE,
     NUM_BINS,
+    NUM_CORPUS_SHARES,
     NUM_NOISE_BINS,
     NUM_RANKS,
     POSITION_FEATURES,
@@ -23,6 +26,7 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     VOCABULARY_FEATURES,
     Candidates,
     Nodes,
+    corpus_share,
     length_bin,
 )
 from lp_runtime.lookahead.drafters.best_first.tables import (
@@ -81,7 +85,8 @@ def collect(
     num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
     num_rows = collect_top_k(drafts, noise, position, nodes, node, candidates, num_rows)
     num_rows = collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
-    return collect_alternatives(drafts, noise, position, nodes.depths[node], candidates, num_rows)
+    num_rows = collect_alternatives(drafts, noise, position, nodes.depths[node], candidates, num_rows)
+    return collect_corpus(drafts.corpus, noise, position, nodes, node, candidates, num_rows)
 
 
 @inlined
@@ -180,6 +185,25 @@ def collect_alternatives(
             collect_entry(drafts.top_k.entries, slot, base, noise, position, candidates, num_rows)
             num_rows += 1
     return num_rows
+
+
+@inlined
+def collect_corpus(
+    corpus: CorpusIndex, noise: Noise, position: Int, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int
+) -> Int:
+    """Append the most frequent tokens after a node's match in the corpus; return the row count."""
+    if nodes.matches[node, 2] == 0:
+        return num_rows
+    counts = candidates.values
+    num = count_next(corpus, nodes.matches, node, candidates.tokens, num_rows, counts)
+    base = CORPUS_FEATURES + length_bin(nodes.matches[node, 2]) * NUM_CORPUS_SHARES * NUM_NOISE_BINS
+    for rank in range(K):
+        token = candidates.tokens[num_rows, rank]
+        if token < 0:
+            break
+        feature = base + corpus_share(counts[rank], num) * NUM_NOISE_BINS + noise_bin(noise, position, token)
+        candidates.features[num_rows, rank] = feature
+    return num_rows + 1
 
 
 @inlined

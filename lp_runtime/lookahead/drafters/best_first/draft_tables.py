@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import tables
+from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.estimates import (
     CALIBRATION_WEIGHT,
     NUM_CALIBRATIONS,
@@ -21,7 +22,7 @@ from lp_runtime.lookahead.drafters.best_first.estimates import (
     make_rates,
 )
 from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES
-from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, UNIT, StartingRates
+from lp_runtime.lookahead.drafters.best_first.starting_rates import CORPUS, GREEDY, UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS
 from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K
 
@@ -30,7 +31,7 @@ SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 7  # version of saved draft tables
+FORMAT = 8  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
@@ -76,9 +77,9 @@ class DraftTables:
         self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
         self.start(GREEDY)
 
-    def drafts(self, vocabulary: np.ndarray) -> tables.DraftArrays:
-        """Return the tables' arrays together with a vocabulary prior, [V, ENTRY] int32."""
-        return tables.DraftArrays(self.top_k, self.text, vocabulary)
+    def drafts(self, vocabulary: np.ndarray, corpus: CorpusIndex) -> tables.DraftArrays:
+        """Return the tables' arrays together with a vocabulary prior, [V, ENTRY] int32, and a corpus."""
+        return tables.DraftArrays(self.top_k, self.text, vocabulary, corpus)
 
     def clear(self) -> None:
         """Forget all stored content and counts, without reallocating arrays, except those of a long text."""
@@ -104,7 +105,7 @@ class DraftTables:
             margins = self.top_k.entries[:, MARGINS:STAMP]
             margins[:] = _scaled(margins, self._temperature[0] / temperature)
         self._temperature[0] = temperature
-        self.rates.prior[:] = np.array(starting.rates) * ONE // UNIT
+        self.rates.prior[:] = np.array(starting.rates + CORPUS) * ONE // UNIT
         self.rates.start[:] = np.array(starting.calibration) * ONE // UNIT * CALIBRATION_WEIGHT
         self.rates.share_start[:] = np.array(starting.shares) * ONE // UNIT * CALIBRATION_WEIGHT
         self.estimate()

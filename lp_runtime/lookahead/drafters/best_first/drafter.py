@@ -1,9 +1,10 @@
 """The default drafter: one tree, grown best first from all sources that need no forward pass.
 
-Candidates for what follows a context come from five sources (candidates.py): what followed its longest match in the
+Candidates for what follows a context come from six sources (candidates.py): what followed its longest match in the
 text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
 or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions for
-the same absolute position; and the model's alternatives to the last two committed tokens. Acceptance is counted by
+the same absolute position; the model's alternatives to the last two committed tokens; and what follows the longest match
+in a corpus. Acceptance is counted by
 source, length or order, rank and margin (estimates.py). The tree repeatedly adds the candidate with the highest path
 probability, of all candidates below all its nodes (growth.py). If successors are sampled, candidates are ranked by log-
 probability plus the noise of their position, so that the tree proposes what will be sampled there.
@@ -21,6 +22,7 @@ import numpy as np
 
 from lp_runtime.lookahead.drafter import Counts, Drafter, NoiseKey, VerificationResult
 from lp_runtime.lookahead.drafters.best_first import growth, guided, outcome, tables
+from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.drafters.best_first.features import SOURCES, Nodes, make_candidates, make_nodes
@@ -42,6 +44,7 @@ class BestFirstDrafter(Drafter):
         max_nodes: largest number of nodes of a tree, including pending tokens; the root is always included.
         draft_tables: the drafter's memory; the owner decides whether to clear it.
         vocabulary: [V, ENTRY] int32 vocabulary prior; None if not available.
+        corpus: texts that answers may repeat; NO_CORPUS without any.
         noise: the sampling noise; None for greedy decoding.
     """
 
@@ -55,6 +58,7 @@ class BestFirstDrafter(Drafter):
         vocabulary: np.ndarray | None,
         noise: NoiseKey | None,
         max_depth: int,
+        corpus: CorpusIndex = NO_CORPUS,
     ):
         self.max_nodes = max_nodes
         self.max_committed = min(max_depth, max_nodes - 1) + 1
@@ -65,8 +69,8 @@ class BestFirstDrafter(Drafter):
             draft_tables.start(GREEDY)
         else:
             draft_tables.start(SAMPLED, noise.temperature)
-        self._vocabulary = NO_VOCABULARY if vocabulary is None else vocabulary
-        self._drafts = draft_tables.drafts(self._vocabulary)
+        self._vocabulary, self._corpus = NO_VOCABULARY if vocabulary is None else vocabulary, corpus
+        self._drafts = draft_tables.drafts(self._vocabulary, self._corpus)
         self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
@@ -85,7 +89,7 @@ class BestFirstDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._vocabulary)
+        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
 
     def propose(
         self,
@@ -121,7 +125,7 @@ class BestFirstDrafter(Drafter):
         nodes = self._nodes
         guided.plant_root(self._drafts, nodes, root)
         chain = np.array(guide.forced(max_depth), np.int64)
-        size = num_known = guided.plant(nodes, root + 1, root, chain, max_nodes)
+        size = num_known = guided.plant(self._drafts, nodes, root + 1, root, chain, max_nodes)
         masks = guide.masks(nodes.tokens[:size], nodes.parents[:size], root, range(root, size))
         limits = guided.Limits(masks, guided.NO_LIMITS.refused)
         for _ in range(GUIDED_ROUNDS):
@@ -132,7 +136,7 @@ class BestFirstDrafter(Drafter):
             size = num_known
             for node, forced in examined.forced:
                 place = self._path[node]
-                size = guided.plant(nodes, size, place, np.array(forced, np.int64), len(nodes.tokens))
+                size = guided.plant(self._drafts, nodes, size, place, np.array(forced, np.int64), len(nodes.tokens))
             if size == num_known == num_grown:
                 break
             limits = _moved(limits, tokens, parents, self._path[:num_grown], root)
@@ -143,7 +147,8 @@ class BestFirstDrafter(Drafter):
         kept, own, num = super().keep(tree, nodes), self._nodes, len(nodes)
         own.rows[:, :num] = own.rows[:, nodes]
         own.parents[:num] = kept.arrays()[1]
-        own.sources[:num], own.hashes[:num] = own.sources[nodes], own.hashes[nodes]
+        for values in (own.sources, own.hashes, own.matches):
+            values[:num] = values[nodes]
         return kept
 
     def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
@@ -166,7 +171,7 @@ class BestFirstDrafter(Drafter):
 
     def _append_text(self, tokens: Sequence[int]) -> None:
         self._draft_tables.append_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._vocabulary)
+        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
 
     def advance(
         self,
@@ -181,7 +186,7 @@ class BestFirstDrafter(Drafter):
             self.counts.latest = self.counts.latest[:0]
             return
         self._draft_tables.make_room(len(committed))
-        self._drafts = self._draft_tables.drafts(self._vocabulary)
+        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
         self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
@@ -236,7 +241,7 @@ def _learn() -> tuple[Callable, Callable, Callable]:
 def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
     """Return minimal draft tables, noise, rates and nodes, as arguments for compilation."""
     draft_tables = DraftTables(SMALL_BYTES)
-    return draft_tables.drafts(NO_VOCABULARY), tables.make_noise(False, 0, 0), draft_tables.rates, make_nodes(1)
+    return draft_tables.drafts(NO_VOCABULARY, NO_CORPUS), tables.make_noise(False, 0, 0), draft_tables.rates, make_nodes(1)
 
 
 @compiles

@@ -106,8 +106,11 @@ def calibration_of(rate: Int, agreeing: Int) -> Int:
 
 
 @compiled
-def calibrate(rates: Rates) -> Int:
-    """Recompute all from `factor` to `highest`, and `share`; return the highest probability of all, of ONE."""
+def calibrate(rates: Rates, num_features: Int) -> Int:
+    """Recompute all from `factor` to `highest`, and `share`; return the highest probability of all, of ONE.
+
+    The first `num_features` features are in use.
+    """
     rates.highest_share[:] = 0
     for cell in range(NUM_SHARES):
         share = factor_of(rates.share_expected[cell], rates.share_observed[cell], rates.share_start[cell])
@@ -116,7 +119,7 @@ def calibrate(rates: Rates) -> Int:
     for cell in range(NUM_CALIBRATIONS):
         rates.factor[cell] = factor_of(rates.expected[cell], rates.observed[cell], rates.start[cell])
     best = np.int64(0)
-    for feature in range(NUM_FEATURES):
+    for feature in range(num_features):
         rate, highest = rates.rate[feature], np.int64(0)
         level = level_of(rate)
         for agreeing in range(MAX_AGREEING):

@@ -19,7 +19,8 @@ from lp_runtime.utils.jit import Int, compiled, inlined
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
 # were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
 # vocabulary, and of each order of the prefill's top-k candidates; and those of the same position by rank (after any
-# token, then after the same token); and, by rank and margin, alternatives to the token before and to the one before it.
+# token, then after the same token); by rank and margin, alternatives to the token before and to the one before it; and
+# the corpus', by length of the match, share of the places and noise.
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
@@ -32,7 +33,9 @@ PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
 POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 ALTERNATIVE_FEATURES = POSITION_FEATURES + 2 * K
 MAX_BACK = 2  # positions before a token whose alternatives are its candidates
-NUM_FEATURES = ALTERNATIVE_FEATURES + MAX_BACK * FEATURES_PER_ORDER
+CORPUS_FEATURES = ALTERNATIVE_FEATURES + MAX_BACK * FEATURES_PER_ORDER
+NUM_CORPUS_SHARES = 5
+NUM_FEATURES = CORPUS_FEATURES + NUM_LENGTHS * NUM_CORPUS_SHARES * NUM_NOISE_BINS
 SOURCES = (
     "text",
     *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
@@ -40,12 +43,13 @@ SOURCES = (
     "prompt",
     "same position",
     "alternatives",
+    "corpus",
     "forced",
 )
 FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 4 + MAX_BACK  # of candidates: text, orders, vocabulary, same position twice, alternatives
+NUM_ROWS = NUM_ORDERS + 5 + MAX_BACK  # of candidates: text, orders, vocabulary, position twice, alternatives, corpus
 MAX_CANDIDATES = NUM_ROWS * K
 
 
@@ -59,6 +63,8 @@ class Nodes(NamedTuple):
         path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point.
         sources: [T] int64 index into SOURCES.
         hashes: [T, NUM_HASHES] int64 hashes of the context that ends at each node.
+        matches: [T, 3] int64 the corpus' match of that context: the range in CorpusIndex.places, from and to, and the
+            number of tokens, 0 without a match.
     """
 
     rows: np.ndarray
@@ -68,6 +74,7 @@ class Nodes(NamedTuple):
     path_probabilities: np.ndarray
     sources: np.ndarray
     hashes: np.ndarray
+    matches: np.ndarray
 
 
 class Candidates(NamedTuple):
@@ -115,7 +122,8 @@ def make_nodes(num_nodes: int) -> Nodes:
     rows = np.zeros((4, num_nodes), np.int64)
     tokens, parents, depths, path_probabilities = rows
     sources, hashes = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, NUM_HASHES), np.int64)
-    return Nodes(rows, tokens, parents, depths, path_probabilities, sources, hashes)
+    matches = np.zeros((num_nodes, 3), np.int64)
+    return Nodes(rows, tokens, parents, depths, path_probabilities, sources, hashes, matches)
 
 
 def margin_bin(margin: int) -> int:
@@ -127,6 +135,14 @@ def margin_bin(margin: int) -> int:
     if margin < 64:
         return 5 if margin < 40 else 6
     return 7 if margin < 96 else 8
+
+
+@inlined
+def corpus_share(count: Int, num: Int) -> Int:
+    """Return the bin, 0 to NUM_CORPUS_SHARES - 1, of a token that followed `count` of `num` places."""
+    if 8 * count >= 7 * num:
+        return 4 if num >= 4 else 3
+    return 2 if 2 * count >= num else (1 if 4 * count >= num else 0)
 
 
 @inlined
@@ -145,5 +161,6 @@ def source_of(feature: Int) -> Int:
     if feature < TEXT_FEATURES:
         return 0
     if feature >= PROMPT_FEATURES:
-        return NUM_ORDERS + 2 + (feature >= POSITION_FEATURES) + (feature >= ALTERNATIVE_FEATURES)
+        is_later = (feature >= POSITION_FEATURES) + (feature >= ALTERNATIVE_FEATURES) + (feature >= CORPUS_FEATURES)
+        return NUM_ORDERS + 2 + is_later
     return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER

@@ -10,8 +10,16 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
+from lp_runtime.lookahead.drafters.best_first.corpus import extend_match
 from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge, share_out
-from lp_runtime.lookahead.drafters.best_first.features import MAX_CANDIDATES, Candidates, Nodes, source_of
+from lp_runtime.lookahead.drafters.best_first.features import (
+    CORPUS_FEATURES,
+    MAX_CANDIDATES,
+    NUM_FEATURES,
+    Candidates,
+    Nodes,
+    source_of,
+)
 from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
 from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Noise, extend_hashes, mix
@@ -139,7 +147,7 @@ def grow_below(
     # Candidates below the floor, the smallest path probability of a bin, need not be pushed: enough larger ones to
     # complete the tree have been pushed already.
     floor_size, floor, num_counted = 0, np.int64(1), 0
-    best = calibrate(rates)
+    best = calibrate(rates, NUM_FEATURES if len(drafts.corpus.tokens) else CORPUS_FEATURES)
     node = root
     plant_root(drafts, nodes, root)
     while num_missing > 0:
@@ -181,5 +189,6 @@ def grow_below(
         nodes.depths[node] = nodes.depths[parent] + 1
         nodes.path_probabilities[node] = top >> SEQUENCE_BITS
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
+        extend_match(drafts.corpus, nodes.matches, parent, nodes.tokens[node], node)
         num_nodes += 1
     return num_nodes

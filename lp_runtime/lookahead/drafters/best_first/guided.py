@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.lookahead.drafters.best_first.corpus import extend_match, match_root
 from lp_runtime.lookahead.drafters.best_first.features import FORCED, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_HASHES, DraftArrays, extend_hashes
 from lp_runtime.lookahead.guide import is_allowed
@@ -52,10 +53,11 @@ def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
     nodes.depths[root] = 0
     for i in range(NUM_HASHES):
         nodes.hashes[root, i] = drafts.text.hashes[0, i]
+    match_root(drafts.corpus, drafts.text.buffer, drafts.text.span, nodes.matches, root)
 
 
 @compiled
-def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: Int) -> Int:
+def plant(drafts: DraftArrays, nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: Int) -> Int:
     """Add a chain of forced tokens, [m] int64, below node `parent`; return the new number of nodes.
 
     Nodes that exist already are reused. `size` is the number of nodes before.
@@ -72,6 +74,7 @@ def plant(nodes: Nodes, size: Int, parent: Int, chain: np.ndarray, max_nodes: In
             nodes.depths[node] = nodes.depths[parent] + 1
             nodes.path_probabilities[node] = probability
             extend_hashes(nodes.hashes, parent, token, nodes.hashes, node)
+            extend_match(drafts.corpus, nodes.matches, parent, token, node)
             size += 1
         nodes.path_probabilities[node] = max(nodes.path_probabilities[node], probability)
         parent = node
@@ -105,6 +108,8 @@ def move(nodes: Nodes, node: Int, to: Int) -> None:
     nodes.sources[to] = nodes.sources[node]
     for i in range(NUM_HASHES):
         nodes.hashes[to, i] = nodes.hashes[node, i]
+    for i in range(3):
+        nodes.matches[to, i] = nodes.matches[node, i]
 
 
 def sort(nodes: Nodes, root: int, size: int) -> None:

@@ -28,6 +28,15 @@ class StartingRates(NamedTuple):
     shares: tuple[int, ...]
 
 
+# Of a corpus' tokens, by length of the match (1 to 6, 7-8, 9-12, 13-20, more tokens), share of the places (below 1/4, from
+# 1/4, 1/2, 7/8 on, the same of 4 places or more) and noise (4 bins): assumed.
+CORPUS = tuple(
+    int(UNIT * certainty * share)
+    for certainty in (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
+    for share in (0.15, 0.4, 0.65, 0.9, 1.0)
+    for _ in range(4)
+)
+
 # Fitted by benchmarks/studies/starting_rates.py, with trees of 64 nodes, on SmolLM2-135M-Instruct and the demo model,
 # equally weighted. Greedy, 2026-11-26: 21 prompts of odd rows of Spec-Bench and HumanEval, and 32 for the demo model.
 # Sampled, 2026-11-24: 30 such prompts at temperatures 1.0 and 0.7, and 32; the last 72 rates: the demo model's.

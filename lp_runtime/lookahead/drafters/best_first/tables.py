@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
 from lp_runtime.lookahead.philox import (
     HALF_BITS,
     KEY_INCREMENTS,
@@ -74,6 +75,7 @@ class DraftArrays(NamedTuple):
     top_k: TopKTable
     text: TextIndex
     vocabulary: np.ndarray
+    corpus: CorpusIndex
 
 
 class Noise(NamedTuple):

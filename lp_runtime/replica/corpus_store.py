@@ -1,0 +1,220 @@
+"""A corpus on disk: files of text are tokenized and indexed once, and mapped by all processes of a machine.
+
+The index of some paths is one file of `cache_dir`: a line of JSON, padded, then the arrays of a CorpusIndex. When files
+change, those alone are tokenized again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import psutil
+from transformers import PreTrainedTokenizerBase
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.exchange import gather_rows
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.errors import ConfigError, RequestError
+from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex, index_tokens
+from lp_runtime.model.tokenizer import encode, tokenizer_key
+from lp_runtime.utils.files import write_whole
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+ALIGNMENT = 64  # bytes of the line before the arrays are a multiple of this
+INDEX_BYTES = 64  # of memory for each token while places are sorted
+MIN_TOKEN_BYTES = 2  # of text for each token, roughly and at least
+Encode = Callable[[str], list[int]]
+
+
+class CorpusStore:
+    """The corpus of some paths, for one tokenizer.
+
+    Args:
+        paths: files and folders, separated by ":". Of folders, hidden files and what is not text is left out.
+        folder: of the index; None to keep it in memory.
+        encode: returns the token ids of a text.
+        tokenizer_key: names the tokenizer.
+        vocabulary_size: all token ids are less.
+    """
+
+    def __init__(self, paths: str, folder: str | None, encode: Encode, tokenizer_key: str, vocabulary_size: int):
+        self._paths = [Path(path).expanduser().absolute() for path in paths.split(os.pathsep) if path]
+        self._encode, self._vocabulary_size = encode, vocabulary_size
+        self._given = f"lookahead.corpus={paths}"
+        self._file: Path | None = None
+        if folder is not None:
+            with contextlib.suppress(RuntimeError):  # "~" cannot be expanded: no home folder
+                key = repr((VERSION, [str(path) for path in self._paths], tokenizer_key, vocabulary_size))
+                name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest()
+                self._file = Path(folder).expanduser() / f"corpus-{name}"
+
+    def open(self) -> CorpusIndex:
+        """Return the index, made or brought up to date if necessary.
+
+        Raises:
+            ConfigError: a path cannot be read or is no text, there is no text, or it is too large for the memory.
+        """
+        if self._file is None:
+            return self._make({}, None)
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with open(self._file.with_suffix(".lock"), "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine makes it, the others wait
+                return self._open(self._file)
+        except OSError as error:
+            log.warning("%s cannot be written: %s; each process makes its own index", self._file, error.strerror)
+            return self._make({}, None)
+
+    def _open(self, file: Path) -> CorpusIndex:
+        known, index = {}, None
+        try:
+            known, index = _mapped(file, self._vocabulary_size)
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError, KeyError, TypeError):
+            log.warning("%s is damaged and will be made again", file)
+        if index is None or known != self._signatures(self._files()):
+            made = self._make(known, index)
+            write_whole(file, _packed(self._signatures(self._files()), made))
+            _, index = _mapped(file, self._vocabulary_size)
+        return index
+
+    def _make(self, known: dict[str, list[int]], index: CorpusIndex | None) -> CorpusIndex:
+        """Return the index of the files as they are; the tokens of files in `known` are those of `index`."""
+        texts = _by_signature(known, index)
+        files = list(self._files())
+        num_bytes, free = sum(os.path.getsize(file) for file in files), psutil.virtual_memory().available
+        if num_bytes // MIN_TOKEN_BYTES * INDEX_BYTES > free:
+            needed = num_bytes // MIN_TOKEN_BYTES * INDEX_BYTES
+            raise ConfigError(
+                f"{self._given}: {num_bytes / 1e6:.0f} MB of text take {needed / 1e9:.1f} GB of memory to index, and"
+                f" {free / 1e9:.1f} GB are free; give fewer files"
+            )
+        parts = [
+            texts[key] if (key := (str(file), *_signature(file))) in texts else self._tokens_of(file) for file in files
+        ]
+        num_tokens = sum(len(part) - 1 for part in parts)
+        if num_tokens <= 0:
+            raise ConfigError(f"{self._given}: holds no text in UTF-8")
+        log.info("%s: %d tokens in %d files", self._given, num_tokens, len(files))
+        return index_tokens(np.concatenate(parts))
+
+    def _tokens_of(self, file: Path) -> np.ndarray:
+        """Return a file's token ids and -1, [n + 1] int32; -1 alone for a file in a folder that is no text."""
+        ids: list[int] = []
+        try:
+            data = file.read_bytes()
+            if b"\0" in data:
+                raise ValueError("it is binary")
+            ids = self._encode(data.decode())
+        except OSError as error:
+            raise ConfigError(f"{self._given}: {file} cannot be read ({error.strerror or error})") from error
+        except (ValueError, RequestError) as error:
+            if file in self._paths:
+                raise ConfigError(f"{self._given}: {file} is not a text in UTF-8") from error
+        return np.array([*ids, -1], np.int32)
+
+    def _files(self) -> Iterator[Path]:
+        """Yield the regular files of all paths, in order."""
+        for path in self._paths:
+            if path.is_file():
+                yield path
+            elif path.is_dir():
+                yield from _files_below(path)
+            else:
+                raise ConfigError(f"{self._given}: {path}: no such file or folder")
+
+    @staticmethod
+    def _signatures(files: Iterable[Path]) -> dict[str, list[int]]:
+        return {str(file): list(_signature(file)) for file in files}
+
+
+def open_corpus(
+    config: RuntimeConfig, load: Callable[[], PreTrainedTokenizerBase], vocabulary_size: int, group: Group
+) -> CorpusIndex:
+    """Return the corpus that the settings name, equal on all replicas of a group; NO_CORPUS if they name none.
+
+    `load` returns the tokenizer.
+
+    Raises:
+        ConfigError: it cannot be opened on some replica, or differs between them; raised on all.
+    """
+    paths = config.lookahead.corpus
+    if paths is None:
+        return NO_CORPUS
+    found: CorpusIndex | ConfigError
+    try:
+        tokenizer = load()
+        encode_text = partial(encode, tokenizer, add_special_tokens=False)
+        store = CorpusStore(paths, config.cache_dir, encode_text, tokenizer_key(tokenizer), vocabulary_size)
+        found = store.open()
+        digest = int.from_bytes(hashlib.blake2b(found.tokens.tobytes(), digest_size=7).digest(), "big")
+    except ConfigError as error:
+        found, digest = error, -1
+    digests = gather_rows(np.array([digest]), group)[:, 0].tolist()
+    if isinstance(found, ConfigError):
+        raise found
+    if -1 in digests:
+        raise ConfigError(f"lookahead.corpus: cannot be opened by rank {digests.index(-1)}")
+    if len(set(digests)) > 1:
+        raise ConfigError("lookahead.corpus: its files differ between machines; all replicas need the same")
+    return found
+
+
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield the regular files below a folder, in order, without hidden ones and links."""
+    for place, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in sorted(names):
+            file = Path(place, name)
+            if not name.startswith(".") and stat.S_ISREG(file.lstat().st_mode):
+                yield file
+
+
+def _signature(file: Path) -> tuple[int, int]:
+    """Return the size and the time of the last change, which tell whether a file has changed."""
+    found = file.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def _by_signature(known: dict[str, list[int]], index: CorpusIndex | None) -> dict[tuple, np.ndarray]:
+    """Return the tokens of each file of an index, -1 included, by path, size and time."""
+    if index is None:
+        return {}
+    ends = np.flatnonzero(index.tokens < 0) + 1
+    texts = np.split(index.tokens, ends[:-1])
+    return {(path, *signature): text for (path, signature), text in zip(known.items(), texts, strict=True)}
+
+
+def _packed(signatures: dict[str, list[int]], index: CorpusIndex) -> bytes:
+    """Return the bytes of an index file."""
+    arrays = index.tokens.tobytes() + index.places.tobytes()
+    digest = hashlib.blake2b(arrays, digest_size=16).hexdigest()
+    line = json.dumps({"files": signatures, "num_tokens": len(index.tokens), "digest": digest}).encode()
+    return line.ljust(-(-(len(line) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n" + arrays
+
+
+def _mapped(file: Path, vocabulary_size: int) -> tuple[dict[str, list[int]], CorpusIndex]:
+    """Return the files of an index file, and its arrays, mapped. ValueError, KeyError or TypeError if it is damaged."""
+    with open(file, "rb") as opened:
+        head = json.loads(opened.readline())
+        start, num_tokens = opened.tell(), int(head["num_tokens"])
+    # Copy on write: shared by all processes, and of the same type as arrays in memory for compiled code.
+    tokens, places = np.memmap(file, np.int32, "c", start, (2, num_tokens))
+    if hashlib.blake2b(np.concatenate([tokens, places]).tobytes(), digest_size=16).hexdigest() != head["digest"]:
+        raise ValueError("damaged")
+    if not (tokens.max() < vocabulary_size and (tokens < 0).sum() == len(head["files"])):
+        raise ValueError("damaged")
+    return head["files"], CorpusIndex(tokens.view(np.ndarray), places.view(np.ndarray))

@@ -1,0 +1,131 @@
+"""A corpus on disk: what is read, when it is made again, what is refused; the same on all replicas."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+import pytest
+from support.ranks import run_ranks
+
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.errors import ConfigError
+from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.replica.corpus_store import CorpusStore, open_corpus
+
+VOCABULARY = 300
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two texts, a binary file, a hidden one and a link."""
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    (folder / "a.py").write_text("abc")
+    (folder / "below" / "b.py").write_text("de")
+    (folder / "image").write_bytes(b"\x89\0\xff")
+    (folder / "latin").write_bytes("é".encode("latin-1"))
+    (folder / ".git").mkdir()
+    (folder / ".git" / "config").write_text("hidden")
+    (folder / "link").symlink_to("a.py")
+    return folder
+
+
+def encode(seen: list[str], text: str) -> list[int]:
+    seen.append(text)
+    return list(text.encode())
+
+
+def texts_of(paths, cache, key: str = "bytes") -> tuple[list[str], list[str]]:
+    """(texts of the opened corpus, texts that were tokenized for it)."""
+    seen: list[str] = []
+    index = CorpusStore(str(paths), None if cache is None else str(cache), partial(encode, seen), key, VOCABULARY).open()
+    texts = bytes(token if token >= 0 else ord("|") for token in index.tokens.tolist()).decode().split("|")[:-1]
+    assert sorted(index.places.tolist()) == list(range(len(index.tokens)))
+    return [text for text in texts if text], seen
+
+
+def test_only_files_that_have_changed_are_tokenized_again(folder, tmp_path):
+    cache = tmp_path / "cache"
+    assert texts_of(folder, cache) == (["abc", "de"], ["abc", "de"])
+    assert texts_of(folder, cache) == (["abc", "de"], [])
+    (folder / "a.py").write_text("abcd")
+    (folder / "c.py").write_text("fg")
+    assert texts_of(folder, cache) == (["abcd", "fg", "de"], ["abcd", "fg"])
+    (folder / "below" / "b.py").unlink()
+    assert texts_of(folder, cache) == (["abcd", "fg"], [])
+    assert texts_of(folder, cache, "another tokenizer")[1] == ["abcd", "fg"]
+    assert texts_of(folder, None) == (["abcd", "fg"], ["abcd", "fg"])
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:-8] + b"12345678", lambda data: b"{}\n"])
+def test_a_damaged_index_is_made_again(folder, tmp_path, damage, caplog):
+    cache = tmp_path / "cache"
+    texts_of(folder, cache)
+    (file,) = (file for file in cache.iterdir() if file.suffix != ".lock")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    assert texts_of(folder, cache) == (["abc", "de"], ["abc", "de"])
+    assert file.read_bytes() == whole and "is damaged and will be made again" in caplog.text
+
+
+def test_bad_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch):
+    def refused(paths: object) -> str:
+        with pytest.raises(ConfigError) as caught:
+            texts_of(paths, tmp_path / "cache")
+        return str(caught.value).removeprefix(f"lookahead.corpus={paths}: ")
+
+    assert refused("/no/where") == "/no/where: no such file or folder"
+    assert refused(folder / "image") == f"{folder / 'image'} is not a text in UTF-8"
+    assert refused(folder / "latin") == f"{folder / 'latin'} is not a text in UTF-8"
+    (tmp_path / "empty").mkdir()
+    assert refused(tmp_path / "empty") == "holds no text in UTF-8"
+    monkeypatch.setattr("lp_runtime.replica.corpus_store.MIN_TOKEN_BYTES", 1e-12)
+    assert "give fewer files" in refused(folder) and "\n" not in refused(folder)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_that_cannot_be_read_is_named(folder):
+    (folder / "a.py").chmod(0)
+    with pytest.raises(ConfigError, match=r"a\.py cannot be read \(Permission denied\)"):
+        texts_of(folder, None)
+
+
+def opened_by_rank(group, paths) -> str | list[int]:
+    config = RuntimeConfig(lookahead=LookaheadConfig(corpus=paths[group.rank]), cache_dir=None)
+    try:
+        return open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group).tokens.tolist()
+    except ConfigError as error:
+        return str(error)
+
+
+def test_replicas_open_the_same_corpus_or_none(folder):
+    both = str(folder)
+    first, second = run_ranks(opened_by_rank, 2, [both, both])
+    assert first == second and first.count(-1) == 4
+    differ = "lookahead.corpus: its files differ between machines; all replicas need the same"
+    assert run_ranks(opened_by_rank, 2, [both, str(folder / "a.py")]) == [differ, differ]
+    missing = ["lookahead.corpus: cannot be opened by rank 1", "lookahead.corpus=/no: /no: no such file or folder"]
+    assert run_ranks(opened_by_rank, 2, [both, "/no"]) == missing
+
+
+def test_a_runtime_takes_fewer_steps_to_write_what_its_corpus_has(tmp_path):
+    """And writes the same: here, its own answer in an earlier run, a sampled one, which repeats nothing."""
+    settings = {"tokens": 16, "draft_tables": "request"}
+
+    def answer(corpus: str | None):
+        with LookaheadRuntime(
+            str(DEMO_MODEL), device="cpu", dtype="float32", lookahead=LookaheadConfig(corpus=corpus, **settings)
+        ) as runtime:
+            if corpus:
+                with pytest.raises(ConfigError, match="of a request it must be the runtime's own"):
+                    runtime.generate("def f(", 8, lookahead=LookaheadConfig(corpus="/etc"))
+            return runtime.generate(
+                "def train(", 64, eos=False, lookahead=LookaheadConfig(**settings), sampling=SamplingConfig(1.0, seed=7)
+            )
+
+    plain = answer(None)
+    (tmp_path / "text.py").write_text("def train(" + plain.text)
+    known = answer(str(tmp_path))
+    assert known.token_ids == plain.token_ids and known.steps < 0.6 * plain.steps
