@@ -69,8 +69,7 @@ class BestFirstDrafter(Drafter):
             draft_tables.start(GREEDY)
         else:
             draft_tables.start(SAMPLED, noise.temperature)
-        self._vocabulary, self._corpus = NO_VOCABULARY if vocabulary is None else vocabulary, corpus
-        self._drafts = draft_tables.drafts(self._vocabulary, self._corpus)
+        self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary, corpus)
         self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
@@ -89,7 +88,7 @@ class BestFirstDrafter(Drafter):
 
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
+        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
 
     def propose(
         self,
@@ -171,7 +170,7 @@ class BestFirstDrafter(Drafter):
 
     def _append_text(self, tokens: Sequence[int]) -> None:
         self._draft_tables.append_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
+        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
 
     def advance(
         self,
@@ -186,7 +185,7 @@ class BestFirstDrafter(Drafter):
             self.counts.latest = self.counts.latest[:0]
             return
         self._draft_tables.make_room(len(committed))
-        self._drafts = self._draft_tables.drafts(self._vocabulary, self._corpus)
+        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
         self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
