@@ -117,12 +117,11 @@ def lookahead_generate(
     elif (
         not isinstance(lookahead, LookaheadConfig)
         or (W, N, G) != (None, None, None)
-        or lookahead.draft_tables not in ("auto", "request")
-        or lookahead.corpus is not None
+        or (lookahead.draft_tables, lookahead.corpus) not in (("auto", None), ("request", None))
     ):
         raise ConfigError(
-            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without corpus; then give no W,"
-            " N or G"
+            f"lookahead={lookahead}: must be a LookaheadConfig with draft_tables=request, without a corpus; W, N and G"
+            " must then be left out"
         )
     RuntimeConfig(lookahead=lookahead, exactness=exactness, strict_tokens=strict_tokens)  # checks the values
     sampling = SamplingConfig(seed=seed)

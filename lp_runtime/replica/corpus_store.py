@@ -19,13 +19,13 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from transformers import PreTrainedTokenizerBase
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex, index_tokens
+from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import encode, tokenizer_key
 from lp_runtime.utils.files import write_whole
 
@@ -78,7 +78,8 @@ class CorpusStore:
             return self._make({}, None)
 
     def _open(self, file: Path) -> CorpusIndex:
-        known, index = {}, None
+        known: dict[str, list[int]] = {}
+        index: CorpusIndex | None = None
         try:
             known, index = _mapped(file, self._vocabulary_size)
         except FileNotFoundError:
@@ -142,7 +143,7 @@ class CorpusStore:
 
 
 def open_corpus(
-    config: RuntimeConfig, load: Callable[[], PreTrainedTokenizerBase], vocabulary_size: int, group: Group
+    config: RuntimeConfig, load: Callable[[], Tokenizer], vocabulary_size: int, group: Group
 ) -> CorpusIndex:
     """Return the corpus that the settings name, equal on all replicas of a group; NO_CORPUS if they name none.
 

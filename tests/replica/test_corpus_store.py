@@ -40,7 +40,9 @@ def encode(seen: list[str], text: str) -> list[int]:
 def texts_of(paths, cache, key: str = "bytes") -> tuple[list[str], list[str]]:
     """(texts of the opened corpus, texts that were tokenized for it)."""
     seen: list[str] = []
-    index = CorpusStore(str(paths), None if cache is None else str(cache), partial(encode, seen), key, VOCABULARY).open()
+    index = CorpusStore(
+        str(paths), None if cache is None else str(cache), partial(encode, seen), key, VOCABULARY
+    ).open()
     texts = bytes(token if token >= 0 else ord("|") for token in index.tokens.tolist()).decode().split("|")[:-1]
     assert sorted(index.places.tolist()) == list(range(len(index.tokens)))
     return [text for text in texts if text], seen

@@ -53,7 +53,7 @@ def index_tokens(tokens: np.ndarray) -> CorpusIndex:
 def token_at(corpus: CorpusIndex, index: Int, offset: Int) -> Int:
     """Return the token `offset` after the place in `places[index]`; -1 after the end."""
     place = corpus.places[index] + offset
-    return corpus.tokens[place] if place < len(corpus.tokens) else np.int32(-1)
+    return np.int64(corpus.tokens[place]) if place < len(corpus.tokens) else np.int64(-1)
 
 
 @inlined
@@ -110,7 +110,7 @@ def extend_match(corpus: CorpusIndex, matches: np.ndarray, parent: Int, token: I
 def count_next(
     corpus: CorpusIndex, matches: np.ndarray, node: Int, tokens: np.ndarray, row: Int, counts: np.ndarray
 ) -> Int:
-    """Write the most frequent tokens after a node's match, the most frequent first; return how many places were counted.
+    """Write the tokens that most often follow a node's match, the most frequent first; return how many places count.
 
     Writes row `row` of `tokens`, [n, K] int32, -1 for none, and their `counts`, [K] int32. Of many places only some are
     counted.

@@ -2,12 +2,12 @@
 
 Candidates for what follows a context come from six sources (candidates.py): what followed its longest match in the
 text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
-or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions for
-the same absolute position; the model's alternatives to the last two committed tokens; and what follows the longest match
-in a corpus. Acceptance is counted by
-source, length or order, rank and margin (estimates.py). The tree repeatedly adds the candidate with the highest path
-probability, of all candidates below all its nodes (growth.py). If successors are sampled, candidates are ranked by log-
-probability plus the noise of their position, so that the tree proposes what will be sampled there.
+or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions
+for the same absolute position; the model's alternatives to the last two committed tokens; and what follows the
+longest match in a corpus. Acceptance is counted by source, length or order, rank and margin (estimates.py). The tree
+repeatedly adds the candidate with the highest path probability, of all candidates below all its nodes (growth.py). If
+successors are sampled, candidates are ranked by log-probability plus the noise of their position, so that the tree
+proposes what will be sampled there.
 
 After: best-first trees as in OPT-Tree (arXiv 2406.17276), top-k candidates as in token recycling (arXiv 2408.08696),
 matches as in prompt lookup. Combining them, the alternatives, and using the known noise are new here.
@@ -240,7 +240,12 @@ def _learn() -> tuple[Callable, Callable, Callable]:
 def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
     """Return minimal draft tables, noise, rates and nodes, as arguments for compilation."""
     draft_tables = DraftTables(SMALL_BYTES)
-    return draft_tables.drafts(NO_VOCABULARY, NO_CORPUS), tables.make_noise(False, 0, 0), draft_tables.rates, make_nodes(1)
+    return (
+        draft_tables.drafts(NO_VOCABULARY, NO_CORPUS),
+        tables.make_noise(False, 0, 0),
+        draft_tables.rates,
+        make_nodes(1),
+    )
 
 
 @compiles

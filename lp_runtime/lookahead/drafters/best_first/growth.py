@@ -73,6 +73,12 @@ def smallest(size: Int) -> Int:
 
 
 @inlined
+def features_in_use(drafts: DraftArrays) -> Int:
+    """Return the number of features that candidates may have: without a corpus not its own, which are the last."""
+    return NUM_FEATURES if len(drafts.corpus.tokens) else CORPUS_FEATURES
+
+
+@inlined
 def is_open(nodes: Nodes, limits: Limits, root: Int, num_seeds: Int, node: Int, token: Int) -> bool:
     """Return whether a token may follow a node and is not among the seeds yet; arguments as of `grow`."""
     if node >= num_seeds:
@@ -147,7 +153,7 @@ def grow_below(
     # Candidates below the floor, the smallest path probability of a bin, need not be pushed: enough larger ones to
     # complete the tree have been pushed already.
     floor_size, floor, num_counted = 0, np.int64(1), 0
-    best = calibrate(rates, NUM_FEATURES if len(drafts.corpus.tokens) else CORPUS_FEATURES)
+    best = calibrate(rates, features_in_use(drafts))
     node = root
     plant_root(drafts, nodes, root)
     while num_missing > 0:

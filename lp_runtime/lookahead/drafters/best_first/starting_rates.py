@@ -28,8 +28,8 @@ class StartingRates(NamedTuple):
     shares: tuple[int, ...]
 
 
-# Of a corpus' tokens, by length of the match (1 to 6, 7-8, 9-12, 13-20, more tokens), share of the places (below 1/4, from
-# 1/4, 1/2, 7/8 on, the same of 4 places or more) and noise (4 bins): assumed.
+# Of a corpus' tokens, by length of the match (1 to 6, 7-8, 9-12, 13-20, more tokens), share of the places (below 1/4,
+# from 1/4, 1/2, 7/8 on, the latter of 4 places or more) and noise (4 bins): assumed.
 CORPUS = tuple(
     int(UNIT * certainty * share)
     for certainty in (0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9)
