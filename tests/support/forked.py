@@ -157,6 +157,8 @@ def start_forked(
 
 
 def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: str, environment: dict[str, str]) -> None:
+    import torch
+
     from lp_runtime.launchers import spawn
 
     os.setsid()
@@ -169,6 +171,8 @@ def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: st
             os.dup2(opened.fileno(), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     spawn.start_process = ForkedReplica
+    # A fork loses torch's thread pool, and the first call makes another; of two threads that call at once, one fails.
+    torch.set_num_threads(torch.get_num_threads())
     try:
         main(*arguments)
     finally:
