@@ -22,10 +22,11 @@ class Rules:
     window_seed: int = 0
     max_new_tokens: int = 30
     eos_token_ids: frozenset[int] = frozenset()
+    refed_at: int | None = None
 
     def state(self, prompt: list[int]) -> DecodingState:
         settings = ((self.W, self.N, self.G), self.pool_from_prompt, self.window_seed)
-        rules = DecodingRules(self.max_new_tokens, self.eos_token_ids, drafting=repr(settings))
+        rules = DecodingRules(self.max_new_tokens, self.eos_token_ids, repr(settings), refed_at=self.refed_at)
         return DecodingState(prompt, rules, PaperDrafter(*settings))
 
 
@@ -107,6 +108,19 @@ def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed)
     for proposal, committed in zip(proposals, outputs, strict=True):
         assert max(proposal.tree.depths) + 1 <= rules.max_new_tokens - num_committed
         num_committed += len(committed)
+
+
+@pytest.mark.parametrize("refed_at", range(4, 24))
+def test_no_tree_crosses_the_length_after_which_the_text_is_fed_again(refed_at):
+    prompt = [1, 2, 3, 1, 2, 3]
+    _, proposals, outputs = decode(prompt, replace(RULES, refed_at=refed_at))
+    length, depths = len(prompt), {True: 0, False: 0}  # of trees of shorter texts, and of longer ones
+    for proposal, committed in zip(proposals, outputs, strict=True):
+        depth, is_shorter = max(proposal.tree.depths), length <= refed_at
+        assert not is_shorter or length + depth <= refed_at
+        depths[is_shorter] = max(depths[is_shorter], depth)
+        length += len(committed)
+    assert depths[False] > 1
 
 
 @settings(max_examples=50, deadline=None)
