@@ -188,7 +188,7 @@ def try_instructor(url: str, model: str) -> str:
 
 
 def try_lm_eval(url: str, model: str, folder: str) -> str:
-    """Return how many results of lm-evaluation-harness are those of its own hf backend; all must be.
+    """Return how many results of lm-evaluation-harness equal those of the backend hf; all must.
 
     Args:
         url: of the server.

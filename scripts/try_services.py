@@ -1,6 +1,6 @@
 """Proxies, chat pages and load generators against a running lp-serve, unmodified; see try_clients.py.
 
-litellm's proxy and Open WebUI are started and get a few requests of their own APIs, which they pass on. guidellm and
+litellm's proxy and Open WebUI are started. They get a few requests and pass them on. guidellm and
 evalscope send 12 requests each to every route that they know.
 """
 
@@ -77,7 +77,7 @@ def running(command: Sequence[str], folder: str, variables: Mapping[str, str], r
 
 
 def post(url: str, body: Mapping[str, Any], key: str = "") -> Any:
-    """Post JSON; return the answer, or the list of its events if it is a stream of which none is an error."""
+    """Post JSON; return the answer, of a stream the list of its events. None of them may be an error."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:

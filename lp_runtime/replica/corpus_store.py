@@ -7,13 +7,12 @@ change, those alone are tokenized again.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex, index_tokens
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import encode, tokenizer_key
-from lp_runtime.utils.files import write_whole
+from lp_runtime.utils.files import locked, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +35,7 @@ ALIGNMENT = 64  # bytes of the line before the arrays are a multiple of this
 INDEX_BYTES = 64  # of memory for each token while places are sorted
 MIN_TOKEN_BYTES = 2  # of text for each token, roughly and at least
 Encode = Callable[[str], list[int]]
+Signatures = dict[str, list[int]]  # size and time of the last change by path: whether a file has changed
 
 
 class CorpusStore:
@@ -67,18 +67,17 @@ class CorpusStore:
             ConfigError: a path cannot be read or is no text, there is no text, or it is too large for the memory.
         """
         if self._file is None:
-            return self._make({}, None)
+            return self._make(self._signatures(), {}, None)
         try:
             self._file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._file.with_suffix(".lock"), "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # one process of the machine makes it, the others wait
+            with locked(self._file.with_suffix(".lock")):  # one process of the machine makes it, the others wait
                 return self._open(self._file)
         except OSError as error:
             log.warning("%s cannot be written: %s; each process makes its own index", self._file, error.strerror)
-            return self._make({}, None)
+            return self._make(self._signatures(), {}, None)
 
     def _open(self, file: Path) -> CorpusIndex:
-        known: dict[str, list[int]] = {}
+        known: Signatures = {}
         index: CorpusIndex | None = None
         try:
             known, index = _mapped(file, self._vocabulary_size)
@@ -86,17 +85,16 @@ class CorpusStore:
             pass
         except (OSError, ValueError, KeyError, TypeError):
             log.warning("%s is damaged and will be made again", file)
-        if index is None or known != self._signatures(self._files()):
-            made = self._make(known, index)
-            write_whole(file, _packed(self._signatures(self._files()), made))
+        signatures = self._signatures()
+        if index is None or known != signatures:
+            write_whole(file, _packed(signatures, self._make(signatures, known, index)))
             _, index = _mapped(file, self._vocabulary_size)
         return index
 
-    def _make(self, known: dict[str, list[int]], index: CorpusIndex | None) -> CorpusIndex:
-        """Return the index of the files as they are; the tokens of files in `known` are those of `index`."""
+    def _make(self, signatures: Signatures, known: Signatures, index: CorpusIndex | None) -> CorpusIndex:
+        """Return the index of files; the tokens of those that are the same in `known` are taken from `index`."""
         texts = _by_signature(known, index)
-        files = list(self._files())
-        num_bytes, free = sum(os.path.getsize(file) for file in files), psutil.virtual_memory().available
+        num_bytes, free = sum(size for size, _ in signatures.values()), psutil.virtual_memory().available
         if num_bytes // MIN_TOKEN_BYTES * INDEX_BYTES > free:
             needed = num_bytes // MIN_TOKEN_BYTES * INDEX_BYTES
             raise ConfigError(
@@ -104,12 +102,13 @@ class CorpusStore:
                 f" {free / 1e9:.1f} GB are free; give fewer files"
             )
         parts = [
-            texts[key] if (key := (str(file), *_signature(file))) in texts else self._tokens_of(file) for file in files
+            texts[key] if (key := (path, *signature)) in texts else self._tokens_of(Path(path))
+            for path, signature in signatures.items()
         ]
         num_tokens = sum(len(part) - 1 for part in parts)
         if num_tokens <= 0:
             raise ConfigError(f"{self._given}: holds no text in UTF-8")
-        log.info("%s: %d tokens in %d files", self._given, num_tokens, len(files))
+        log.info("%s: %d tokens in %d files", self._given, num_tokens, len(signatures))
         return index_tokens(np.concatenate(parts))
 
     def _tokens_of(self, file: Path) -> np.ndarray:
@@ -137,9 +136,13 @@ class CorpusStore:
             else:
                 raise ConfigError(f"{self._given}: {path}: no such file or folder")
 
-    @staticmethod
-    def _signatures(files: Iterable[Path]) -> dict[str, list[int]]:
-        return {str(file): list(_signature(file)) for file in files}
+    def _signatures(self) -> Signatures:
+        """Return size and time of the last change of all files, by path."""
+        found = {}
+        for file in self._files():
+            status = file.stat()
+            found[str(file)] = [status.st_size, status.st_mtime_ns]
+        return found
 
 
 def open_corpus(
@@ -184,13 +187,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
                 yield file
 
 
-def _signature(file: Path) -> tuple[int, int]:
-    """Return the size and the time of the last change, which tell whether a file has changed."""
-    found = file.stat()
-    return found.st_size, found.st_mtime_ns
-
-
-def _by_signature(known: dict[str, list[int]], index: CorpusIndex | None) -> dict[tuple, np.ndarray]:
+def _by_signature(known: Signatures, index: CorpusIndex | None) -> dict[tuple, np.ndarray]:
     """Return the tokens of each file of an index, -1 included, by path, size and time."""
     if index is None:
         return {}
@@ -199,7 +196,7 @@ def _by_signature(known: dict[str, list[int]], index: CorpusIndex | None) -> dic
     return {(path, *signature): text for (path, signature), text in zip(known.items(), texts, strict=True)}
 
 
-def _packed(signatures: dict[str, list[int]], index: CorpusIndex) -> bytes:
+def _packed(signatures: Signatures, index: CorpusIndex) -> bytes:
     """Return the bytes of an index file."""
     arrays = index.tokens.tobytes() + index.places.tobytes()
     digest = hashlib.blake2b(arrays, digest_size=16).hexdigest()
@@ -207,7 +204,7 @@ def _packed(signatures: dict[str, list[int]], index: CorpusIndex) -> bytes:
     return line.ljust(-(-(len(line) + 1) // ALIGNMENT) * ALIGNMENT - 1) + b"\n" + arrays
 
 
-def _mapped(file: Path, vocabulary_size: int) -> tuple[dict[str, list[int]], CorpusIndex]:
+def _mapped(file: Path, vocabulary_size: int) -> tuple[Signatures, CorpusIndex]:
     """Return the files of an index file, and its arrays, mapped. ValueError, KeyError or TypeError if it is damaged."""
     with open(file, "rb") as opened:
         head = json.loads(opened.readline())

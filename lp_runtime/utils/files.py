@@ -1,11 +1,21 @@
-"""Atomic file writes."""
+"""Atomic file writes, and locks between processes."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock file, which is created if necessary; other processes wait. Raises OSError if it cannot be opened."""
+    with open(path, "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def write_whole(path: Path, data: bytes) -> None:

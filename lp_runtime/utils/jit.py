@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import Any, overload
 
 import numba
 import numpy as np
@@ -25,6 +25,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
+from lp_runtime.utils.files import locked
 
 Int = int | np.int64  # the same type in compiled code
 
@@ -214,35 +215,30 @@ def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
 @contextlib.contextmanager
 def _compile_lock(compiler: Callable) -> Iterator[None]:
     """Hold the lock file of a `compiles` function, if there is a cache to share with other processes."""
-    lock = _open_lock(compiler)
-    if lock is None:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with contextlib.ExitStack() as stack:
+        if _cache_folders:
+            with contextlib.suppress(OSError):
+                stack.enter_context(locked(_lock_path(compiler)))
         yield
 
 
 def _is_compiling(compiler: Callable) -> bool:
     """Return whether another process holds the lock of a `compiles` function."""
-    lock = _open_lock(compiler)
-    if lock is None:
+    if not _cache_folders:
         return False
-    with lock:
-        try:
+    try:
+        with open(_lock_path(compiler), "a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
     return False
 
 
-def _open_lock(compiler: Callable) -> IO | None:
-    """Open the lock file of a `compiles` function; None if nothing can be cached and shared."""
-    try:
-        name = f"{compiler.__module__}.{compiler.__name__}.lock"
-        return open(cache_root() / name, "a") if _cache_folders else None
-    except OSError:
-        return None
+def _lock_path(compiler: Callable) -> Path:
+    """Return the lock file of a `compiles` function."""
+    return cache_root() / f"{compiler.__module__}.{compiler.__name__}.lock"
 
 
 def _delete_cached(cache_folder: Path) -> None:

@@ -128,7 +128,7 @@ def be_rank(rank: int) -> None:
 
 
 def test_the_example_on_forked_ranks(tmp_path):
-    """As torchrun starts them: it hosts the store."""
+    """This process hosts the store, as torchrun does."""
     store = host_store("127.0.0.1", 0, PATIENCE)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
     torchruns = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}

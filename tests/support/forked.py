@@ -118,7 +118,7 @@ def run_forked(
 ) -> subprocess.CompletedProcess:
     """Run a command's function in a forked process, and return what `subprocess.run` would of the command.
 
-    Nothing is imported anew: what modules read from the environment at import is of the process that it is forked from.
+    Nothing is imported again: modules keep the environment variables that they read in the process that is forked.
     Its replicas are forked, too.
 
     Args:
@@ -189,7 +189,7 @@ def next_result(results, processes: Sequence[BaseProcess]):
 
 
 class ForkedCompiler:
-    """What a ConstraintCompiler uses of a subprocess.Popen."""
+    """Part of subprocess.Popen that a ConstraintCompiler uses."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **options: object):
         pipe = Connection(os.dup(pass_fds[0]))

@@ -697,7 +697,7 @@ def register_guard() -> None:
             built = f"{folder}/device_guard.so"
             paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
             subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", built, *paths], check=True)
-            os.replace(built, library)  # whole, whoever builds it at the same time
+            os.replace(built, library)  # whole, though other processes build it, too
     torch.ops.load_library(str(library))
 
 

@@ -31,7 +31,7 @@ def indexed(texts: list[list[int]]) -> CorpusIndex:
 
 
 def next_tokens(texts: list[list[int]], context: list[int]) -> list[int]:
-    """What follows each occurrence of a context in the texts."""
+    """Return the token after each occurrence of a context in the texts."""
     size = len(context)
     return [
         text[i + size] if i + size < len(text) else -1

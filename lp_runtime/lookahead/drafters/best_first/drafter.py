@@ -69,7 +69,7 @@ class BestFirstDrafter(Drafter):
             draft_tables.start(GREEDY)
         else:
             draft_tables.start(SAMPLED, noise.temperature)
-        self._drafts = draft_tables.drafts(NO_VOCABULARY if vocabulary is None else vocabulary, corpus)
+        self._known = (NO_VOCABULARY if vocabulary is None else vocabulary, corpus)  # before any token is seen
         self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
@@ -86,9 +86,13 @@ class BestFirstDrafter(Drafter):
         """Return a copy of the acceptance counts and estimates."""
         return Rates(*(values.copy() for values in self._draft_tables.rates))
 
+    @property
+    def _drafts(self) -> tables.DraftArrays:
+        """All arrays in which candidates are looked up; those of the text are replaced when it grows."""
+        return self._draft_tables.drafts(*self._known)
+
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
 
     def propose(
         self,
@@ -166,11 +170,7 @@ class BestFirstDrafter(Drafter):
         )
 
     def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
-        self._append_text(tokens[-1:])
-
-    def _append_text(self, tokens: Sequence[int]) -> None:
-        self._draft_tables.append_text(tokens)
-        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
+        self._draft_tables.append_text(tokens[-1:])
 
     def advance(
         self,
@@ -181,11 +181,10 @@ class BestFirstDrafter(Drafter):
         path: Sequence[int],
     ) -> None:
         if result.top_k is None:  # a step without guesses: no top-k candidates were exchanged
-            self._append_text(committed)
+            self._draft_tables.append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
         self._draft_tables.make_room(len(committed))
-        self._drafts = self._draft_tables.drafts(self._drafts.vocabulary, self._drafts.corpus)
         self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,
