@@ -22,7 +22,7 @@ from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.request.request import Request

@@ -49,8 +49,9 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica import loading
+from lp_runtime.replica.loaded_model import load_replica
 from lp_runtime.replica.loading import prepare_model, ready_model
-from lp_runtime.replica.replica import join_group, load_replica
+from lp_runtime.replica.replica import join_group
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.server.status import StatusRoutes

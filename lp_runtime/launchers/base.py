@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 from lp_runtime.errors import ConfigError, ReplicaError, RequestError, unforeseen_as
 from lp_runtime.launchers.wire.lease import ReplicaLease
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 

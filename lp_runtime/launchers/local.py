@@ -10,7 +10,8 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.replica.replica import ReplicaInfo, start_replica
+from lp_runtime.replica.loaded_model import ReplicaInfo
+from lp_runtime.replica.replica import start_replica
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 

@@ -21,7 +21,7 @@ from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.driver.request_driver import RequestDriver
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.launchers.worker.process_host import ProcessHost
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 

@@ -26,7 +26,8 @@ from lp_runtime.errors import (
 from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
 from lp_runtime.launchers.split import choose_split, visible_on
 from lp_runtime.launchers.wire.sealed_request import open_request, seal
-from lp_runtime.replica.replica import ReplicaInfo, load_follower, start_replica
+from lp_runtime.replica.loaded_model import ReplicaInfo, load_follower
+from lp_runtime.replica.replica import start_replica
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 

@@ -19,7 +19,7 @@ from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.errors import ConfigError, ConstraintError, LengthError, RequestError, first_line
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import encode, encode_chat
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
 from lp_runtime.sampling.processors import check_processors

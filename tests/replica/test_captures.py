@@ -19,8 +19,8 @@ from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.forward import fixed_passes
 from lp_runtime.model.forward.cuda_graph import PassSize
 from lp_runtime.replica import loading
+from lp_runtime.replica.loaded_model import load_replica
 from lp_runtime.replica.loading import ready_model
-from lp_runtime.replica.replica import load_replica
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),

@@ -15,7 +15,7 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import cuda_graph
-from lp_runtime.replica import replica
+from lp_runtime.replica import loaded_model
 from lp_runtime.replica.loading import not_captured
 
 
@@ -27,7 +27,7 @@ def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kep
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(cuda_graph, "kernels_for", lambda device: KERNELS)
     config = RuntimeConfig(device="cpu", dtype="float32", exactness=exactness, strict_tokens=16, cache_dir=None)
-    loaded = replica.load_replica(config, 0, 1, owns_process=False)
+    loaded = loaded_model.load_replica(config, 0, 1, owns_process=False)
     loaded.model.enable_graphs(capture=False)
     gather = replica.gather_rows
     monkeypatch.setattr(
@@ -67,7 +67,7 @@ def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypat
         loads.append((owns_device, config.show_progress))
         raise ModelError("enough")
 
-    monkeypatch.setattr(replica, "load_replica", load)
+    monkeypatch.setattr(loaded_model, "load_replica", load)
     config = RuntimeConfig(launcher=LauncherConfig(backend=backend), show_progress=True)
     context = ReplicaContext(rank, 4, device_index=0, num_local=4, owns_device=True)
     with pytest.raises(ModelError, match="enough"), replica.start_replica(config, context):
@@ -76,10 +76,10 @@ def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypat
 
 
 def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(replica, "gpu_number", lambda device: 7)
+    monkeypatch.setattr(loaded_model, "gpu_number", lambda device: 7)
     model = SimpleNamespace(device=torch.device("cuda"), timer=None, graphs=None)
     loaded = SimpleNamespace(model=model, info=SimpleNamespace(capacity=None))
-    monkeypatch.setattr(replica, "gather_rows", lambda row, group: np.stack([row, row]))
+    monkeypatch.setattr(loaded_model, "gather_rows", lambda row, group: np.stack([row, row]))
     context = ReplicaContext(owns_device=True)
     with (
         pytest.raises(ConfigError, match="replicas 0 and 1 have the same GPU"),
@@ -99,10 +99,10 @@ def test_one_replica_of_a_machine_warns_of_too_few_cores(device, device_index, o
     def stop(*arguments):
         raise ModelError("enough")
 
-    monkeypatch.setattr(replica, "choose_device", lambda *arguments: torch.device(device, device_index))
+    monkeypatch.setattr(loaded_model, "choose_device", lambda *arguments: torch.device(device, device_index))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(replica, "warn_of_few_cores", asked.append)
-    monkeypatch.setattr(replica, "ready_model", stop)
+    monkeypatch.setattr(loaded_model, "warn_of_few_cores", asked.append)
+    monkeypatch.setattr(loaded_model, "ready_model", stop)
     with pytest.raises(ModelError, match="enough"):
-        replica.load_replica(RuntimeConfig(), device_index, 8, False, owns_device)
+        loaded_model.load_replica(RuntimeConfig(), device_index, 8, False, owns_device)
     assert asked == [8] * warns

@@ -14,7 +14,8 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
+from lp_runtime.replica.loaded_model import LoadedModel, load_replica
+from lp_runtime.replica.replica import Replica, join_group
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 

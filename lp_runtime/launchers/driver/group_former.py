@@ -13,7 +13,7 @@ from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import GroupBroken, Join, Joined, Refused
 from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 
 Answer = Joined | GroupBroken | ReplicaLost  # to a Join
 

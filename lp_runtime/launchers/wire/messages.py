@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.utils.encoding import decode, encode

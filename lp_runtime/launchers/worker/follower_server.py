@@ -8,7 +8,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import LookaheadError, ShardError
 from lp_runtime.launchers.wire.messages import PING, PONG, Failed
 from lp_runtime.launchers.worker.process_host import Placement
-from lp_runtime.replica.replica import load_follower
+from lp_runtime.replica.loaded_model import load_follower
 
 
 class FollowerServer:

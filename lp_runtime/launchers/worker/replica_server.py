@@ -44,7 +44,8 @@ from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
-from lp_runtime.replica.replica import LoadedModel, Replica, join_group, load_replica
+from lp_runtime.replica.loaded_model import LoadedModel, load_replica
+from lp_runtime.replica.replica import Replica, join_group
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.utils.memory import out_of_memory_as

@@ -28,7 +28,7 @@ from lp_runtime.launchers.wire.messages import (
 )
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
 from lp_runtime.lookahead.drafter import Counts
-from lp_runtime.replica.replica import ReplicaInfo
+from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import MODEL, Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimes
