@@ -15,7 +15,7 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import cuda_graph
-from lp_runtime.replica import loaded_model
+from lp_runtime.replica import loaded_model, replica
 from lp_runtime.replica.loading import not_captured
 
 
@@ -67,7 +67,7 @@ def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypat
         loads.append((owns_device, config.show_progress))
         raise ModelError("enough")
 
-    monkeypatch.setattr(loaded_model, "load_replica", load)
+    monkeypatch.setattr(replica, "load_replica", load)
     config = RuntimeConfig(launcher=LauncherConfig(backend=backend), show_progress=True)
     context = ReplicaContext(rank, 4, device_index=0, num_local=4, owns_device=True)
     with pytest.raises(ModelError, match="enough"), replica.start_replica(config, context):
@@ -76,10 +76,10 @@ def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypat
 
 
 def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
-    monkeypatch.setattr(loaded_model, "gpu_number", lambda device: 7)
+    monkeypatch.setattr(replica, "gpu_number", lambda device: 7)
     model = SimpleNamespace(device=torch.device("cuda"), timer=None, graphs=None)
     loaded = SimpleNamespace(model=model, info=SimpleNamespace(capacity=None))
-    monkeypatch.setattr(loaded_model, "gather_rows", lambda row, group: np.stack([row, row]))
+    monkeypatch.setattr(replica, "gather_rows", lambda row, group: np.stack([row, row]))
     context = ReplicaContext(owns_device=True)
     with (
         pytest.raises(ConfigError, match="replicas 0 and 1 have the same GPU"),
