@@ -24,6 +24,7 @@ from lp_runtime.launchers import spawn
 from lp_runtime.utils.jit import cache_root
 
 START_PROCESS = spawn.start_process
+FORKS_REPLICAS = not torch.cuda.is_available()  # a driver of CUDA does not survive a fork
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir is not that of the tests after it
 # Files that take a minute or more. They begin first: whoever begins one last is waited for.
 LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
@@ -37,14 +38,15 @@ hypothesis.settings.load_profile("untimed")
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
     """All workers fork from one process, which imports while they collect."""
-    node.workerinput["fork_server"] = server_of_controller()
+    if FORKS_REPLICAS:
+        node.workerinput["fork_server"] = server_of_controller()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported is kept out of garbage collections: see lp_runtime/utils/startup.py."""
     gc.freeze()
     gc.enable()
-    if hasattr(session.config, "workerinput"):
+    if "fork_server" in getattr(session.config, "workerinput", {}):
         join_server(*session.config.workerinput["fork_server"])
         wait_for_server()  # workers would compile what it compiles, each by itself
 
@@ -61,7 +63,7 @@ def forked_replicas() -> Iterator[None]:
     But see `started_replicas` and `started_compilers`.
     """
     with pytest.MonkeyPatch.context() as patch:
-        if not torch.cuda.is_available():  # a driver of CUDA does not survive a fork
+        if FORKS_REPLICAS:
             patch.setattr(spawn, "start_process", ForkedReplica)
             forking = SimpleNamespace(Popen=ForkedCompiler, DEVNULL=subprocess.DEVNULL)
             patch.setattr(compile_process, "subprocess", forking)
