@@ -57,6 +57,23 @@ def find_tile(
     return own_row, tile - tl.sum(tl.where(each < own_row, tiles, 0), 0)
 
 
+@triton.jit
+def add_block(q, k, v, seen, scale, largest, weight_sum, sums):
+    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum).
+
+    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867).
+    """
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen, scores, float("-inf"))
+    larger = tl.maximum(largest, tl.max(scores, 1))
+    shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
+    weights = tl.exp(scores - shift[:, None])
+    fading = tl.exp(largest - shift)
+    weight_sum = weight_sum * fading + tl.sum(weights, 1)
+    sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+    return larger, weight_sum, sums
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_words", "num_parts", "column"])  # compiles few variants
 def _attend_part(
     query, lowest, positions, words, table, sinks, output, total, num_used,
@@ -67,8 +84,10 @@ def _attend_part(
 ):  # fmt: skip
     """Attend to one part of a sequence's keys; one program per key/value head, part and tile.
 
-    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867). A tile may see too few keys for all
-    parts: programs of parts without keys end at once, and the first part's program stores how many parts have keys.
+    Keys are divided into blocks: first those of the committed tokens, then those of the tree, whose blocks begin at a
+    multiple of BLOCK_KEYS fed tokens, so that a token's mask of a block lies in one of its words. A tile may see too
+    few keys for all parts: programs of parts without keys end at once, and the first part's program stores how many
+    parts have keys.
     """
     head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
@@ -77,62 +96,64 @@ def _attend_part(
         row = table + own_row * WIDTH
         first, num_own = tl.load(row).to(tl.int32), tl.load(row + 1).to(tl.int32)
         num_committed, capacity = tl.load(row + 2).to(tl.int32), tl.load(row + 3)
+        pointer = tl.pointer_type(query.dtype.element_ty)
+        keys = tl.multiple_of(tl.load(row + column).to(pointer), 16)
+        values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16)
         index = own_tile * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         is_row = index < num_own * GROUPS
         token, query_head = first + index // GROUPS, head * GROUPS + index % GROUPS
         low = tl.load(lowest + token, mask=is_row, other=NO_LIMIT).to(tl.int32)
+        dims = tl.arange(0, BLOCK_SIZE)
+        inside = dims < SIZE
+        query_places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
+        q = tl.load(query + query_places, mask=is_row[:, None] & inside[None, :], other=0.0)
         begin = tl.minimum(tl.min(low, 0), num_committed)
-        num_keys = num_committed + num_own
-        num_keys = tl.where(capacity > 0, num_keys, begin)  # padding sees nothing
-        part_size = tl.maximum(tl.cdiv(tl.cdiv(num_keys - begin, num_parts), BLOCK_KEYS), 1) * BLOCK_KEYS
-        used = tl.cdiv(num_keys - begin, part_size)
+        num_before = tl.cdiv(num_committed - begin, BLOCK_KEYS)
+        num_blocks = num_before + tl.cdiv(num_own, BLOCK_KEYS)
+        num_blocks = tl.where(capacity > 0, num_blocks, 0)  # padding sees nothing
+        part_blocks = tl.maximum(tl.cdiv(num_blocks, num_parts), 1)
+        used = tl.cdiv(num_blocks, part_blocks)
         if HAS_PARTS:
             used_places = token.to(tl.int64) * num_heads * GROUPS + query_head
             tl.store(num_used + used_places, used, mask=is_row & (part == 0))
         else:
             used = 1  # without a merge, this program also writes rows that see no keys
         if part < used:
-            end = tl.minimum(begin + (part + 1) * part_size, num_keys)
-            dims = tl.arange(0, BLOCK_SIZE)
-            inside = dims < SIZE
-            places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
-            q = tl.load(query + places, mask=is_row[:, None] & inside[None, :], other=0.0)
-            pointer = tl.pointer_type(query.dtype.element_ty)
+            first_block = part * part_blocks
+            end_block = tl.minimum(first_block + part_blocks, num_blocks)
+            each = tl.arange(0, BLOCK_KEYS)
+            cells = each[:, None] * SIZE + dims[None, :]
             cache_start = head.to(tl.int64) * capacity * SIZE
-            keys = tl.multiple_of(tl.load(row + column).to(pointer), 16) + cache_start
-            values = tl.multiple_of(tl.load(row + column + 1).to(pointer), 16) + cache_start
+            keys += cache_start
+            values += cache_start
             half_words = words.to(tl.pointer_type(tl.int32))  # lower half first; int32 takes half the registers
             largest = tl.full([BLOCK_ROWS], float("-inf"), tl.float32)
             weight_sum = tl.zeros([BLOCK_ROWS], tl.float32)
             sums = tl.zeros([BLOCK_ROWS, BLOCK_SIZE], tl.float32)
-            for start in range(begin + part * part_size, end, BLOCK_KEYS):
-                slots = start + tl.arange(0, BLOCK_KEYS)
-                is_key = slots < end
-                cells = slots[:, None].to(tl.int64) * SIZE + dims[None, :]
+            for block in range(first_block, tl.minimum(end_block, num_before)):
+                start = begin + block * BLOCK_KEYS
+                is_key = start + each < num_committed
                 there = is_key[:, None] & inside[None, :]
-                k = tl.load(keys + cells, mask=there, other=0.0)
-                scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                if start + BLOCK_KEYS > num_committed:
-                    place = slots - num_committed  # in the tree
-                    is_tree = is_key & (place >= 0)
-                    at = tl.load(positions + first + place, mask=is_tree, other=0).to(tl.int32)
-                    at = tl.where(is_tree, at, slots)
-                    word_places = token[:, None] * (2 * num_words) + (place >> 5)[None, :]
-                    word = tl.load(half_words + word_places, mask=is_row[:, None] & is_tree[None, :], other=-1)
-                    is_ancestor = ((word >> (place & 31)[None, :]) & 1) != 0
-                    seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
-                    scores = tl.where(seen, scores, float("-inf"))
-                else:
-                    seen = is_key[None, :] & (slots[None, :] >= low[:, None])
-                    scores = tl.where(seen, scores, float("-inf"))
-                larger = tl.maximum(largest, tl.max(scores, 1))
-                shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
-                weights = tl.exp(scores - shift[:, None])
-                fading = tl.exp(largest - shift)
-                weight_sum = weight_sum * fading + tl.sum(weights, 1)
-                v = tl.load(values + cells, mask=there, other=0.0)
-                sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-                largest = larger
+                k = tl.load(keys + start.to(tl.int64) * SIZE + cells, mask=there, other=0.0)
+                v = tl.load(values + start.to(tl.int64) * SIZE + cells, mask=there, other=0.0)
+                seen = is_key[None, :] & (start + each[None, :] >= low[:, None])
+                largest, weight_sum, sums = add_block(q, k, v, seen, scale, largest, weight_sum, sums)
+            for block in range(tl.maximum(first_block, num_before), end_block):
+                start = (block - num_before) * BLOCK_KEYS  # in the tree
+                is_key = start + each < num_own
+                there = is_key[:, None] & inside[None, :]
+                slot = (num_committed + start).to(tl.int64)
+                k = tl.load(keys + slot * SIZE + cells, mask=there, other=0.0)
+                v = tl.load(values + slot * SIZE + cells, mask=there, other=0.0)
+                at = tl.load(positions + first + start + each, mask=is_key, other=0).to(tl.int32)
+                half = half_words + token * (2 * num_words) + (start >> 5)
+                word = tl.load(half, mask=is_row, other=-1)[:, None]
+                if BLOCK_KEYS > 32:
+                    upper = tl.load(half + 1, mask=is_row, other=-1)
+                    word = tl.where(each[None, :] < 32, word, upper[:, None])
+                is_ancestor = ((word >> ((start + each) & 31)[None, :]) & 1) != 0
+                seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
+                largest, weight_sum, sums = add_block(q, k, v, seen, scale, largest, weight_sum, sums)
             is_empty = weight_sum == 0.0
             weight_sum = tl.where(is_empty, 1.0, weight_sum)
             sums = sums / weight_sum[:, None]

@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 
 HEADER = 4  # integers in a row of the table before the addresses
+PROGRAM_PAIRS = 1024  # pairs of dimensions that a program rotates
+WARP_PAIRS = 256  # of them, those of a warp: 16 bytes of each half a thread
 
 
 @triton.jit(do_not_specialize=["column"])
@@ -21,42 +23,47 @@ def _rotate_and_write(
     query, key, value, cos, sin, owners, table, rotated,
     query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and write one head of one token; one program per token and query, key or value head."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    first = tl.arange(0, BLOCK)
-    second = first + HALF
-    inside = first < HALF
-    size = 2 * HALF
-    is_query, is_value = head < QUERY_HEADS, head >= QUERY_HEADS + KEY_HEADS
+    """Rotate and write some heads of one token; one program per token and block of query, key or value heads."""
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    KEY_BLOCKS: tl.constexpr = (KEY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
+    is_query, is_value = block < QUERY_BLOCKS, block >= QUERY_BLOCKS + KEY_BLOCKS
+    dims = tl.arange(0, BLOCK)[None, :]
     row = table + tl.load(owners + token) * WIDTH
     capacity = tl.load(row + 3)
-    is_kept = inside & (is_query | (capacity > 0))  # padding has no cache
     if is_query:
-        source = query + token * query_stride + head * size
-        target = rotated + (token * QUERY_HEADS + head) * size
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        inside = (head < QUERY_HEADS) & (dims < HALF)
+        is_kept = inside
+        source = query + token * query_stride
+        target = rotated + (token * QUERY_HEADS + head) * 2 * HALF
     else:
-        own_head = head - QUERY_HEADS
-        source = key + token * key_stride + own_head * size
+        block -= QUERY_BLOCKS
+        source = key + token * key_stride
         if is_value:
-            own_head -= KEY_HEADS
-            source = value + token * value_stride + own_head * size
+            block -= KEY_BLOCKS
+            source = value + token * value_stride
+        head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
+        inside = (head < KEY_HEADS) & (dims < HALF)
+        is_kept = inside & (capacity > 0)  # padding has no cache
         cache = tl.load(row + column + is_value.to(tl.int32)).to(tl.pointer_type(rotated.dtype.element_ty))
         slot = tl.load(row + 2) + token - tl.load(row)
-        target = tl.multiple_of(cache, 16) + (own_head * capacity + slot) * size
-    low = tl.load(source + first, mask=inside).to(tl.float32)
-    high = tl.load(source + second, mask=inside).to(tl.float32)
+        target = tl.multiple_of(cache, 16) + (head * capacity + slot) * 2 * HALF
+    low = tl.load(source + head * 2 * HALF + dims, mask=inside).to(tl.float32)
+    high = tl.load(source + head * 2 * HALF + HALF + dims, mask=inside).to(tl.float32)
     if is_value:
-        tl.store(target + first, low, mask=is_kept)
-        tl.store(target + second, high, mask=is_kept)
+        tl.store(target + dims, low, mask=is_kept)
+        tl.store(target + HALF + dims, high, mask=is_kept)
     else:
-        angles = token * size
-        low_cos = tl.load(cos + angles + first, mask=inside).to(tl.float32)
-        high_cos = tl.load(cos + angles + second, mask=inside).to(tl.float32)
-        low_sin = tl.load(sin + angles + first, mask=inside).to(tl.float32)
-        high_sin = tl.load(sin + angles + second, mask=inside).to(tl.float32)
-        tl.store(target + first, low * low_cos - high * low_sin, mask=is_kept)
-        tl.store(target + second, high * high_cos + low * high_sin, mask=is_kept)
+        angles = token * 2 * HALF + dims
+        low_cos = tl.load(cos + angles, mask=dims < HALF).to(tl.float32)
+        high_cos = tl.load(cos + angles + HALF, mask=dims < HALF).to(tl.float32)
+        low_sin = tl.load(sin + angles, mask=dims < HALF).to(tl.float32)
+        high_sin = tl.load(sin + angles + HALF, mask=dims < HALF).to(tl.float32)
+        tl.store(target + dims, low * low_cos - high * low_sin, mask=is_kept)
+        tl.store(target + HALF + dims, high * high_cos + low * high_sin, mask=is_kept)
 
 
 @torch.library.custom_op("lp_runtime::rotate_and_write", mutates_args=("table",))
@@ -85,13 +92,20 @@ def rotate_and_write(
     num_keys = key.shape[2]
     assert all(each.stride()[2:] == (size, 1) for each in (query, key, value)) and table.is_contiguous()
     rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    _rotate_and_write[(num_tokens, num_queries + 2 * num_keys)](
+    block, block_heads = head_blocks(size // 2, num_queries)
+    _rotate_and_write[(num_tokens, triton.cdiv(num_queries, block_heads) + 2 * triton.cdiv(num_keys, block_heads))](
         query, key, value, cos.contiguous(), sin.contiguous(), owners, table, rotated,
         query.stride(1), key.stride(1), value.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], QUERY_HEADS=num_queries, KEY_HEADS=num_keys, HALF=size // 2,
-        BLOCK=triton.next_power_of_2(size // 2), num_warps=1,
+        BLOCK=block, BLOCK_HEADS=block_heads, num_warps=max(1, block * block_heads // WARP_PAIRS),
     )  # fmt: skip
     return rotated
+
+
+def head_blocks(half: int, num_queries: int) -> tuple[int, int]:
+    """Return (dimensions, heads) of a program of `_rotate_and_write`; `half` is D / 2, `num_queries` is g H."""
+    block = triton.next_power_of_2(half)
+    return block, min(triton.next_power_of_2(num_queries), max(1, PROGRAM_PAIRS // block))
 
 
 @rotate_and_write.register_fake

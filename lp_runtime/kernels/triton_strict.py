@@ -23,25 +23,18 @@ import torch
 import triton
 import triton.language as tl
 
-from lp_runtime.kernels.triton_attention import MIN_BLOCK, NO_LIMIT, blocks, find_tile, num_warps
+from lp_runtime.kernels.triton_attention import (
+    MIN_BLOCK,
+    NO_LIMIT,
+    add_block,
+    blocks,
+    find_tile,
+    num_warps,
+)
 from lp_runtime.kernels.triton_cache import HEADER
 
 NUM_PARTS = 16  # of the head: 128 tokens and 8 key/value heads with 4 query heads each are 1,024 programs
 MANY_ROWS = 1 << 10  # assumed rows of every pass: a program's block sizes must not depend on the actual number
-
-
-@triton.jit
-def _add_block(q, k, v, seen, scale, largest, weight_sum, sums):
-    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum)."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    scores = tl.where(seen, scores, float("-inf"))
-    larger = tl.maximum(largest, tl.max(scores, 1))
-    shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
-    weights = tl.exp(scores - shift[:, None])
-    fading = tl.exp(largest - shift)
-    weight_sum = weight_sum * fading + tl.sum(weights, 1)
-    sums = sums * fading[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
-    return larger, weight_sum, sums
 
 
 @triton.jit(do_not_specialize=["num_tokens", "column"])
@@ -90,7 +83,7 @@ def _attend_head(
                 k = tl.load(keys + cells, mask=inside[None, :], other=0.0)
                 v = tl.load(values + cells, mask=inside[None, :], other=0.0)
                 seen = (slots[None, :] < (last * POSITIONS)[:, None]) & (slots[None, :] >= low[:, None])
-                largest, weight_sum, sums = _add_block(q, k, v, seen, scale, largest, weight_sum, sums)
+                largest, weight_sum, sums = add_block(q, k, v, seen, scale, largest, weight_sum, sums)
             is_empty = weight_sum == 0.0
             weight_sum = tl.where(is_empty, 1.0, weight_sum)
             places = (part * num_tokens + token).to(tl.int64) * num_heads * GROUPS + query_head
@@ -138,7 +131,7 @@ def _attend_tail(
         cells = slot[:, None] * SIZE + dims[None, :]
         k = tl.load(keys + cells, mask=is_key[:, None] & inside[None, :], other=0.0)
         v = tl.load(values + cells, mask=is_key[:, None] & inside[None, :], other=0.0)
-        largest, weight_sum, sums = _add_block(q, k, v, is_key[None, :], scale, largest, weight_sum, sums)
+        largest, weight_sum, sums = add_block(q, k, v, is_key[None, :], scale, largest, weight_sum, sums)
 
     parts = tl.arange(0, PARTS)
     begin = low // POSITIONS

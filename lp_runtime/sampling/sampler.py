@@ -283,13 +283,10 @@ def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
     Both are [n, K] int64; an id is NO_TOKEN if there are fewer.
     """
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
-    margins = (
-        ((top[:, :1] - top) * UNITS_PER_NAT)
-        .round()
-        .nan_to_num(nan=MAX_MARGIN, posinf=MAX_MARGIN)
-        .clamp(0, MAX_MARGIN)
-        .long()
-    )
+    ids = torch.where(top > -torch.inf, ids, NO_TOKEN)
+    margins = ((top[:, :1] - top) * UNITS_PER_NAT).round().clamp(0, MAX_MARGIN)
+    margins = torch.where(top == top[:, :1], 0, margins)  # both may be infinite, and their difference NaN
+    margins = torch.where(top > -torch.inf, margins, MAX_MARGIN).long()
     if ids.shape[1] < num:
         missing = (0, num - ids.shape[1])
         ids = torch.nn.functional.pad(ids, missing, value=NO_TOKEN)

@@ -79,8 +79,8 @@ def test_sinks(case, num_processors):
 @pytest.mark.parametrize(
     ("num_cached", "num_written"),
     [
-        (20, 1),
-        pytest.param(100, 2, marks=pytest.mark.slow),
+        (20, 2),
+        pytest.param(100, 3, marks=pytest.mark.slow),
         pytest.param(64 * 31, 32, marks=pytest.mark.slow),
         pytest.param(64 * 63, 64, marks=pytest.mark.slow),
     ],

@@ -122,8 +122,8 @@ def main(capabilities: list[int]) -> None:
             ("fp32", 64, 4),
         ):
             print_strict(capability, dtype, size, groups)
-        heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64}
-        print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=1))
+        heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64, "BLOCK_HEADS": 16}
+        print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
         print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -70,7 +71,9 @@ def _refusing_waits(device: torch.device) -> Iterator[None]:
     """Raise if the body of a `with` block waits for the device."""
     torch.cuda.current_stream(device).synchronize()
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch's, that the mode is a prototype and misses some waits
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except torch.OutOfMemoryError:
