@@ -59,7 +59,7 @@ class Replica:
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         draft_tables = self._draft_store.load(group) if self._draft_store else None
-        calibration = Calibration(model, group, config.cache_dir, loaded.known, is_gradual=True)
+        calibration = Calibration(model, group, config.cache_dir, loaded.known, config.works_when_idle)
         corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group)
         draft_pool = DraftPool(draft_tables, corpus)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
@@ -68,7 +68,7 @@ class Replica:
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
-        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
+        self._background = BackgroundPrior(calibration, group, config, after_use=is_restarted)
 
     def close(self) -> None:
         """Stop the background work that runs between requests."""
