@@ -23,7 +23,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lp_runtime.kernels.early_launch import early_launch
 from lp_runtime.kernels.triton_cache import HEADER
 
 MIN_BLOCK = 16  # smallest number of rows and columns of a tensor-core product
@@ -31,11 +33,14 @@ MAX_ROWS = 64  # of a program, in half precision: the widest products of sm_90 n
 MAX_LARGE_ROWS = 32  # of a program, in half precision, if a head is larger than MAX_SIZE: with more, registers spill
 MAX_SIZE = 128  # head size up to which MAX_ROWS applies
 MAX_FLOAT_ROWS = 16  # of a program, in float32
-MAX_KEYS = 64  # that a program holds at once
-KEY_BYTES = 1 << 14  # of the keys that a program holds at once; fits the shared memory of the smallest GPUs
+MAX_KEYS = 32  # of a block: with 64, a multiprocessor has registers for fewer programs
+KEY_BYTES = 1 << 14  # of the keys of a block; fits the shared memory of the smallest GPUs
+STAGED_BYTES = 1 << 13  # of the keys of a block, up to which two blocks are loaded ahead; one if they are larger
 MAX_PARTS = 64  # of the keys: one token with 8 key/value heads then fills the largest GPUs
 MERGED_BY_WARP = 2048  # elements of all parts of a row that one warp merges
-PROGRAMS_PER_PROCESSOR = 2  # enough to hide each other's latency on a multiprocessor
+PROGRAMS = 3  # that a multiprocessor has registers for
+LARGE_PROGRAMS = 2  # likewise, of MAX_ROWS rows, of a head larger than MAX_SIZE, or in float32
+MIN_BLOCKS = tl.constexpr(1)  # of a part
 NO_LIMIT = tl.constexpr((1 << 31) - 1)  # lowest visible position of rows outside of the tile: they see nothing
 
 
@@ -80,7 +85,7 @@ def _attend_part(
     scale, num_tokens, num_words, num_parts, token_stride, head_stride, column,
     WIDTH: tl.constexpr, NUM_ROWS: tl.constexpr, BLOCK_TABLE: tl.constexpr,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, HAS_PARTS: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend to one part of a sequence's keys; one program per key/value head, part and tile.
 
@@ -105,13 +110,16 @@ def _attend_part(
         low = tl.load(lowest + token, mask=is_row, other=NO_LIMIT).to(tl.int32)
         dims = tl.arange(0, BLOCK_SIZE)
         inside = dims < SIZE
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()
         query_places = token[:, None].to(tl.int64) * token_stride + query_head[:, None] * head_stride + dims[None, :]
         q = tl.load(query + query_places, mask=is_row[:, None] & inside[None, :], other=0.0)
         begin = tl.minimum(tl.min(low, 0), num_committed)
         num_before = tl.cdiv(num_committed - begin, BLOCK_KEYS)
         num_blocks = num_before + tl.cdiv(num_own, BLOCK_KEYS)
         num_blocks = tl.where(capacity > 0, num_blocks, 0)  # padding sees nothing
-        part_blocks = tl.maximum(tl.cdiv(num_blocks, num_parts), 1)
+        part_blocks = tl.maximum(tl.cdiv(num_blocks, num_parts), MIN_BLOCKS)
         used = tl.cdiv(num_blocks, part_blocks)
         if HAS_PARTS:
             used_places = token.to(tl.int64) * num_heads * GROUPS + query_head
@@ -171,12 +179,14 @@ def _attend_part(
 def _merge_parts(
     outputs, totals, num_used, sinks, merged, num_rows,
     QUERY_HEADS: tl.constexpr, SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
-    BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one row, the query of one token and head; one program per row.
 
     Parts without keys were never written, so they are not read.
     """
+    if EARLY:
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     parts, dims = tl.arange(0, BLOCK_PARTS), tl.arange(0, BLOCK_SIZE)
     total = tl.load(totals + parts * num_rows + row, mask=parts < tl.load(num_used + row), other=float("-inf"))
@@ -226,7 +236,7 @@ def attend(
     groups, num_rows = num_queries // num_heads, len(table)
     block = blocks(groups * num_tokens, size, query.element_size())
     num_tiles = triton.cdiv(groups * num_tokens, block["BLOCK_ROWS"])
-    num_parts = parts_of(block, num_heads * num_tiles, num_processors)
+    num_parts = parts_of(block, num_heads * num_tiles, num_processors, query.element_size())
     result = torch.empty((1, num_tokens, num_queries, size), dtype=query.dtype, device=query.device)
     shape = (num_parts, num_tokens, num_queries)
     output = result if num_parts == 1 else torch.empty((*shape, size), dtype=torch.float32, device=query.device)
@@ -237,7 +247,8 @@ def attend(
         scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
         GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1, HAS_SINKS=sinks is not None,
-        num_stages=2, num_warps=num_warps(block, query.element_size()), **block,
+        num_warps=num_warps(block, query.element_size()), num_stages=num_stages(block, query.element_size()),
+        **block, **early_launch(query.device),
     )  # fmt: skip
     if num_parts > 1:
         count, block_parts = num_tokens * num_queries, triton.next_power_of_2(num_parts)
@@ -245,7 +256,7 @@ def attend(
             output, total, num_used, query if sinks is None else sinks, result, count,
             QUERY_HEADS=num_queries, SIZE=size, HAS_SINKS=sinks is not None,
             BLOCK_PARTS=block_parts, BLOCK_SIZE=block["BLOCK_SIZE"],
-            num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)),
+            num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)), **early_launch(query.device),
         )  # fmt: skip
     return result
 
@@ -271,19 +282,22 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
     }
 
 
-def parts_of(block: dict[str, int], num_programs: int, num_processors: int) -> int:
-    """Return into how many parts the keys are split.
+def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_bytes: int) -> int:
+    """Return into how many parts the keys are split: as many as run at once, because more would need a second round.
 
     Args:
         block: of `blocks`.
         num_programs: tiles of all key/value heads: the programs of `_attend_part` with one part.
+        num_bytes: size of an element.
     """
-    if block["BLOCK_ROWS"] == MAX_ROWS and block["BLOCK_SIZE"] == MAX_SIZE:
-        # A program takes all registers of a multiprocessor: more of them would wait for a second round.
-        num_parts = num_processors // num_programs
-    else:
-        num_parts = triton.cdiv(PROGRAMS_PER_PROCESSOR * num_processors, num_programs)
-    return max(1, min(MAX_PARTS, num_parts))
+    is_large = block["BLOCK_ROWS"] == MAX_ROWS or block["BLOCK_SIZE"] > MAX_SIZE or num_bytes == 4
+    at_once = num_processors * (LARGE_PROGRAMS if is_large else PROGRAMS)
+    return max(1, min(MAX_PARTS, at_once // num_programs))
+
+
+def num_stages(block: dict[str, int], num_bytes: int) -> int:
+    """Return how many stages the loops of `_attend_part` have, by its blocks and the size of an element."""
+    return 3 if block["BLOCK_KEYS"] * block["BLOCK_SIZE"] * num_bytes <= STAGED_BYTES else 2
 
 
 def num_warps(block: dict[str, int], num_bytes: int) -> int:
@@ -293,4 +307,4 @@ def num_warps(block: dict[str, int], num_bytes: int) -> int:
         block: of `blocks`.
         num_bytes: size of an element.
     """
-    return 8 if block["BLOCK_ROWS"] == MAX_ROWS or num_bytes == 4 else 4
+    return 8 if num_bytes == 4 else 4

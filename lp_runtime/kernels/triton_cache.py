@@ -12,6 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from lp_runtime.kernels.early_launch import early_launch
 
 HEADER = 4  # integers in a row of the table before the addresses
 PROGRAM_PAIRS = 1024  # pairs of dimensions that a program rotates
@@ -23,7 +26,7 @@ def _rotate_and_write(
     query, key, value, cos, sin, owners, table, rotated,
     query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rotate and write some heads of one token; one program per token and block of query, key or value heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -51,6 +54,9 @@ def _rotate_and_write(
         cache = tl.load(row + column + is_value.to(tl.int32)).to(tl.pointer_type(rotated.dtype.element_ty))
         slot = tl.load(row + 2) + token - tl.load(row)
         target = tl.multiple_of(cache, 16) + (head * capacity + slot) * 2 * HALF
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
     low = tl.load(source + head * 2 * HALF + dims, mask=inside).to(tl.float32)
     high = tl.load(source + head * 2 * HALF + HALF + dims, mask=inside).to(tl.float32)
     if is_value:
@@ -98,6 +104,7 @@ def rotate_and_write(
         query.stride(1), key.stride(1), value.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], QUERY_HEADS=num_queries, KEY_HEADS=num_keys, HALF=size // 2,
         BLOCK=block, BLOCK_HEADS=block_heads, num_warps=max(1, block * block_heads // WARP_PAIRS),
+        **early_launch(query.device),
     )  # fmt: skip
     return rotated
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from lp_runtime.kernels.early_launch import early_launch
 from lp_runtime.kernels.triton_attention import attend as attend  # `as` marks a re-export
 from lp_runtime.kernels.triton_cache import rotate_and_write as rotate_and_write
 from lp_runtime.kernels.triton_cache import write as write
@@ -30,11 +32,13 @@ GATE_BLOCK = 1024  # elements that a program computes
 
 
 @triton.jit
-def _gate(gate_up, output, size, BLOCK: tl.constexpr):
+def _gate(gate_up, output, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     """Gate one block of one token's inner dimension; one program per token and block."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
+    if EARLY:
+        gdc_wait()
     gate = tl.load(gate_up + token * 2 * size + places, mask=inside).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + places, mask=inside).to(tl.float32)
     tl.store(output + token * size + places, gate * tl.sigmoid(gate) * up, mask=inside)
@@ -44,5 +48,6 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(first half) * second half of contiguous `gate_up`: [..., 2 F] to [..., F]."""
     size = gate_up.shape[-1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
-    _gate[(output.numel() // size, triton.cdiv(size, GATE_BLOCK))](gate_up, output, size, BLOCK=GATE_BLOCK)
+    grid = (output.numel() // size, triton.cdiv(size, GATE_BLOCK))
+    _gate[grid](gate_up, output, size, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
     return output

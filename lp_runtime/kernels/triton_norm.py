@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from lp_runtime.kernels.early_launch import early_launch
 
 MAX_NORM_SIZE = 1 << 14  # largest E whose row a program can hold in registers
 WARP_ELEMENTS = 512  # elements of a row per warp
@@ -15,18 +18,22 @@ MAX_WARPS = 16
 
 
 @triton.jit
-def _add_and_norm(states, added, weight, total, normed, size, epsilon, BLOCK: tl.constexpr):
+def _add_and_norm(
+    states, added, weight, total, normed, size, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
     """Add and normalize one token's row; one program per token."""
     start = tl.program_id(0).to(tl.int64) * size
     places = tl.arange(0, BLOCK)
     inside = places < size
+    factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
     left = tl.load(states + start + places, mask=inside, other=0.0).to(tl.float32)
     right = tl.load(added + start + places, mask=inside, other=0.0).to(tl.float32)
     rounded = (left + right).to(total.dtype.element_ty)
     tl.store(total + start + places, rounded, mask=inside)
     row = rounded.to(tl.float32)  # normalize the rounded sum, as separate operations would
     scale = tl.rsqrt(tl.sum(row * row, 0) / size + epsilon)
-    factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
     tl.store(normed + start + places, row * scale * factors, mask=inside)
 
 
@@ -53,7 +60,7 @@ def add_and_norm(
     block = triton.next_power_of_2(size)
     _add_and_norm[(states.numel() // size,)](
         states, added, weight, total, normed, size, epsilon,
-        BLOCK=block, num_warps=num_norm_warps(block),
+        BLOCK=block, num_warps=num_norm_warps(block), **early_launch(states.device),
     )  # fmt: skip
     return total, normed
 

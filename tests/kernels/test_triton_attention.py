@@ -167,16 +167,16 @@ def test_a_program_for_every_tile():
 @pytest.mark.parametrize(
     ("num_rows", "size", "num_bytes", "num_heads", "num_parts"),
     [
-        (64 * 4, 128, 2, 8, 4),  # 4 tiles of 64 rows and 8 heads: 128 programs for 132 multiprocessors
-        (64 * 4, 96, 2, 8, 4),
-        (1024 * 4, 128, 2, 8, 1),  # there are more tiles than multiprocessors
-        (64 * 4, 64, 2, 8, 9),  # smaller programs share a multiprocessor
-        (64 * 4, 256, 2, 8, 5),
-        (4, 128, 2, 8, 33),
-        (64 * 4, 128, 4, 8, 3),
+        (64 * 4, 128, 2, 8, 8),  # 4 tiles of 64 rows and 8 heads: 256 programs for 132 multiprocessors
+        (64 * 4, 96, 2, 8, 8),
+        (1024 * 4, 128, 2, 8, 1),  # there are more tiles than run at once
+        (64 * 4, 64, 2, 8, 8),
+        (64 * 4, 256, 2, 8, 4),
+        (4, 128, 2, 8, 49),  # of the smallest tiles, three share a multiprocessor
+        (64 * 4, 128, 4, 8, 2),
     ],
 )
-def test_programs_with_large_tiles_run_in_one_round(num_rows, size, num_bytes, num_heads, num_parts):
+def test_programs_run_in_one_round(num_rows, size, num_bytes, num_heads, num_parts):
     block = triton_attention.blocks(num_rows, size, num_bytes)
     num_tiles = -(-num_rows // block["BLOCK_ROWS"])
-    assert triton_attention.parts_of(block, num_heads * num_tiles, 132) == num_parts
+    assert triton_attention.parts_of(block, num_heads * num_tiles, 132, num_bytes) == num_parts

@@ -47,6 +47,8 @@ def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], 
         | dict.fromkeys(INTEGERS.split(), "*i64")
         | others
     )
+    if "EARLY" in kernel.arg_names:
+        constants = constants | {"EARLY": capability >= 90}
     signature = {name: "constexpr" if name in constants else types[name] for name in kernel.arg_names}
     aligned = {
         (place,): [["tt.divisibility", 16]]
@@ -106,7 +108,7 @@ def main(capabilities: list[int]) -> None:
                         dtype,
                         others,
                         constants,
-                        num_stages=2,
+                        num_stages=attention.num_stages(blocks, TYPES[dtype]),
                         num_warps=attention.num_warps(blocks, TYPES[dtype]),
                     )
                 )
