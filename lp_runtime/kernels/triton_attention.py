@@ -40,7 +40,7 @@ MAX_PARTS = 64  # of the keys: one token with 8 key/value heads then fills the l
 MERGED_BY_WARP = 2048  # elements of all parts of a row that one warp merges
 PROGRAMS = 3  # that a multiprocessor has registers for
 LARGE_PROGRAMS = 2  # likewise, of MAX_ROWS rows, of a head larger than MAX_SIZE, or in float32
-MIN_BLOCKS = tl.constexpr(1)  # of a part
+MIN_BLOCKS = tl.constexpr(4)  # of a part: smaller parts take as long, and more of them must be merged
 NO_LIMIT = tl.constexpr((1 << 31) - 1)  # lowest visible position of rows outside of the tile: they see nothing
 
 

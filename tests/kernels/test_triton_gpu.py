@@ -41,7 +41,6 @@ if DEVICE == "cuda":
 MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
 CAPABILITIES = ("80", "89", "90", "100", "120")
 MAX_STACK_BYTES = 64  # a few registers more or less
-MAX_SPILLED_BYTES = 400  # of attention with wide tiles on sm_100
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -236,7 +235,6 @@ def test_they_compile_for_gpus_that_are_not_there(capability):
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MAX_SHARED_BYTES, line
-        may_spill = line.startswith("attend_") and " fp32 " not in line and " sm_100 " in line
-        assert int(used["stack"]) <= (MAX_SPILLED_BYTES if may_spill else MAX_STACK_BYTES), line
+        assert int(used["stack"]) <= MAX_STACK_BYTES, line
         if line.startswith(("scan_chunks", "find_cut")):  # must round where torch does
             assert int(used["fused"]) == 0, line
