@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What a machine with a GPU can tell, in three calls of at most nine minutes each, and all of it for who owns GPUs.
 #
-#   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
+#   scripts/gpu.sh OUT A     tests/gpu; versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
 #   scripts/gpu.sh OUT C     the floor at LARGE; compile=full; transformers compiled; replicas that share a GPU, and
-#                            shards; sums inside captured passes; experts; a real model, if there is one
+#                            shards; sums inside captured passes; experts; a real model and its text at SHAPE's cost,
+#                            if there is one
 #   scripts/gpu.sh OUT all   A, B and C without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
@@ -13,7 +14,8 @@
 #
 # Models are the demo model inflated, in the GPU's memory, but for lp-bench's, which is written to MODELS. Environment:
 #   SHAPE=7b LARGE=34b EXPERTS=experts   what is measured
-#   MODELS=/tmp/lp_models                where the inflated model goes; MODELS/real is the real model, if it is there
+#   MODELS=/tmp/lp_models                where the inflated model goes; MODELS/real is the real model, if it is there.
+#                                        A folder in /dev/shm is faster, if it has room for 27 GB
 #   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
 #   PYTHON=python3                       has torch, triton, transformers, numba, psutil and pytest
 #   SITE=FILE.tar.xz                     what else is needed: scripts/carry.sh makes it
@@ -77,9 +79,9 @@ floor_shape=() floor_large=() # no shape is the demo model itself
 # Which parts a call has, in order, and the seconds that each may take: 540 together.
 parts_of() {
     case $1 in
-    A) echo machine:40 floor:110 profile:70 kernels:120 off:70 tests:130 ;;
-    B) echo inflate:80 bench:160 requests:110 wide:70 exchange:60 nccl:60 ;;
-    C) echo large:90 inflate:70 compiled:80 share:70 shards:70 experts:40 real:30 full:90 ;;
+    A) echo tests:130 machine:30 floor:80 profile:50 kernels:120 off:60 ;;
+    B) echo inflate:70 bench:100 requests:80 wide:80 exchange:60 nccl:40 ;;
+    C) echo large:80 inflate:70 compiled:80 share:90 shards:60 experts:40 real:40 cost:80 full:90 ;;
     many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
@@ -105,10 +107,12 @@ run() {
     profile) "${micro[@]}" profile --output "$results" --model "$shape" "${half[@]}" --tokens 1 "${few[-1]}" ;;
     kernels) "${micro[@]}" kernels --output "$results" "${kernels[@]}" ;;
     off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
-    tests)
+    tests) # first: they compile most kernels, several at a time
         status=0
+        workers=()
+        if [ "$device" = cuda ] && "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 6); fi
         for tests in "${gpu_tests[@]}"; do # one that fails does not keep the next from running
-            "$python" -m pytest -q -p no:cacheprovider $tests || status=$?
+            "$python" -m pytest -q -p no:cacheprovider "${workers[@]}" $tests || status=$?
         done
         return $status
         ;;
@@ -141,6 +145,17 @@ run() {
             echo "no model in $models/real: scripts/get_real_model.sh makes one"
         else
             lp_bench model.path="$models/real" "${real[@]}" ${PROMPTS:+prompts="$PROMPTS"}
+        fi
+        ;;
+    cost) # the real model's text at SHAPE's cost
+        if [ ! -f "$models/real/config.json" ]; then
+            echo "no model in $models/real: scripts/get_real_model.sh makes one"
+        elif [ "$shape" = demo ]; then
+            echo "SHAPE=demo is smaller than the real model"
+        else
+            [ -f "$models/real_$shape/config.json" ] ||
+                "$python" experiments/inflate_model.py --from "$models/real" --shape "$shape" --dtype bfloat16 --out "$models/real_$shape"
+            lp_bench model.path="$models/real_$shape" dtype=bfloat16 "${real[@]}" chat=true ${PROMPTS:+prompts="$PROMPTS"}
         fi
         ;;
     equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 "${replicas[@]}" \
