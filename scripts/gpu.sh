@@ -17,7 +17,7 @@
 #   MODELS=/tmp/lp_models                where the inflated model goes; MODELS/real is the real model, if it is there.
 #                                        A folder in /dev/shm is faster, if it has room for 27 GB
 #   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
-#   PYTHON=python3                       has torch, triton, transformers, numba, psutil and pytest
+#   PYTHON=python3                       has torch, triton, transformers, numba, psutil, pytest and pytest-xdist
 #   SITE=FILE.tar.xz                     what else is needed: scripts/carry.sh makes it
 #   SIZE=tiny                            a rehearsal, with the demo model and few tokens
 set -euo pipefail
@@ -63,9 +63,9 @@ else
     real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi
 half=(--dtype bfloat16)
-device=cuda nccl=nccl kills=20 sums=(--sums)
+device=cuda nccl=nccl kills=20 sums=(--sums) workers=(-n 6)
 if [ "${SIZE:-}" = tiny ]; then
-    device=cpu gpus=2 nccl=gloo kills=2 sums=() # NCCL is not simulated
+    device=cpu gpus=2 nccl=gloo kills=2 sums=() workers=(-n 0) # NCCL is not simulated
 else
     gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 fi
@@ -81,7 +81,7 @@ parts_of() {
     case $1 in
     A) echo tests:130 machine:30 floor:80 profile:50 kernels:120 off:60 ;;
     B) echo inflate:70 bench:100 requests:80 wide:80 exchange:60 nccl:40 ;;
-    C) echo large:80 inflate:70 compiled:80 share:90 shards:60 experts:40 real:40 cost:80 full:90 ;;
+    C) echo large:60 inflate:60 compiled:70 share:80 shards:50 experts:40 real:40 cost:70 full:70 ;;
     many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
@@ -109,8 +109,6 @@ run() {
     off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
     tests) # first: they compile most kernels, several at a time
         status=0
-        workers=()
-        if [ "$device" = cuda ] && "$python" -c 'import xdist' 2>/dev/null; then workers=(-n 6); fi
         for tests in "${gpu_tests[@]}"; do # one that fails does not keep the next from running
             "$python" -m pytest -q -p no:cacheprovider "${workers[@]}" $tests || status=$?
         done

@@ -34,7 +34,7 @@ PROMPT = "def fib(n):\n    "
 IDS = [1, 2, 3]
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids=["gpus=1", "gpus=2"])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["gpus=1", "gpus=2"])
 def runtime(request, demo_model_dir):
     """The demo model, on one and on two replicas."""
     # Steps depend neither on measured times nor on earlier requests.
@@ -425,6 +425,7 @@ def raiser(error: BaseException):
     return fail
 
 
+@pytest.mark.slow
 def test_a_profile_is_written_and_shown(tmp_path, capfd):
     """A trace a replica, and where a step's time went; the output is the same."""
     settings = {"lookahead": LookaheadConfig(W=4, N=3, G=4, prior="none"), "model": ModelConfig(), "gpus": 1}

@@ -19,6 +19,7 @@ def model():
     return random_model(seed=3, initializer_range=0.3)
 
 
+@pytest.mark.slow
 def test_four_threads_on_one_model(model):
     before = state_of(model)
     assert run_threads(model, 60) == (0, [])

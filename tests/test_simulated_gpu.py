@@ -84,6 +84,7 @@ REQUESTS = {
     "logprobs": Request(PROMPT[6:], LookaheadConfig(5, 4, 5), 12, logprobs=True),
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
+SMOKE = ("greedy", "sampled", "a caller's processor")  # requests of the default lane
 POINTS = {  # of steps
     "tokens": np.array([1, 16, 32]),
     "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
@@ -200,7 +201,7 @@ def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypa
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "logprobs" else ()) for name in REQUESTS]
+    "name", [pytest.param(name, marks=() if name in SMOKE else pytest.mark.slow) for name in REQUESTS]
 )
 def test_one_wait_a_step(gpu, model, expected, name):
     assert model.graphs.capture
@@ -258,6 +259,7 @@ def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
     assert body == {"status": "ok", "replicas": 1, "not_captured": "compile=off"}
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
     def fail(states):
         raise RuntimeError("Failed to find C compiler.")
@@ -317,6 +319,7 @@ def test_launches_of_a_step(gpu, model, expected, name, launches):
     assert len(steps) == len(outputs) - 1 and all(step == launches for step in steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kernel"), [pytest.param("float32", "efficient", marks=pytest.mark.slow), ("bfloat16", "flash")]
 )
@@ -341,6 +344,7 @@ def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kerne
     torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_requests_together(gpu, model, expected):
     assert model.supports_batching
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}

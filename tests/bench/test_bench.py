@@ -72,6 +72,7 @@ def test_a_report_of_all_methods(tmp_path, capsys):
     assert printed.strip() == (out / "bench.md").read_text().strip()
 
 
+@pytest.mark.slow
 def test_conversations_by_task_to_their_end(tmp_path, capsys):
     """Turns go through the chat template; methods end where transformers ends; tables by task, prefill and decode."""
     folder = demo_model_that_chats(tmp_path / "chat")
@@ -121,7 +122,7 @@ def test_conversations_by_task_to_their_end(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("lookahead", "num_replicas"),
     thinned(
-        3,
+        6,
         [
             LookaheadConfig(W=4, N=3, G=4, drafter="paper"),
             LookaheadConfig(W=6, N=4, G=6, prior="none"),
@@ -173,6 +174,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, cap
     assert "the prompt is too long" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, demo_model_dir):
     shutil.copytree(demo_model_dir, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9}')
@@ -191,6 +193,7 @@ def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, 
     assert [row["outputs_that_differ"] for row in rows] == [0] * 5
 
 
+@pytest.mark.slow
 def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monkeypatch):
     decode = HuggingFace.decode
 

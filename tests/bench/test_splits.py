@@ -18,6 +18,7 @@ from lp_runtime.launchers.split import choose_split
 FIXED = LookaheadConfig(W=5, N=3, G=5, prior="none")
 
 
+@pytest.mark.slow
 def test_splits_of_two_processes(demo_model_dir, tmp_path, capsys):
     """Both are run, printed and written, and the faster one is taken from then on."""
     settings = {"model": ModelConfig(path=str(demo_model_dir)), "gpus": 2, "device": "cpu", "dtype": "float32"}

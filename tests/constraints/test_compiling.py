@@ -183,6 +183,7 @@ def test_the_constraints_that_are_asked_for_stay(compiler, monkeypatch):
     assert [compiler.kept(each) is not None for each in (first, second, third)] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_a_closed_compiler_starts_no_process(started_compilers, compiler):
     compiler.close()
     for ask in (compiler.submit, compiler.compile):

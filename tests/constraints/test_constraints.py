@@ -175,6 +175,7 @@ def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float
     return found
 
 
+@pytest.mark.slow
 def test_strict_bits_on_several_replicas():
     """With exactness=strict, in bfloat16, a text and its log-probabilities have the bits of one token a step."""
     seeds, model = [42, 43], strict_runner()

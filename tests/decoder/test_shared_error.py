@@ -68,6 +68,7 @@ def decoded(group: Group, folder: str) -> list[object]:
     return found
 
 
+@pytest.mark.slow
 def test_a_processor_that_fails_in_the_prefill_or_later_ends_its_request_alone(demo_model_dir):
     alone, *others = [decoded(Group.alone(), str(demo_model_dir)), *run_ranks(decoded, 2, str(demo_model_dir))]
     assert (alone[0][1], alone[2][1]) == ("no more than 7 tokens", "no more than 12 tokens")

@@ -55,6 +55,7 @@ def tokens_and_largest_step(recorder: SizeRecorder, max_measured: int, lookahead
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["paper", "full"])
 def test_a_huge_tree_is_cut(recorder, drafter):
     plain, _ = tokens_and_largest_step(recorder, 16, LookaheadConfig(0, 2, 0, drafter="paper"))

@@ -19,6 +19,7 @@ print(torch._C._accelerator_getAllocatorSettings())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given", [{}, pytest.param({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, marks=pytest.mark.slow)]
 )

@@ -46,6 +46,7 @@ def test_ours_compute_float32():
     assert run(OURS, "1") == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "settings", "count"),
     [

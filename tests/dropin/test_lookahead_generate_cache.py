@@ -82,7 +82,7 @@ def states_of(layer):
 
 @pytest.mark.parametrize(
     ("name", "prompt"),
-    thinned(4, ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"], [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]]),
+    thinned(8, ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"], [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]]),
 )
 def test_the_states_of_a_returned_cache_go_on(name, prompt):
     model, keyword = stateful(name)
@@ -121,6 +121,7 @@ def test_a_cache_without_a_place_for_states_is_refused():
         model.generate(torch.tensor(PROMPT), custom_generate=lookahead_generate, **{keyword: DynamicCache()})
 
 
+@pytest.mark.slow
 def test_a_cache_of_layers_that_hold_more_is_neither_returned_nor_filled(monkeypatch):
     monkeypatch.setattr(RuntimeConfig, "cache_dir", None)  # the call measures steps in the slot that it then decodes in
     model, keyword = stateful("deepseek_v32")

@@ -110,6 +110,7 @@ def test_calls_at_once_have_runners_of_their_own(gpu):
     assert len(SIZES) < len(Graph.captured) <= 2 * len(SIZES)
 
 
+@pytest.mark.slow
 def test_nothing_keeps_a_model_alive(gpu):
     model = load_model(ModelConfig(), CUDA, "float32")
     generate(model, 5, 3)

@@ -85,6 +85,7 @@ def test_a_request_alone(model, blocking, name):
     assert model.timer.num_started == report.num_steps - 1  # the prefill's is not timed
 
 
+@pytest.mark.slow
 def test_requests_together(model, blocking):
     together = decode_batch(
         engine_of(model),

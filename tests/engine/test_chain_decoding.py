@@ -19,6 +19,7 @@ from lp_runtime.request.request import Request
 NUM_REQUESTS = 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", thinned(len(RECURRENT), RECURRENT))
 def test_the_drop_in_gives_the_tokens_of_generate(model_type):
     outcome = compare(model_of(model_type), prompts=(1, 30))
@@ -53,6 +54,7 @@ def test_the_window_is_refused():
         list(engine_of(ChainRunner(model_of("lfm2_moe"), 7)).run(request))
 
 
+@pytest.mark.slow
 def test_prompt_logprobs_are_those_of_the_text():
     model = model_of("qwen3_next")
     request = replace(request_of(0), logprobs=True, prompt_logprobs=True, max_new_tokens=1)

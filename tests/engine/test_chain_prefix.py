@@ -103,6 +103,7 @@ def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
     return turns(engine, model, forget)
 
 
+@pytest.mark.slow
 def test_replicas_agree_where_they_go_on():
     plain = make_model("qwen3_next", 0)
     expected = turns(engine_of(plain), plain)

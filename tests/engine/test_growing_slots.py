@@ -57,6 +57,7 @@ def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
     assert len(growths) > 1 and growths == sorted(growths)
 
 
+@pytest.mark.slow
 def test_the_text_of_a_model_with_states(request):
     """Whose fed guesses may be committed by the next step."""
     model, asked = model_of("qwen3_next"), request_of(1)

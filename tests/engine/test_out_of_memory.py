@@ -198,7 +198,7 @@ def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
         (2, "one", "shared"),
         pytest.param(3, "all", "shared", marks=pytest.mark.slow),
         pytest.param(3, "one", "two machines", marks=pytest.mark.slow),
-        (2, "all", "gloo"),
+        pytest.param(2, "all", "gloo", marks=pytest.mark.slow),
     ],
 )
 def test_a_group_ends_the_request_and_goes_on(expected, size, who, backend):

@@ -215,6 +215,7 @@ def test_strict_passes(models, kind):
         assert expected[:12] + rest == expected
 
 
+@pytest.mark.slow
 def test_chains():
     """Layers with a state beside attention whose factors change; prefixes with states are read, too."""
     dynamic = DYNAMIC | {"max_position_embeddings": 64}
@@ -251,6 +252,7 @@ def shared_requests() -> list[Request]:
     return [*asked, replace(asked[0], sampling=SamplingConfig(temperature=0.7, seed=4))]
 
 
+@pytest.mark.slow
 def test_two_replicas(models):
     expected = {}
     for kind in ("dynamic", "re-feeding"):

@@ -111,6 +111,7 @@ def conversations(tmp_path):
     return Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
 
 
+@pytest.mark.slow
 def test_all_turns_of_a_conversation(conversations):
     settings = ["prompt_field=turns", "chat=true", "turns=all"]
     results = conversations.run(*settings)
@@ -254,10 +255,10 @@ def test_resume_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
     [
         ("max_new_tokens=13", "max_new_tokens"),
         ("lookahead.W=3", "lookahead"),
-        ("gpus=2", "gpus"),
-        ("eos=false", "eos"),
-        ("dtype=bfloat16", "dtype"),
-        ("prompt_field=other", "prompt_field"),
+        pytest.param("gpus=2", "gpus", marks=pytest.mark.slow),
+        pytest.param("eos=false", "eos", marks=pytest.mark.slow),
+        pytest.param("dtype=bfloat16", "dtype", marks=pytest.mark.slow),
+        pytest.param("prompt_field=other", "prompt_field", marks=pytest.mark.slow),
     ],
 )
 def test_changed_settings_are_refused(job, refusal, override, key):

@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from support.processes import PATIENCE, command_line, marked, run_cli, start_cli, wait_until
+from support.thinned import thinned
 
 import lp_runtime
 from lp_runtime.config.commands import GenerateConfig
@@ -132,23 +133,26 @@ def test_all_the_contracts_names():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "def fib(n):",
-        "print('it\\'s', \"so\")",
-        "x = {'a': [1, 2], \"b\": ${c}}",
-        "${prompts}",
-        "\\${x} \\\\${y} $",
-        "a=b=c, d: e",
-        "two\nlines\n",
-        "  spaces around  ",
-        "größer 数 🎉",
-        "[1, 2, 3]",
-        "null",
-        "???",
-        "3",
-        "# comment",
-        "${oc.env:HOME}",
-    ],
+    thinned(
+        3,
+        [
+            "def fib(n):",
+            "print('it\\'s', \"so\")",
+            "x = {'a': [1, 2], \"b\": ${c}}",
+            "${prompts}",
+            "\\${x} \\\\${y} $",
+            "a=b=c, d: e",
+            "two\nlines\n",
+            "  spaces around  ",
+            "größer 数 🎉",
+            "[1, 2, 3]",
+            "null",
+            "???",
+            "3",
+            "# comment",
+            "${oc.env:HOME}",
+        ],
+    ),
 )
 def test_a_prompt_is_taken_to_the_letter(text):
     assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text
@@ -316,7 +320,7 @@ def test_ids_out_of_the_vocabulary(refusal, tiny_model_dir):
         assert message == f"token id {culprit} of the prompt: must be an integer 0 to 63"
 
 
-@pytest.mark.parametrize("value", ["[]", "1 2 3", '["a"]', "[1.5]", "[true]", "{}", "hello"])
+@pytest.mark.parametrize("value", thinned(3, ["[]", "1 2 3", '["a"]', "[1.5]", "[true]", "{}", "hello"]))
 def test_prompt_that_is_no_list_of_ids(refusal, tiny_model_dir, value):
     message = refusal(f"model.path={tiny_model_dir}", f"prompt={value}", "ids=true")
     assert "must be a JSON list of token ids" in message or "the prompt is empty" in message
@@ -553,6 +557,7 @@ def test_ids_of_a_model_without_a_tokenizer_are_shown(capsys, tiny_model_dir):
     assert len(capsys.readouterr().out.split()) == 3
 
 
+@pytest.mark.slow
 def test_biases_of_tokens(refusal, capsys, tiny_model_dir):
     biased = [f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"]
     main([*biased, "sampling.logit_bias={4: 200.0, 5:1}"])
@@ -589,6 +594,7 @@ def test_a_working_directory_that_has_been_deleted(refusal, tmp_path, monkeypatc
     assert refusal("prompt=hello") == "the working directory has been deleted: change to one that exists"
 
 
+@pytest.mark.slow
 def test_compiled_code_that_is_switched_off(own_folder):
     done = run_cli("prompt=hello", cwd=own_folder, environment=os.environ | {"NUMBA_DISABLE_JIT": "1"})
     assert done.returncode == 2

@@ -60,7 +60,7 @@ def test_what_is_no_number_gives_a_token():
         assert 0 <= kernels.sample_and_pack(scores, packing_of(num, 5), noise)[0, 0] < 7
 
 
-@pytest.mark.parametrize(("seed", "size"), thinned(3, SEEDS, [7, CHUNK + 33]))
+@pytest.mark.parametrize(("seed", "size"), thinned(6, SEEDS, [7, CHUNK + 33]))
 def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
     """With equal scores noise alone decides; and one token's score is set so that its last bits decide."""
     positions = [0, 9, 4_000_000_000]
@@ -185,6 +185,7 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
     assert torch.equal(results[0][1], results[1][1])
 
 
+@pytest.mark.slow
 def test_no_kernel_is_compiled_anew_for_another_top_k():
     """By default Triton compiles other variants for integers that are 1 and for multiples of 16."""
     code = "from lp_runtime.kernels.triton_cut import _find_cut; print(_find_cut.do_not_specialize)"

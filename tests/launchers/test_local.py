@@ -17,6 +17,7 @@ print(len(runtime.generate("def f(", 8).token_ids))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)])
 def test_a_script_that_never_closes_it_ends_without_complaint(tmp_path, end, status):
     """Its caches are empty, so that measurements of the model are left to write at the end."""

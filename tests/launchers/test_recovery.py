@@ -130,6 +130,7 @@ def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name)
 WORDS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength": 12}, "minItems": 12, "maxItems": 12}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "at", "name"), [pytest.param(0, 1, "greedy", marks=pytest.mark.slow), (2, 7, "sampled")]
 )

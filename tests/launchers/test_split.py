@@ -112,6 +112,7 @@ def test_more_context_takes_more_gpus(large):
     assert chosen(large, 79, 8, context_tokens=131072) == 4
 
 
+@pytest.mark.slow
 def test_what_a_chosen_replica_holds_is_what_its_capacity_says(large):
     """One byte less than is needed is too little; with as much, the tokens that were asked for fit once the weights lie
     there."""
@@ -250,6 +251,7 @@ def test_gpus_of_a_cluster_and_of_its_smallest_node():
     assert gpus_of_cluster(ray, "cpu") == (0, 0)
 
 
+@pytest.mark.slow
 def test_gpus_that_cannot_be_asked(monkeypatch):
     if not torch.cuda.is_available():
         assert free_of_this_machine() == []

@@ -254,6 +254,7 @@ def test_ranks_that_another_program_started(environment, demo_model_dir, greedy,
     environment.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"), [("model.path=/no/where", "error: model.path=/no/where: no such directory")]
 )

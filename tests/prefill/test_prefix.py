@@ -103,6 +103,7 @@ def test_sliding_windows_and_learned_positions(family, random_model):
         assert tokens == decode(engine_of(plain), plain, again)[0]
 
 
+@pytest.mark.slow
 def test_strict_bits(prompt_ids):
     """Whole chunks of prompts are read alone, and every bit is as if all had been fed."""
     model, plain = make_model("bfloat16", strict_tokens=16), make_model("bfloat16", strict_tokens=16, keeps=False)
@@ -128,6 +129,7 @@ def test_draft_tables_come_along(prompt_ids):
     assert (other.num_steps, other.cached_tokens) == (first.num_steps, 0)
 
 
+@pytest.mark.slow
 def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
     model = make_model()
     engine = engine_of(model)
@@ -224,6 +226,7 @@ def test_draft_tables_are_shared_by_replicas_that_agree(plain_model, prompt_ids)
         assert tokens == decode(engine_of(plain_model), plain_model, Request((*prompt_ids, number), FIXED, 30))[0]
 
 
+@pytest.mark.slow
 def test_settings_say_how_much_is_kept():
     model = make_model(keeps=False)
     with model.slots.borrowed() as slot:

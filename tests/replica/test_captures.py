@@ -70,6 +70,7 @@ def test_a_replica_in_a_process_captures_batches_where_the_policy_batches(config
     assert asked == [batches]
 
 
+@pytest.mark.slow
 def test_captured_passes_share_the_memory_of_their_logits(gpu):
     model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
     assert len(Graph.captured) == 2 * len(SIZES) - 1  # for several sequences, too, except for one token

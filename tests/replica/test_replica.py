@@ -19,6 +19,7 @@ from lp_runtime.replica import loaded_model, replica
 from lp_runtime.replica.loading import not_captured
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("exactness", "is_kept"), [("strict", False), pytest.param("fast", True, marks=pytest.mark.slow)]
 )

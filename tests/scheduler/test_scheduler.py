@@ -105,7 +105,7 @@ def single():
         yield runtime
 
 
-@pytest.mark.parametrize("gpus", [1, 3])
+@pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
     """No token comes any more: the prefill has a thousand chunks, and a cancellation is seen before the next one."""
     with Scheduler(runtime, policy="fair") as scheduler:
@@ -160,6 +160,7 @@ def test_more_requests_than_replicas_share_them(alone, held):
             assert first + rest_of(job) == alone[case]
 
 
+@pytest.mark.slow
 def test_requests_that_share_a_replica_part_as_others_end(alone, held):
     cases = LONG_CASES[: GPUS + 1]
     with Scheduler(held, policy="throughput", max_batch=8) as scheduler:
@@ -182,7 +183,7 @@ def test_requests_that_share_a_replica_part_as_others_end(alone, held):
     [
         pytest.param("fair", 1, 1, marks=pytest.mark.slow),
         pytest.param("throughput", 2, 2, marks=pytest.mark.slow),
-        ("latency", 2, 2),
+        pytest.param("latency", 2, 2, marks=pytest.mark.slow),
         ("fair", GPUS, GPUS),
     ],
 )
@@ -204,6 +205,7 @@ def test_a_request_says_how_many_replicas_it_wants(alone, held, policy, gpus, de
         assert all(each in ([degree], []) for each in degrees)  # none once the job has ended
 
 
+@pytest.mark.slow
 def test_many_prompts_at_once(alone, runtime):
     cases = [case for case in CASES if case[1] == SHORT and case[2] == 0]
     prompts = [reference.PROMPTS[prompt] for prompt, *_ in cases]
@@ -224,6 +226,7 @@ def test_many_prompts_at_once(alone, runtime):
         assert "".join(delta.text for delta in scheduler.stream(prompts[0], 40, eos=False)) == found[0].text
 
 
+@pytest.mark.slow
 def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
     config = RuntimeConfig(
         gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(own_process=True)
@@ -260,6 +263,7 @@ def test_a_request_gives_replicas_up_and_gets_them_back(alone, held):
         assert job.result().token_ids == alone[long]
 
 
+@pytest.mark.slow
 def test_more_replicas_join_a_running_request(alone, held):
     first, second = (0, LONG, 0), (1, LONG, 0)
     with Scheduler(held) as scheduler:
@@ -396,6 +400,7 @@ def test_a_policy_that_does_not_exist_is_refused():
         Scheduler(None, policy="quick")
 
 
+@pytest.mark.slow
 def test_a_request_does_not_wait_for_a_busy_replica_while_another_is_idle(alone):
     """A replica that does not come back in time is one that is stopped: it tells nothing, and is not lost either."""
     failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)

@@ -152,7 +152,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
     folder = tmp_path / "scripts"
     folder.mkdir()
     copy = folder / "gpu.sh"
-    copy.write_text(SCRIPT.read_text().replace("machine:40", "machine:1"))
+    copy.write_text(SCRIPT.read_text().replace("machine:30", "machine:1"))
     copy.chmod(0o755)
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\ncase "$*" in *device_count*) echo 1 ;; *) sleep 1000 ;; esac\n')
@@ -166,7 +166,7 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
     ("arguments", "says"),
     [
         (("D",), "call=D: must be A, B, C or all"),
-        (("A", "exchange"), "part=exchange: must be one of machine:40"),
+        (("A", "exchange"), "part=exchange: must be one of tests:130"),
         ((), "scripts/gpu.sh OUT A"),
     ],
 )

@@ -43,6 +43,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(site):
     assert "frame-ancestors 'none'" in answer.headers["Content-Security-Policy"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
 def test_a_generation_in_a_browser(site, tmp_path):
     url, done = site
@@ -84,6 +85,7 @@ RUNS = """[...document.querySelectorAll('#output .run.many')].map(
     run => [run.className.split(' ')[2], run.title, getComputedStyle(run).backgroundColor])"""
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
 def test_a_constraint_in_a_browser(site, tmp_path):
     """The text follows the schema, and runs that were forced are shown apart from those that were guessed."""

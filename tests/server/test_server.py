@@ -78,6 +78,7 @@ def test_completions(client, expected, sampled):
     assert chunks[-1].choices == [] and chunks[-1].usage == done.usage
 
 
+@pytest.mark.slow
 def test_several_prompts_and_samples(client, runtime, expected):
     done = client.completions.create(**body(prompt=reference.PROMPTS, temperature=0))
     assert [choice.text for choice in done.choices] == [expected[prompt, False].text for prompt in reference.PROMPTS]
@@ -158,6 +159,7 @@ def test_models_health_and_metrics(client, server):
     assert figure("lp_accepted_tokens_total", ',source="text"') >= 0
 
 
+@pytest.mark.slow
 def test_many_clients_at_once(server, expected):
     def ask(number: int) -> bool:
         sampled, prompt = bool(number % 2), reference.PROMPTS[number % 3]

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CALLEE = "from lp_runtime.utils.jit import compiled\n\n\n@compiled\ndef value():\n    return {}\n"
 CALLER = """
 from callee import value
@@ -49,6 +51,7 @@ def write_scripts(folder: Path, number: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_caller_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Path):
     folder = tmp_path / "scripts"
     assert output_of(write_scripts(folder, 1), "caller.py") == "1 0"

@@ -103,6 +103,7 @@ def test_a_segment_has_a_name_only_while_its_group_forms():
     assert of_threads(lambda group: segments()) == [before, before]
 
 
+@pytest.mark.slow
 def test_a_thousand_groups_leave_nothing_behind():
     process = psutil.Process()
 

@@ -84,6 +84,7 @@ def test_greedy_output_is_that_of_generate(runtime, expected):
     assert any(out.steps < LENGTH for out in outs)
 
 
+@pytest.mark.slow
 def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
     out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, sampling=reference.SAMPLING)
     assert out.token_ids == sampled
@@ -131,6 +132,7 @@ def test_a_request_asks_for_gpus(runtime, expected):
     assert outs == expected
 
 
+@pytest.mark.slow
 def test_strict_output_is_the_same_at_any_number_of_replicas(tiny_model_dir):
     options = {"exactness": "strict", "strict_tokens": 16, "model": ModelConfig(path=str(tiny_model_dir))}
     outs = []

@@ -336,6 +336,7 @@ def merged_candidates(chances: list[int]) -> tuple[estimates.Rates, features.Can
     return rates, found
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, estimates.ONE), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
 def test_candidates_of_one_context_share_what_is_certain(chances, seed, is_root):

@@ -84,7 +84,7 @@ def play(place: ShardPlace, folder: Path) -> object:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=needs_rotary_by_length)]
+    ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=[needs_rotary_by_length, pytest.mark.slow])]
 )
 def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
     """They are told the lengths of prompts, too, where rotary factors go by them."""
@@ -136,6 +136,7 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "owner", "name", "at_end"),
     [

@@ -78,6 +78,7 @@ def runner_of_demo() -> ModelRunner:
     return model
 
 
+@pytest.mark.slow
 def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, caplog):
     monkeypatch.setattr(fixed_passes, "SIZES", (1, 4, 16, 32))
     monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 4)

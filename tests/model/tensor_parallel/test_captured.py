@@ -143,6 +143,7 @@ def decode_without_graphs(place: ShardPlace, config: RuntimeConfig, where: str) 
         return warnings, tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "reason"),
     [
