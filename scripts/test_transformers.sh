@@ -4,6 +4,7 @@
 #   scripts/test_transformers.sh           the oldest that pyproject.toml allows, and the newest that was tried
 #   scripts/test_transformers.sh oldest    the oldest
 #   scripts/test_transformers.sh 5.20.0    this one; all else is as in .venv
+#   scripts/test_transformers.sh oldest tests/model/test_runner.py ...    these tests
 #
 # Not with other versions of torch: wheels of all but constraints.txt's may bring gigabytes. CONTRIBUTING.md says how.
 set -euo pipefail
@@ -17,9 +18,12 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
 packages() { "$1/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; }
 
-[[ $# -gt 0 ]] || set -- "$oldest" "$newest"
-[[ "$1" != oldest ]] || set -- "$oldest"
-for version in "$@"; do
+versions=("$oldest" "$newest")
+if [[ $# -gt 0 ]]; then
+    versions=("${1/#oldest/$oldest}")
+    shift
+fi
+for version in "${versions[@]}"; do
     folder="$root/.venv/transformers-$version" # an environment that looks for all else in .venv
     python="$folder/bin/python"
     if [[ ! -f "$folder/done" ]]; then
@@ -35,5 +39,6 @@ for version in "$@"; do
         tests+=(tests/model/test_runner.py tests/model/checks/test_self_check.py tests/model/modules/test_fusing.py)
         tests+=(tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/dropin/test_lookahead_generate.py)
     fi
+    [[ $# -eq 0 ]] || tests=("$@")
     "$python" -m pytest -n "$(($(nproc --all) + 1))" --dist loadfile --no-loadscope-reorder "${tests[@]}"
 done

@@ -42,6 +42,7 @@ def run(code: str, override: str, *arguments: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_ours_compute_float32():
     assert run(OURS, "1") == ""
 

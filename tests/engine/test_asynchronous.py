@@ -199,6 +199,7 @@ def on_a_rank(group: Group):
     return found, clocks, lateness
 
 
+@pytest.mark.slow
 def test_replicas_tell_of_the_pass_before(blocking):
     results = run_ranks(on_a_rank, 2)
     for rank, (found, clocks, lateness) in enumerate(results):

@@ -34,6 +34,7 @@ def test_texts_do_not_depend_on_settings_and_replicas(num_replicas):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
 
+@pytest.mark.slow
 def test_chains_are_accepted_whole_and_in_part():
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
     found = decode(Group.alone(), model_of("lfm2_moe"), requests)

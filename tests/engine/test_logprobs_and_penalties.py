@@ -58,7 +58,7 @@ def penalised_greedy(model, prompt: list[int], presence: float, frequency: float
     return new
 
 
-@pytest.mark.parametrize("penalties", thinned(4, PENALTIES))
+@pytest.mark.parametrize("penalties", thinned(8, PENALTIES))
 def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, penalties):
     model, prompt = hf
     presence, frequency = penalties

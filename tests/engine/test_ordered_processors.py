@@ -63,6 +63,7 @@ def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
     assert ours == expected != generated(model, lambda ids, scores: scores)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(4, PICKLED))
 def test_samples_are_those_of_one_token_a_step_and_steps_are_saved(model, name):
     request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 40, processors=(PICKLED[name](),))

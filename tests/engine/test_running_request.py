@@ -161,6 +161,7 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
         assert decode(loop, request)[0] == greedy_text(models["llama"], request)
 
 
+@pytest.mark.slow
 def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
     """It takes milliseconds."""
     loop = engine_of(ModelRunner(models["llama"], 512))

@@ -98,6 +98,7 @@ def test_text_prompts(tmp_path, demo_model_dir):
     assert "größe" in job.output.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_a_list_of_turns_takes_the_first(tmp_path, demo_model_dir):
     turns = {"question_id": 81, "category": "writing", "turns": ["def f():", "now in C"]}
     (result,) = Job(tmp_path, demo_model_dir, [turns]).run("prompt_field=turns")
@@ -130,6 +131,7 @@ def test_all_turns_of_a_conversation(conversations):
     assert resumed[:2] == results[:2] and resumed[2]["token_ids"] == results[2]["token_ids"]
 
 
+@pytest.mark.slow
 def test_the_first_turn_by_the_chat_template(conversations):
     results = conversations.run("prompt_field=turns", "chat=true")
     assert ["turn" in result for result in results] == [False, False]
@@ -309,6 +311,7 @@ def test_changed_prompts_are_refused(job, refusal):
     assert job.output.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_another_model_is_refused(job, refusal, make_model_dir):
     job.run("ids=true", "limit=1")
     job.model_dir = make_model_dir(seed=1)
@@ -382,6 +385,7 @@ def test_lines_behind_the_limit_are_not_read(job):
     assert len(job.output.read_text().splitlines()) == 5
 
 
+@pytest.mark.slow
 def test_samples_are_resumed_with_the_seed_of_the_first_run(job):
     sampling = ("ids=true", "sampling.temperature=1.0", "num_samples=2", "logprobs=true", "sampling.logit_bias={4:1}")
     job.run(*sampling, "limit=2")

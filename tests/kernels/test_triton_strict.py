@@ -152,6 +152,7 @@ def test_padding_alone_touches_no_cache():
     assert attend([], states, 4, 2).eq(0).all()
 
 
+@pytest.mark.slow
 def test_parts_without_blocks_are_neither_written_nor_read(monkeypatch):
     """Behind 5 blocks 3 of the head's 16 parts have one; of a token of padding none."""
     one = feed(1, 5 * BLOCK, 16, torch.float32, 0, 0, 0)

@@ -35,6 +35,7 @@ def exchange_over(rank: int, names: list[str], port: int, results) -> None:
         results.put((name, peers, [os.environ.get(variable) for variable in NAMES]))
 
 
+@pytest.mark.slow
 def test_the_exchange_goes_over_the_interface_that_is_named():
     names = interfaces()
     assert "lo" in names

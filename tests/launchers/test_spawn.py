@@ -36,6 +36,7 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
         assert fewest < reference.MAX_NEW_TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2])
 def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
     interface = interfaces()[-1]
@@ -64,6 +65,7 @@ def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir
     assert texts == texts[:1] * 4
 
 
+@pytest.mark.slow
 def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
     """What the replicas said meanwhile, rank 1's end among it, is still to be read when the stream is closed."""
     with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:

@@ -107,6 +107,7 @@ def test_the_fullest_gpu_counts_and_those_that_are_not_used_do_not(large):
     assert chosen(large, [79, 79, 79, 79, 1, 1, 1, 1], 4) == 2
 
 
+@pytest.mark.slow
 def test_more_context_takes_more_gpus(large):
     assert chosen(large, 79, 8) == chosen(large, 79, 8, context_tokens=8192) == 2
     assert chosen(large, 79, 8, context_tokens=131072) == 4

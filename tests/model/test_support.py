@@ -23,7 +23,7 @@ def decode(model: ModelRunner, request: Request) -> list[int]:
     return [token for run in runs for token in run.token_ids]
 
 
-@pytest.mark.parametrize(("family", "attention"), thinned(4, FAMILIES, [None, "eager"]))
+@pytest.mark.parametrize(("family", "attention"), thinned(8, FAMILIES, [None, "eager"]))
 def test_greedy_and_sampling_are_exact(family, attention):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, attention=attention, initializer_range=0.3, **settings)

@@ -112,6 +112,7 @@ def test_nothing_is_left(model, prompt_ids):
     assert rest == [] and report.finish_reason == "length"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keeps_cache", thinned(2, [True, False]))
 def test_strict_bits(prompt_ids, keeps_cache):
     """What is fed again comes out as it did the first time, bit for bit."""

@@ -37,6 +37,7 @@ def test_what_was_seen_is_known_to_the_next_runtime_and_changes_no_output(demo_m
     assert [path.name for path in tmp_path.iterdir()] == ["draft_tables.npz"]
 
 
+@pytest.mark.slow
 def test_requests_of_a_runtime_share_what_they_saw_if_they_have_the_same_salt(demo_model_dir):
     with LookaheadRuntime(str(demo_model_dir), lookahead=settings("auto"), **OPTIONS) as runtime:
         alone = steps(runtime, lookahead=settings("request"))

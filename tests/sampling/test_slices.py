@@ -82,7 +82,7 @@ def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: in
 @pytest.mark.parametrize(
     ("sizes", "kind", "seed", "num_top_k", "temperature"),
     thinned(
-        6,
+        11,
         SIZES,
         ["random", "bfloat16", "equal", "few", "none", "infinite", "no number"],
         [None, 7, (1 << 63) + 5],

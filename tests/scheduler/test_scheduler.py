@@ -245,6 +245,7 @@ def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
                 assert job.generation.losses == 1
 
 
+@pytest.mark.slow
 def test_a_request_gives_replicas_up_and_gets_them_back(alone, held):
     long, short = (1, LONG, 0), (2, SHORT, 1)
     with Scheduler(held) as scheduler:
@@ -295,6 +296,7 @@ def test_a_replica_lost_under_load(alone, held, num_jobs):
         assert jobs[-1].generation.losses == len(victims) == 1
 
 
+@pytest.mark.slow
 def test_random_arrivals_and_ends(alone, runtime):
     rng = random.Random(1)
     with Scheduler(runtime, max_waiting=1000) as scheduler:

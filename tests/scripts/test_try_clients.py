@@ -39,6 +39,7 @@ def try_clients(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_library_answers_and_what_is_missing_is_left_out(url, model_dir, tmp_path):
     log = tmp_path / "log"
     log.write_text(json.dumps({"time": "before", "status": 404}) + "\n")

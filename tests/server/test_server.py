@@ -336,6 +336,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
     assert last == "error: no replica is left (replica 0: its process ended (signal 9))"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
 def test_sigterm_ends_the_command_in_order(tmp_path, stage):
     """Also where nothing would end it by default: process 1 of a container, while it loads."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.thinned import thinned
 
 from lp_runtime.model.attention import tree_attention as module
 from lp_runtime.model.attention.mask import ancestor_mask
@@ -42,10 +43,12 @@ def dense(query, key, value, seen, scale) -> torch.Tensor:
     return (scores.masked_fill(~visible, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(1, 1), (1, 300), (2, 7), (17, 1), (33, 130), (120, 40)])
-def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, num_tokens, num_cached):
+@pytest.mark.parametrize(
+    ("dtype", "groups", "length"),
+    thinned(4, TOLERANCES, [1, 2, 4], [(1, 1), (1, 300), (2, 7), (17, 1), (33, 130), (120, 40)]),
+)
+def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, length):
+    num_tokens, num_cached = length
     query, key, value, mask, seen = inputs(num_tokens, num_cached, groups, dtype)
     whole = torch.cat([torch.zeros(num_tokens, num_cached, dtype=dtype), mask[0, 0]], dim=1)
     for scaling in (None, 0.7):
@@ -113,10 +116,11 @@ def test_a_mask_is_folded_once_for_all_layers():
             torch.testing.assert_close(actual, expected.transpose(1, 2), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize(("num_tokens", "num_cached"), [(2, 1), (2, 300), (17, 1), (70, 130)])
-def test_a_prompts_chunk_sees_the_prefix_and_what_is_before(dtype, groups, num_tokens, num_cached):
+@pytest.mark.parametrize(
+    ("dtype", "groups", "length"), thinned(3, TOLERANCES, [1, 2, 4], [(2, 1), (2, 300), (17, 1), (70, 130)])
+)
+def test_a_prompts_chunk_sees_the_prefix_and_what_is_before(dtype, groups, length):
+    num_tokens, num_cached = length
     query, key, value, *_ = inputs(num_tokens, num_cached, groups, dtype)
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
     mask = chunk_mask(num_tokens, query.device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.one_slot import OneSlot
+from support.thinned import thinned
 from torch import nn
 
 from lp_runtime.lookahead.tree import TokenTree
@@ -58,10 +59,9 @@ def test_layers_of_a_dtype_that_the_library_refuses_stay(packs_bfloat16):
     assert kinds == ([PackedLinear] * 3 if packs_bfloat16 else [nn.Linear, PackedLinear, nn.Linear])
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 16, 65, 300])
-@pytest.mark.parametrize("kind", CLASSES)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "bias", "num_tokens"), thinned(3, CLASSES, TOLERANCES, [True, False], [1, 2, 7, 16, 65, 300])
+)
 @torch.inference_mode()
 def test_products_are_those_of_a_linear_layer(kind, dtype, bias, num_tokens):
     linear = nn.Linear(80, 33, bias=bias).to(dtype)

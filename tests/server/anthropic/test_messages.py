@@ -175,6 +175,7 @@ def test_an_output_format(client):
     assert done.stop_reason == "end_turn"
 
 
+@pytest.mark.slow
 def test_an_answer_that_fills_the_context(client, runtime):
     """Clients ask for the most tokens that any model of theirs can write."""
     context = runtime.info.context_length
