@@ -33,7 +33,7 @@ MAX_ROWS = 64  # of a program, in half precision: the widest products of sm_90 n
 MAX_LARGE_ROWS = 32  # of a program, in half precision, if a head is larger than MAX_SIZE: with more, registers spill
 MAX_SIZE = 128  # head size up to which MAX_ROWS applies
 MAX_FLOAT_ROWS = 16  # of a program, in float32
-MAX_KEYS = 32  # of a block: with 64, a multiprocessor has registers for fewer programs
+MAX_KEYS = 32  # of a block, as bits of a mask's word; with 64, a multiprocessor has registers for fewer programs
 KEY_BYTES = 1 << 14  # of the keys of a block; fits the shared memory of the smallest GPUs
 STAGED_BYTES = 1 << 13  # of the keys of a block, up to which two blocks are loaded ahead; one if they are larger
 MAX_PARTS = 64  # of the keys: one token with 8 key/value heads then fills the largest GPUs
@@ -154,12 +154,8 @@ def _attend_part(
                 k = tl.load(keys + slot * SIZE + cells, mask=there, other=0.0)
                 v = tl.load(values + slot * SIZE + cells, mask=there, other=0.0)
                 at = tl.load(positions + first + start + each, mask=is_key, other=0).to(tl.int32)
-                half = half_words + token * (2 * num_words) + (start >> 5)
-                word = tl.load(half, mask=is_row, other=-1)[:, None]
-                if BLOCK_KEYS > 32:
-                    upper = tl.load(half + 1, mask=is_row, other=-1)
-                    word = tl.where(each[None, :] < 32, word, upper[:, None])
-                is_ancestor = ((word >> ((start + each) & 31)[None, :]) & 1) != 0
+                word = tl.load(half_words + token * (2 * num_words) + (start >> 5), mask=is_row, other=-1)
+                is_ancestor = ((word[:, None] >> ((start + each) & 31)[None, :]) & 1) != 0
                 seen = is_key[None, :] & (at[None, :] >= low[:, None]) & is_ancestor
                 largest, weight_sum, sums = add_block(q, k, v, seen, scale, largest, weight_sum, sums)
             is_empty = weight_sum == 0.0

@@ -136,7 +136,6 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("who", "owner", "name", "at_end"),
     [
