@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
+from _pytest.mark import ParameterSet
 
 
 def thinned(one_in: int, *axes: Iterable[object]) -> list[object]:
@@ -15,11 +16,12 @@ def thinned(one_in: int, *axes: Iterable[object]) -> list[object]:
 
     Args:
         one_in: how many combinations make one that runs always.
-        axes: values of each parameter.
+        axes: values of each parameter, or pytest.param of one value.
     """
     parameters = []
     for places in itertools.product(*(list(enumerate(axis)) for axis in axes)):
         is_kept = sum(place for place, _ in places) % one_in == 0
-        values = [value for _, value in places]
-        parameters.append(pytest.param(*values, marks=() if is_kept else pytest.mark.slow))
+        values = [value if isinstance(value, ParameterSet) else pytest.param(value) for _, value in places]
+        marks = [mark for value in values for mark in value.marks] + ([] if is_kept else [pytest.mark.slow])
+        parameters.append(pytest.param(*(each for value in values for each in value.values), marks=marks))
     return parameters
