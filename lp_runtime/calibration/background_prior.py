@@ -6,22 +6,21 @@ from contextlib import AbstractContextManager, nullcontext
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.calibration.idle_worker import IdleWorker
-from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.transport.group import Group
 
 
 class BackgroundPrior:
     """Completes the vocabulary prior between requests, if the settings ask for one.
 
-    `calibration` is already prepared, and gradual if `config.works_when_idle`. With `after_use` it waits for the next
-    request first, because slots may hold what that request will resume from.
+    `calibration` is already prepared; only a gradual one is completed. With `after_use` it waits for the next request
+    first, because slots may hold what that request will resume from.
     """
 
-    def __init__(self, calibration: Calibration, group: Group, config: RuntimeConfig, after_use: bool):
+    def __init__(self, calibration: Calibration, group: Group, settings: LookaheadConfig, after_use: bool):
         self._calibration, self._group = calibration, group
         self._worker: IdleWorker | None = None
-        wants_prior = config.works_when_idle and config.lookahead.has_vocabulary_prior
-        if wants_prior and not calibration.has_vocabulary:
+        if calibration.is_gradual and settings.has_vocabulary_prior and not calibration.has_vocabulary:
             self._worker = IdleWorker(self._work, f"vocabulary prior of rank {group.rank}")
             self._worker.start(after_use)
 

@@ -66,7 +66,7 @@ class Calibration:
     ):
         self._model = model
         self._group = group
-        self._is_gradual = is_gradual
+        self.is_gradual = is_gradual
         self._files = CalibrationFiles(cache_dir)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas
@@ -114,7 +114,7 @@ class Calibration:
         Rows of tokens not queried yet are empty. All replicas must call this at the same request.
         """
         prior = self._vocabulary_prior()
-        if self._is_gradual:
+        if self.is_gradual:
             prior.agree()
         elif not prior.is_settled:
             prior.agree()
@@ -132,7 +132,7 @@ class Calibration:
         """
         self.vocabulary()
         prior = self._vocabulary_prior()
-        if self._is_gradual and not prior.is_complete:
+        if self.is_gradual and not prior.is_complete:
             if seconds is not None or not self._known.is_started:
                 prior.ask(START_SECONDS if seconds is None else seconds)
             self._known.is_started = True

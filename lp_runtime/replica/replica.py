@@ -68,7 +68,7 @@ class Replica:
         is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
-        self._background = BackgroundPrior(calibration, group, config, after_use=is_restarted)
+        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
 
     def close(self) -> None:
         """Stop the background work that runs between requests."""
