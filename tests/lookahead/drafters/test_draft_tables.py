@@ -14,6 +14,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import MAX_MATCH
 from lp_runtime.lookahead.top_k import MARGINS, MAX_MARGIN, STAMP, K, margin_of
 
 SIZE = 1 << 16
+pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # hashes wrap around
 
 
 def num_bytes(draft_tables: DraftTables) -> int:

@@ -82,10 +82,15 @@ def collect(
     Only `candidates.tokens` and `.features` are written; a token may occur several times.
     """
     # Rows have a fixed length, so that loops over them are compiled to vector instructions.
-    num_rows = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
-    num_rows = collect_top_k(drafts, noise, position, nodes, node, candidates, num_rows)
+    table, slots, bases = drafts.top_k, candidates.slots, candidates.bases
+    num_known = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
+    num_rows = find_contexts(drafts, nodes, node, candidates, num_known)
     num_rows = collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
-    num_rows = collect_alternatives(drafts, noise, position, nodes.depths[node], candidates, num_rows)
+    num_rows = find_alternatives(drafts, position, nodes.depths[node], candidates, num_rows)
+    for row in range(num_known, num_rows):  # one call: each copy of `collect_entry` takes long to compile
+        if slots[row] >= 0:
+            entries = drafts.vocabulary if bases[row] == VOCABULARY_FEATURES else table.entries
+            collect_entry(entries, slots[row], bases[row], noise, position, candidates, row)
     return collect_corpus(drafts.corpus, noise, position, nodes, node, candidates, num_rows)
 
 
@@ -131,26 +136,23 @@ def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
 
 
 @inlined
-def collect_top_k(
-    drafts: DraftArrays, noise: Noise, position: Int, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int
-) -> Int:
-    """Append the top-k candidates for a node's last 1 to NUM_ORDERS tokens, and the vocabulary prior's.
+def find_contexts(drafts: DraftArrays, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int) -> Int:
+    """Find the top-k candidates for a node's last 1 to NUM_ORDERS tokens, and the vocabulary prior's.
 
-    Writes rows from `num_rows` on and returns the new number of rows.
+    Writes `slots` and `bases` of rows from `num_rows` on, and returns the new number of rows.
     """
-    table = drafts.top_k
+    table, slots, bases = drafts.top_k, candidates.slots, candidates.bases
     for order in range(NUM_ORDERS):
         key = nodes.hashes[node, order + 1]
         slot = find_slot(table.keys, key) if key != 0 else -1
         if slot < 0:
             break
         first = PROMPT_FEATURES if table.entries[slot, ORIGIN] == FROM_PROMPT else TEXT_FEATURES
-        base = first + order * FEATURES_PER_ORDER
-        collect_entry(table.entries, slot, base, noise, position, candidates, num_rows)
+        slots[num_rows], bases[num_rows] = slot, first + order * FEATURES_PER_ORDER
         num_rows += 1
     token = nodes.tokens[node]
     if token < len(drafts.vocabulary):
-        collect_entry(drafts.vocabulary, token, VOCABULARY_FEATURES, noise, position, candidates, num_rows)
+        slots[num_rows], bases[num_rows] = token, VOCABULARY_FEATURES
         num_rows += 1
     return num_rows
 
@@ -165,15 +167,14 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
             for rank in range(K):
                 candidates.tokens[num_rows, rank] = table.entries[slot, rank]
                 candidates.features[num_rows, rank] = POSITION_FEATURES + with_token * K + rank
+            candidates.slots[num_rows] = -1
             num_rows += 1
     return num_rows
 
 
 @inlined
-def collect_alternatives(
-    drafts: DraftArrays, noise: Noise, position: Int, depth: Int, candidates: Candidates, num_rows: Int
-) -> Int:
-    """Append what the model also considered in place of the last committed tokens; return the row count.
+def find_alternatives(drafts: DraftArrays, position: Int, depth: Int, candidates: Candidates, num_rows: Int) -> Int:
+    """Find what the model also considered in place of the last committed tokens; return the row count.
 
     A token that was likely there, but did not come, often comes one or two tokens later. `depth` is that of the node
     that the candidates may follow: there are no such alternatives to tokens below the root.
@@ -181,8 +182,8 @@ def collect_alternatives(
     for back in range(1 + depth, MAX_BACK + 1):
         slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - back))
         if slot >= 0:
-            base = ALTERNATIVE_FEATURES + (back - 1) * FEATURES_PER_ORDER
-            collect_entry(drafts.top_k.entries, slot, base, noise, position, candidates, num_rows)
+            candidates.slots[num_rows] = slot
+            candidates.bases[num_rows] = ALTERNATIVE_FEATURES + (back - 1) * FEATURES_PER_ORDER
             num_rows += 1
     return num_rows
 

@@ -17,11 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.candidates import collect
-from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates, Nodes
-from lp_runtime.lookahead.drafters.best_first.tables import DraftArrays, Noise
+from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates
 from lp_runtime.lookahead.top_k import K
-from lp_runtime.utils.jit import Int, compiled, inlined
+from lp_runtime.utils.jit import Int, inlined
 
 ONE_BITS = 16
 ONE = 1 << ONE_BITS
@@ -105,7 +103,7 @@ def calibration_of(rate: Int, agreeing: Int) -> Int:
     return agreeing * NUM_LEVELS + level_of(rate)
 
 
-@compiled
+@inlined
 def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
     """Recompute all from `factor` to `highest`, and `share`; return the highest probability of all, of ONE.
 
@@ -139,7 +137,7 @@ def factor_of(expected: Int, observed: Int, start: Int) -> Int:
     return (((observed << ONE_BITS) + start) << ONE_BITS) // (expected + CALIBRATION_WEIGHT * ONE)
 
 
-@compiled
+@inlined
 def merge(rates: Rates, candidates: Candidates, num_rows: Int, floor: Int) -> Int:
     """Merge candidates with the same token, in the order of first collection; return how many there are.
 
@@ -206,7 +204,7 @@ def sort_merged(candidates: Candidates, num: Int) -> None:
             at -= 1
 
 
-@compiled
+@inlined
 def rank(rates: Rates, candidates: Candidates, num: Int) -> None:
     """Write the merged candidates' calibrated `estimates`, and sort the candidates by them, best first."""
     merged, best, agreeing, estimates = candidates.merged, candidates.best, candidates.agreeing, candidates.estimates
@@ -220,14 +218,14 @@ def rank(rates: Rates, candidates: Candidates, num: Int) -> None:
             at -= 1
 
 
-@compiled
+@inlined
 def share_of(estimate: Int, place: Int, is_root: bool) -> Int:
     """Return the index, of NUM_SHARES, of a candidate's factor."""
     where = 0 if is_root else NUM_PLACES
     return (where + min(place, NUM_PLACES - 1)) * NUM_LEVELS + level_of(estimate)
 
 
-@compiled
+@inlined
 def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> None:
     """Sort a context's `num` merged candidates by estimate, best first, and write their `probabilities`.
 
@@ -243,7 +241,7 @@ def share_out(rates: Rates, candidates: Candidates, num: Int, is_root: bool) -> 
         left -= candidates.probabilities[i]
 
 
-@compiled
+@inlined
 def count_shares(rates: Rates, candidates: Candidates, num: Int, is_root: bool, token: Int) -> None:
     """Count a context's merged candidates, best first, up to the one that came, `token`; sorts them."""
     rank(rates, candidates, num)
@@ -256,51 +254,33 @@ def count_shares(rates: Rates, candidates: Candidates, num: Int, is_root: bool, 
             break
 
 
-@compiled
-def learn(
-    drafts: DraftArrays,
-    noise: Noise,
-    position: Int,
-    nodes: Nodes,
-    root: Int,
-    path: np.ndarray,
-    committed: np.ndarray,
-    rates: Rates,
-    candidates: Candidates,
-) -> None:
-    """Count, for each candidate along the committed tokens, whether it was the token that came.
-
-    Args:
-        drafts: the draft tables, as they were when the tree was proposed.
-        position: absolute position of the first committed token.
-        path: [m] int64 the node before each committed token, the root first.
-        committed: [m] int64 committed tokens.
-        rates: written to.
-        candidates: scratch.
-    """
-    for i in range(len(committed)):
-        num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
-        for row in range(num_rows):
-            for rank in range(K):
-                if candidates.tokens[row, rank] >= 0:
-                    feature = candidates.features[row, rank]
-                    rates.tried[feature] += 1
-                    rates.accepted[feature] += candidates.tokens[row, rank] == committed[i]
-        num_merged = merge(rates, candidates, num_rows, 0)
-        for j in range(num_merged):
-            rate = rates.rate[candidates.best[j]]
-            calibration = calibration_of(rate, candidates.agreeing[j])
-            rates.expected[calibration] += rate
-            rates.observed[calibration] += candidates.merged[j] == committed[i]
-        count_shares(rates, candidates, num_merged, path[i] == root, committed[i])
-        for row in range(num_rows):
-            for rank in range(K):
-                if candidates.tokens[row, rank] >= 0:
-                    estimate(rates, candidates.features[row, rank])
+@inlined
+def count_features(rates: Rates, candidates: Candidates, num_rows: Int, token: Int) -> None:
+    """Count a context's candidates by feature, and those that name the token that came, `token`."""
+    for row in range(num_rows):
+        for rank in range(K):
+            if candidates.tokens[row, rank] >= 0:
+                feature = candidates.features[row, rank]
+                rates.tried[feature] += 1
+                rates.accepted[feature] += candidates.tokens[row, rank] == token
 
 
-@compiled
-def estimate(rates: Rates, feature: Int) -> None:
-    """Recompute the estimate of a feature from its counts."""
-    tried, accepted = rates.tried[feature], rates.accepted[feature]
-    rates.rate[feature] = (accepted * ONE + rates.prior[feature] * PRIOR_WEIGHT) // (tried + PRIOR_WEIGHT)
+@inlined
+def count_levels(rates: Rates, candidates: Candidates, num: Int, token: Int) -> None:
+    """Count a context's `num` merged candidates by level, and whether each was the token that came."""
+    for i in range(num):
+        rate = rates.rate[candidates.best[i]]
+        calibration = calibration_of(rate, candidates.agreeing[i])
+        rates.expected[calibration] += rate
+        rates.observed[calibration] += candidates.merged[i] == token
+
+
+@inlined
+def estimate(rates: Rates, candidates: Candidates, num_rows: Int) -> None:
+    """Recompute the estimates of all features of a context's candidates from their counts."""
+    for row in range(num_rows):
+        for rank in range(K):
+            if candidates.tokens[row, rank] >= 0:
+                feature = candidates.features[row, rank]
+                tried, accepted = rates.tried[feature], rates.accepted[feature]
+                rates.rate[feature] = (accepted * ONE + rates.prior[feature] * PRIOR_WEIGHT) // (tried + PRIOR_WEIGHT)

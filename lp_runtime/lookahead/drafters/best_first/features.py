@@ -14,7 +14,7 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, NUM_HASHES, NUM_ORDERS
 from lp_runtime.lookahead.top_k import MAX_MARGIN, K
-from lp_runtime.utils.jit import Int, compiled, inlined
+from lp_runtime.utils.jit import Int, inlined
 
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
 # were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
@@ -90,6 +90,8 @@ class Candidates(NamedTuple):
         first: [C] int32 first index of each merged candidate in `flat`.
         estimates: [C] int64 calibrated estimate of each merged candidate, fixed point.
         probabilities: [C] int64 probability of each merged candidate in competition with the others, fixed point.
+        slots: [NUM_ROWS] int64 row of the top-k table, or of the vocabulary prior, to collect; -1 if collected already.
+        bases: [NUM_ROWS] int64 lowest feature of each such row's candidates.
         values: [K] int32 scratch.
         bins: [MAX_MARGIN + 1] uint8 bin of each margin.
     """
@@ -103,6 +105,8 @@ class Candidates(NamedTuple):
     first: np.ndarray
     estimates: np.ndarray
     probabilities: np.ndarray
+    slots: np.ndarray
+    bases: np.ndarray
     values: np.ndarray
     bins: np.ndarray
 
@@ -112,9 +116,11 @@ def make_candidates() -> Candidates:
     tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
     merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
     estimates, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(2))
+    slots, bases = (np.zeros(NUM_ROWS, np.int64) for _ in range(2))
     bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
-    flat, values = tokens.reshape(-1), np.zeros(K, np.int32)
-    return Candidates(tokens, features, flat, merged, best, agreeing, first, estimates, probabilities, values, bins)
+    collected = (tokens, features, tokens.reshape(-1))
+    merged_arrays = (merged, best, agreeing, first, estimates, probabilities)
+    return Candidates(*collected, *merged_arrays, slots, bases, np.zeros(K, np.int32), bins)
 
 
 def make_nodes(num_nodes: int) -> Nodes:
@@ -155,7 +161,7 @@ def length_bin(length: Int) -> Int:
     return 7 if length <= 12 else (8 if length <= 20 else 9)
 
 
-@compiled
+@inlined
 def source_of(feature: Int) -> Int:
     """Return the index in SOURCES of a feature's source."""
     if feature < TEXT_FEATURES:

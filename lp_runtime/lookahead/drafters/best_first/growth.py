@@ -91,6 +91,15 @@ def is_open(nodes: Nodes, limits: Limits, root: Int, num_seeds: Int, node: Int, 
     return True
 
 
+@inlined
+def digest_of(nodes: Nodes, num_nodes: Int) -> Int:
+    """Return a 64-bit digest of the tokens and parents of a tree."""
+    digest = np.int64(0)
+    for node in range(num_nodes):
+        digest = mix(digest * 31 + (nodes.parents[node] << 32) + nodes.tokens[node])
+    return digest
+
+
 @compiled
 def grow(
     drafts: DraftArrays,
@@ -119,33 +128,6 @@ def grow(
         max_nodes: largest number of nodes, including the pending tokens.
         max_depth: largest depth of a node below the root.
     """
-    for node in range(root + 1):
-        nodes.parents[node], nodes.depths[node] = node - 1, node - root
-    num_nodes = grow_below(
-        drafts, noise, rates, nodes, frontier, candidates, position, root, num_seeds, limits, max_nodes, max_depth
-    )
-    digest = np.int64(0)
-    for node in range(num_nodes):
-        digest = mix(digest * 31 + (nodes.parents[node] << 32) + nodes.tokens[node])
-    return num_nodes, digest
-
-
-@inlined
-def grow_below(
-    drafts: DraftArrays,
-    noise: Noise,
-    rates: Rates,
-    nodes: Nodes,
-    frontier: Frontier,
-    candidates: Candidates,
-    position: Int,
-    root: Int,
-    num_seeds: Int,
-    limits: Limits,
-    max_nodes: Int,
-    max_depth: Int,
-) -> Int:
-    """Grow a tree below its seeds and return the number of nodes; see `grow`."""
     num_nodes = num_seeds
     num_missing = max_nodes - num_nodes
     num_pushed = heap_size = 0
@@ -197,4 +179,4 @@ def grow_below(
         extend_hashes(nodes.hashes, parent, nodes.tokens[node], nodes.hashes, node)
         extend_match(drafts.corpus, nodes.matches, parent, nodes.tokens[node], node)
         num_nodes += 1
-    return num_nodes
+    return num_nodes, digest_of(nodes, num_nodes)

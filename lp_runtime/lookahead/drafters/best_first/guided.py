@@ -48,9 +48,10 @@ def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
 
 @compiled
 def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
-    """Initialize the root as `plant` requires: it is certain, and its context is the text."""
+    """Initialize the pending tokens, and the root as `plant` requires: it is certain, and its context is the text."""
+    for node in range(root + 1):
+        nodes.parents[node], nodes.depths[node] = node - 1, node - root
     nodes.path_probabilities[root] = np.int64(1) << PATH_PROBABILITY_BITS
-    nodes.depths[root] = 0
     for i in range(NUM_HASHES):
         nodes.hashes[root, i] = drafts.text.hashes[0, i]
     match_root(drafts.corpus, drafts.text.buffer, drafts.text.span, nodes.matches, root)

@@ -7,7 +7,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.estimates import Rates, learn
+from lp_runtime.lookahead.drafters.best_first.candidates import collect
+from lp_runtime.lookahead.drafters.best_first.estimates import (
+    Rates,
+    count_features,
+    count_levels,
+    count_shares,
+    estimate,
+    merge,
+)
 from lp_runtime.lookahead.drafters.best_first.features import Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import (
     EMPTY_HASH,
@@ -139,7 +147,13 @@ def advance(
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
-    learn(drafts, noise, position, nodes, root, path, committed, rates, candidates)
+    for i in range(len(committed)):
+        num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
+        count_features(rates, candidates, num_rows, committed[i])
+        num_merged = merge(rates, candidates, num_rows, 0)
+        count_levels(rates, candidates, num_merged, committed[i])
+        count_shares(rates, candidates, num_merged, path[i] == root, committed[i])
+        estimate(rates, candidates, num_rows)
     store_results(drafts, position, nodes, root, successors, entries, stamp)
     for node in path:
         store_entry(drafts.top_k, alternatives_key(drafts.text, position + nodes.depths[node]), entries, node - root)

@@ -103,7 +103,7 @@ def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) ->
     return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
 
 
-@compiled
+@inlined
 def mix(value: Int) -> Int:
     """Mix the bits of a 64-bit integer (the finalizer of splitmix64, with arithmetic shifts)."""
     value = (value ^ (value >> 30)) * np.int64(-4658895280553007687)
@@ -118,7 +118,7 @@ def extend_hash(value: Int, token: Int) -> Int:
     return value if value != 0 else np.int64(1)  # 0 marks empty slots
 
 
-@compiled
+@inlined
 def extend_hashes(rows: np.ndarray, row: Int, token: Int, extended_rows: np.ndarray, extended: Int) -> None:
     """Write all hashes of the context in `rows[row]`, extended by a token, to `extended_rows[extended]`.
 
@@ -177,7 +177,7 @@ def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
     return np.int64(math.floor(-math.log(-math.log(uniform)) * UNITS_PER_NAT + 0.5))
 
 
-@compiled
+@inlined
 def gumbel(noise: Noise, position: Int, token: Int) -> Int:
     """Return a token's Gumbel noise at an absolute position, in sixteenths of a nat; cached."""
     key = np.int64(position) << ID_BITS | np.int64(token)
@@ -237,13 +237,13 @@ def store_entry(table: TopKTable, key: Int, entries: np.ndarray, row: Int) -> No
         table.entries[slot, i] = entries[row, i]
 
 
-@compiled
+@inlined
 def position_key(text: TextIndex, position: Int, token: Int) -> Int:
     """Return the key of an absolute position in this request's text, after a token or, with -1, after any."""
     return extend_hash(extend_hash(np.int64(1 << 40), position), text.span[0] + (np.int64(token) << 32))
 
 
-@compiled
+@inlined
 def alternatives_key(text: TextIndex, position: Int) -> Int:
     """Return the key of the top-k candidates that the model had for an absolute position of this request's text."""
     return extend_hash(extend_hash(np.int64(1 << 41), position), text.span[0])
