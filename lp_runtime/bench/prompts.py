@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lp_runtime.config.commands import BenchConfig
@@ -41,7 +40,9 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
         if not colon or not path or not name:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
         of_file = read_prompts(path, name, config.limit)
-        _check_unicode(of_file, path, name)
+        for prompt in of_file:  # JSON allows lone surrogates, tokenizers do not
+            if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
+                raise ConfigError(f"{path} line {prompt.line}: field {name!r} is not valid Unicode")
         if config.turns == "all":
             check_conversations(of_file, path, name)
         prompts += of_file
@@ -52,13 +53,6 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
             taken[prompt.task] += 1
             chosen.append(prompt)
     return chosen
-
-
-def _check_unicode(prompts: Sequence[Prompt], path: str, field: str) -> None:
-    """Raise ConfigError if a text has a lone surrogate, which JSON allows but tokenizers do not."""
-    for prompt in prompts:
-        if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
-            raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
 
 
 def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:

@@ -21,9 +21,7 @@ class GeneratingCheck:
     While requests run, their next token answers the check, so that they keep their replicas. Otherwise a request of one
     token is submitted, which gets all replicas that the policy allows.
 
-    Args:
-        interval: seconds between two checks; a call before has the last answer.
-        timeout: seconds within which a token must come.
+    `interval` is in seconds between two checks, `timeout` in seconds until a token must come.
     """
 
     def __init__(

@@ -8,35 +8,28 @@ from pathlib import Path
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.errors import ApiError
 from lp_runtime.server.generating_check import GeneratingCheck
+from lp_runtime.server.http.errors import ApiError
+from lp_runtime.server.http.settings import served_name
 from lp_runtime.server.metrics import Metrics
 
 PAGE = Path(__file__).with_name("page.html")
 
 
 class StatusRoutes:
-    """Routes that report the server's state.
+    """Routes that report the server's state. Of them only /health_generate decodes."""
 
-    `check` answers /health_generate, the only one that decodes; None for status 404.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        runtime: LookaheadRuntime,
-        scheduler: Scheduler,
-        metrics: Metrics,
-        check: GeneratingCheck | None = None,
-    ):
+    def __init__(self, config: ServeConfig, runtime: LookaheadRuntime, scheduler: Scheduler, metrics: Metrics):
         self.is_draining = False
-        self._name = name
-        self._runtime = runtime
-        self._scheduler = scheduler
+        self._name = served_name(config)
+        self._runtime, self._scheduler = runtime, scheduler
         self._metrics = metrics
-        self._check = check
+        self._check: GeneratingCheck | None = None
+        if config.health_interval is not None:
+            self._check = GeneratingCheck(scheduler, config.health_interval, config.health_timeout)
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:

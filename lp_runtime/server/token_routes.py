@@ -8,22 +8,19 @@ from __future__ import annotations
 from typing import cast
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, ConfigDict
 
 from lp_runtime.errors import RequestError
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.anthropic.messages_api import Messages
-from lp_runtime.server.chat.messages import Message
+from lp_runtime.server.openai.parts import Message, OpenPart
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
 
 
-class Tokenize(BaseModel):
+class Tokenize(OpenPart):
     """The body of POST /tokenize: a prompt or a conversation."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
 
     model: str | None = None
     prompt: str | None = None
@@ -33,11 +30,7 @@ class Tokenize(BaseModel):
     return_token_strs: bool = False
 
 
-class Detokenize(BaseModel):
-    """The body of POST /detokenize."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class Detokenize(OpenPart):
     model: str | None = None
     tokens: list[int]
 

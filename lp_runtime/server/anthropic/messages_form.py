@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic_core import from_json
 
 from lp_runtime.chat.chat_parser import Piece
-from lp_runtime.server.anthropic.error_body import error_body
+from lp_runtime.server.http.errors import anthropic_error
 from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event
 from lp_runtime.text.token_text import TokenTexts
 
@@ -101,7 +101,7 @@ class MessagesForm(Form):
         details = error["error"]
         assert isinstance(details, Mapping)  # the body of an ApiError
         status = 400 if details["type"] == "invalid_request_error" else 500
-        yield event(error_body(status, str(details["message"])), "error")
+        yield event(anthropic_error(status, str(details["message"])), "error")
 
     def _end_block(self) -> Iterator[str]:
         """End the current block, if there is one."""

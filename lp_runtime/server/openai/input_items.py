@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.messages import ContentPart, Message, joined
+from lp_runtime.server.openai.parts import ContentPart, Message, joined
 
 
 class _Item(BaseModel):
@@ -36,8 +36,6 @@ class FunctionCallOutput(_Item):
 
 
 class ReasoningText(_Item):
-    """A part of a reasoning item."""
-
     text: str
 
 
@@ -55,7 +53,6 @@ class OtherItem(_Item):
 
 
 def _tag(item: Any) -> str:
-    """Return an item's union tag; because of its brackets, server/errors.py keeps it out of messages."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     known = ("message", "function_call", "function_call_output", "reasoning")
     return f"[{kind}]" if kind in known else "[other]"
@@ -87,14 +84,16 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
         elif isinstance(item, Message):
             _add_message(answers, item)
         else:
-            last = _assistant(answers)
-            if isinstance(item, Reasoning):
-                _add_reasoning(last, item)
-            else:
+            if not answers or answers[-1]["role"] != "assistant":
+                answers.append({"role": "assistant"})
+            last = answers[-1]
+            if isinstance(item, FunctionCall):
                 names[item.call_id] = item.name
                 function = {"name": item.name, "arguments": item.arguments}
                 call = {"id": item.call_id, "type": "function", "function": function}
                 last.setdefault("tool_calls", []).append(call)
+            elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
+                last["reasoning_content"] = last.get("reasoning_content", "") + text
     messages = [Message(**each) for each in answers if each.keys() > {"role"}]
     if not messages:
         raise RequestError("input: is empty")
@@ -111,26 +110,10 @@ def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, 
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
 
 
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last message if it is the assistant's; else append a new one of the assistant."""
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant"})
-    return messages[-1]
-
-
-def _add_reasoning(message: dict[str, Any], item: Reasoning) -> None:
-    """Append an item's text to a message's reasoning; summaries and encrypted items have no text."""
-    if text := "".join(part.text for part in item.content or ()):
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
-
-
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
     """Append a message; the assistant's text after a reasoning item joins that item's message."""
-    given = item.model_dump()
-    for name in ("type", "id", "status", "phase"):
-        given.pop(name, None)
-    is_begun = messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant"
-    if is_begun:
+    given = item.model_dump(exclude={"type", "id", "status", "phase"})
+    if messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant":
         messages[-1].update(given)
     else:
         messages.append(given)

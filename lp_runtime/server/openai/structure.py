@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConstraintError
+from lp_runtime.server.openai.parts import StrictPart
 
 ANY_OBJECT = {"type": "object"}
 
 
-class _Part(BaseModel):
-    """Base of body parts: no unknown fields, no type conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class NamedSchema(_Part):
+class NamedSchema(StrictPart):
     """The field json_schema of a response_format."""
 
     name: str = ""
@@ -27,7 +22,7 @@ class NamedSchema(_Part):
     strict: bool | None = None
 
 
-class ResponseFormat(_Part):
+class ResponseFormat(StrictPart):
     """OpenAI's response_format, or text.format of /v1/responses, with the schema's fields next to `type`."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -49,7 +44,7 @@ class ResponseFormat(_Part):
         return ConstraintConfig(json_schema=schema)
 
 
-class StructuredOutputs(_Part):
+class StructuredOutputs(StrictPart):
     """vLLM's structured_outputs."""
 
     json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
@@ -77,8 +72,8 @@ class StructuredOutputs(_Part):
 
 def constraint_of(formatted: ResponseFormat | None, outputs: StructuredOutputs | None) -> ConstraintConfig | None:
     """Return the constraint that a body asks for, in at most one of both forms; None without one."""
-    given = [each.constraint() for each in (formatted, outputs) if each is not None]
-    given = [each for each in given if each.kind is not None]
+    asked = [each.constraint() for each in (formatted, outputs) if each is not None]
+    given = [each for each in asked if each.kind is not None]
     if len(given) > 1:
         raise ConstraintError("response_format and structured_outputs: give one of them")
     return given[0] if given else None

@@ -1,4 +1,7 @@
-"""Definitions of tools that clients send."""
+"""Parts of request bodies that the APIs share: messages and tools, as clients send them.
+
+Tags of unions are in brackets, by which http/errors.py keeps them out of messages.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,48 @@ MAX_TOOLS = 128
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 
 
-class _Part(BaseModel):
-    """Base of body parts: no unknown fields, no type conversions."""
+class StrictPart(BaseModel):
+    """Base of bodies and their parts: no unknown fields, no type conversions."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Function(_Part):
+class OpenPart(BaseModel):
+    """The same, but unknown fields are ignored: clients send back parts of earlier answers."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class ContentPart(StrictPart):
+    """A part of a message's content; only text is supported."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    cache_control: dict[str, object] | None = None
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation; unknown fields are passed to the model's chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, object]:
+        """Convert the message to the dict that chat templates expect, with its content as one string."""
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {**more, "role": self.role, "content": joined(self.content or "")}
+
+
+def joined(content: str | list[ContentPart]) -> str:
+    """Join a message's content to one string."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Function(StrictPart):
     """The definition of a function that the model may call."""
 
     name: str = Field(pattern=NAME_PATTERN)
@@ -29,7 +67,7 @@ class Function(_Part):
     strict: bool | None = None
 
 
-class Tool(_Part):
+class Tool(StrictPart):
     """A tool of /v1/chat/completions."""
 
     type: Literal["function"] = "function"
@@ -41,7 +79,7 @@ class Tool(_Part):
         return self.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
-class _Typed(_Part):
+class _Typed(StrictPart):
     """The field `type`, in a separate base class so that pydantic checks it first."""
 
     type: Literal["function"]
@@ -62,7 +100,6 @@ class HostedTool(BaseModel):
 
 
 def _tag(tool: Any) -> str:
-    """Return a tool's union tag; because of its brackets, server/errors.py keeps it out of messages."""
     kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
     return "[hosted]" if isinstance(kind, str) and kind != "function" else "[function]"
 
@@ -72,13 +109,13 @@ ResponsesTool = Annotated[
 ]
 
 
-class NamedFunction(_Part):
+class NamedFunction(StrictPart):
     """A reference to a tool by its name."""
 
     name: str
 
 
-class NamedTool(_Part):
+class NamedTool(StrictPart):
     """A tool_choice that names a tool."""
 
     type: Literal["function"] = "function"
@@ -103,3 +140,10 @@ def choose_tools(
     if choice == "required" and not tools:
         raise RequestError("tool_choice=required: there are no tools")
     return ToolUse([tool.plain() for tool in tools], choice == "required", is_parallel)
+
+
+def refuse(refused: dict[str, bool]) -> None:
+    """Raise a RequestError with the first message whose condition holds."""
+    for message, is_refused in refused.items():
+        if is_refused:
+            raise RequestError(message)
