@@ -97,6 +97,11 @@ class Load:
         shown = [f"{number} x {error}" for error, number in errors.most_common()]
         return "\n\n".join([markdown_table(list(plain), [counts]), markdown_table(header, latencies), *shown])
 
+    def json(self, head: dict[str, object]) -> str:
+        """Return `head`, the summary and every answer as JSON."""
+        answers = [asdict(answer) for answer in self.answers]
+        return json.dumps({**head, **self.summary(), "answers": answers}, indent=1)
+
 
 def percentile(values: Sequence[float], percent: float) -> float:
     """Return the nearest-rank percentile of sorted values."""
@@ -130,11 +135,10 @@ def put_under_load(config: BenchConfig) -> None:
         load = open_loop(ask, config.num_requests, config.rate, config.load_seed)
     print(load.markdown())
     if config.output is not None:
-        asked = {each: getattr(config, each) for each in SHOWN_SETTINGS}
-        report = {"model": name, **asked, **load.summary(), "answers": [asdict(answer) for answer in load.answers]}
+        settings = {each: getattr(config, each) for each in SHOWN_SETTINGS}
         with writing_to(config.output) as folder:
             (folder / "load.md").write_text(load.markdown() + "\n")
-            (folder / "load.json").write_text(json.dumps(report, indent=1) + "\n")
+            (folder / "load.json").write_text(load.json({"model": name, **settings}) + "\n")
     if all(answer.error is not None for answer in load.answers):
         raise ReplicaError(f"url={config.url}: no request was answered")
 

@@ -40,9 +40,7 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
         if not colon or not path or not name:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
         of_file = read_prompts(path, name, config.limit)
-        for prompt in of_file:  # JSON allows lone surrogates, tokenizers do not
-            if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
-                raise ConfigError(f"{path} line {prompt.line}: field {name!r} is not valid Unicode")
+        _check_unicode(of_file, path, name)
         if config.turns == "all":
             check_conversations(of_file, path, name)
         prompts += of_file
@@ -53,6 +51,12 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
             taken[prompt.task] += 1
             chosen.append(prompt)
     return chosen
+
+
+def _check_unicode(prompts: list[Prompt], path: str, field: str) -> None:
+    for prompt in prompts:  # JSON allows lone surrogates, tokenizers do not
+        if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
+            raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
 
 
 def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:

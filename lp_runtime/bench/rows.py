@@ -37,7 +37,7 @@ class Row:
     tokens_per_second: float
     lower_quartile: float
     upper_quartile: float
-    over_base: float
+    over_base: float | None
     prefill_ms: float | None
     decode_tokens_per_second: float | None
     decode_over_base: float | None
@@ -61,7 +61,7 @@ class Row:
             str(self.replicas),
             "" if self.exchange_us is None else f"{self.exchange_us:g}, assumed",
             f"{self.tokens_per_second:.1f} ({self.lower_quartile:.1f} to {self.upper_quartile:.1f})",
-            f"{self.over_base:.2f}",
+            _shown(self.over_base, ".2f"),
             _shown(self.prefill_ms, ".0f"),
             self.decode_cell(),
             f"{self.S:.2f}",
@@ -77,7 +77,7 @@ class Row:
             f"{self.S:.2f}",
             f"{self.num_tokens} / {self.num_steps}",
             f"{self.tokens_per_second:.1f}",
-            f"{self.over_base:.2f}",
+            _shown(self.over_base, ".2f"),
             _shown(self.prefill_ms, ".0f"),
             self.decode_cell(),
         ]
@@ -92,15 +92,10 @@ def row_of(
     method: str, label: str, replicas: int, exchange_us: float | None, of_method: list[Result], of_base: list[Result]
 ) -> Row:
     """Compute the row of a method's results at an assumed exchange, relative to the base method's results."""
-    rates = [len(result.token_ids) / result.seconds[exchange_us] for result in of_method]
-    base_rates = [len(result.token_ids) / min(result.seconds.values()) for result in of_base]
+    seconds = [each.seconds[exchange_us] for each in of_method]
+    rates, decode_rates = _rates(of_method, seconds)
+    base_rates, base_decode_rates = _rates(of_base, [min(each.seconds.values()) for each in of_base])
     lower, median, upper = quartiles(rates)
-    decode_rates = [_decode_rate(result, result.seconds[exchange_us]) for result in of_method]
-    base_decode_rates = [_decode_rate(result, min(result.seconds.values())) for result in of_base]
-    ratios = [
-        None if one is None or base is None else one / base
-        for one, base in zip(decode_rates, base_decode_rates, strict=True)
-    ]
     num_tokens, num_steps = sum(len(each.token_ids) for each in of_method), sum(each.num_steps for each in of_method)
     pairs = zip(of_method, of_base, strict=True)
     return Row(
@@ -111,15 +106,15 @@ def row_of(
         tokens_per_second=median,
         lower_quartile=lower,
         upper_quartile=upper,
-        over_base=statistics.median(one / base for one, base in zip(rates, base_rates, strict=True)),
+        over_base=_known(_ratios(rates, base_rates)),
         prefill_ms=_known(1000 * each.prefill_seconds for each in of_method if each.prefill_seconds is not None),
         decode_tokens_per_second=_known(decode_rates),
-        decode_over_base=_known(ratios),
+        decode_over_base=_known(_ratios(decode_rates, base_decode_rates)),
         S=num_tokens / num_steps,
         num_tokens=num_tokens,
         num_steps=num_steps,
         tokens_a_step=_known((each.step_tokens for each in of_method), statistics.mean),
-        step_ms=1000 * sum(each.seconds[exchange_us] for each in of_method) / num_steps,
+        step_ms=1000 * sum(seconds) / num_steps,
         other_share=_known(each.other_share for each in of_method),
         other_us=_known(each.other_us for each in of_method),
         outputs_that_differ=sum(one.token_ids != other.token_ids for one, other in pairs),
@@ -134,11 +129,21 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return lower, median, upper
 
 
-def _decode_rate(result: Result, seconds: float) -> float | None:
-    """Return the tokens per second after a request's first token; None if that was not measured."""
-    if result.prefill_seconds is None or len(result.token_ids) < 2:
-        return None
-    return (len(result.token_ids) - 1) / max(1e-9, seconds - result.prefill_seconds)
+def _rates(results: list[Result], seconds: list[float]) -> tuple[list[float], list[float | None]]:
+    """Return tokens per second of whole requests, and after the first token; None if the latter was not measured."""
+    pairs = list(zip(results, seconds, strict=True))
+    after_first = [
+        None
+        if each.prefill_seconds is None or len(each.token_ids) < 2
+        else (len(each.token_ids) - 1) / max(1e-9, time - each.prefill_seconds)
+        for each, time in pairs
+    ]
+    return [len(each.token_ids) / time for each, time in pairs], after_first
+
+
+def _ratios(ones: Sequence[float | None], bases: Sequence[float | None]) -> list[float | None]:
+    pairs = zip(ones, bases, strict=True)
+    return [None if one is None or base is None else one / base for one, base in pairs]
 
 
 def _known(

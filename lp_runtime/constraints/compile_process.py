@@ -36,10 +36,8 @@ READY = "ready"
 class ConstraintCompiler:
     """Compiler of constraints in a separate process, with an LRU cache. Thread-safe.
 
-    Args:
-        tokenizer: returns the model's tokenizer; called when the first constraint is compiled.
-        vocabulary_size: the model's, which may exceed the tokenizer's.
-        seconds: time limit for one constraint.
+    `tokenizer` is called when the first constraint is compiled. `vocabulary_size` is the model's, which may exceed the
+    tokenizer's. `seconds` is the time limit for one constraint.
     """
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -109,18 +109,9 @@ class Answers:
         try:
             for each in form.opening(choices):
                 yield each
-            num_sent = dict.fromkeys(range(len(choices)), 0)
             async for found in _with_waits(texts, self._ping_seconds):
-                if found is None:
-                    yield form.waiting()
-                    continue
-                choice, text = found
-                new = slice(num_sent[choice.index], choice.num_final)
-                num_sent[choice.index] = choice.num_final
-                shows_tokens = form.shows_tokens or choice.job.request.trace  # even if they add no text
-                if text or choice.reason or (shows_tokens and new.start < new.stop):
-                    for each in form.grown(choice, text, new):
-                        yield each
+                for each in (form.waiting(),) if found is None else _grown(form, *found):
+                    yield each
             for each in form.closing(choices, with_usage):
                 yield each
         except Exception as error:  # the HTTP status has already been sent
@@ -128,6 +119,15 @@ class Answers:
                 log.error("an answer has failed", exc_info=error)
             for each in form.failure(ApiError.of(error).body):
                 yield each
+
+
+def _grown(form: Form, choice: Choice, text: str) -> Iterator[str]:
+    """Yield the events for new text of a choice, for its end, and for new tokens if the form shows them."""
+    new = slice(choice.num_shown, choice.num_final)
+    choice.num_shown = choice.num_final
+    has_tokens = new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
+    if text or choice.reason or has_tokens:
+        yield from form.grown(choice, text, new)
 
 
 async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:

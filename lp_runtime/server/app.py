@@ -10,7 +10,6 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.chat.answer import end_of
-from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.loading.loader import load_tokenizer
@@ -105,7 +104,6 @@ class Server:
         self._answers.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
-        """Answer POST /v1/completions."""
         options = self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts, ids = body.prompts(), []
@@ -120,31 +118,27 @@ class Server:
         return await self._answers.respond(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
-        num_top, use = body.num_top_logprobs(), body.tool_use()
-        choices = await self._converse(body, request, use, num_top)
-        form = ChatForm(self._name, self._token_texts, num_top, use.max_calls)
+        num_top = body.num_top_logprobs()
+        choices = await self._converse(body, request, num_top)
+        form = ChatForm(self._name, self._token_texts, num_top)
         return await self._answers.respond(body, request, choices, form)
 
     async def respond(self, body: Responses, request: Request) -> Response:
-        """Answer POST /v1/responses."""
-        use = body.tool_use()
-        choices = await self._converse(body, request, use, None)
-        form = ResponsesForm(self._name, self._token_texts, body, use.max_calls)
+        choices = await self._converse(body, request)
+        form = ResponsesForm(self._name, self._token_texts, body)
         return await self._answers.respond(body, request, choices, form)
 
     async def message(self, body: Messages, request: Request) -> Response:
-        """Answer POST /v1/messages."""
-        use = body.tool_use()
-        choices = await self._converse(body, request, use, None)
+        choices = await self._converse(body, request)
         lengths = [length for length in (body.length(), self._config.max_new_tokens) if length is not None]
-        form = MessagesForm(self._name, self._token_texts, min(lengths, default=None), use.max_calls)
+        form = MessagesForm(self._name, self._token_texts, min(lengths, default=None))
         return await self._answers.respond(body, request, choices, form)
 
     async def _converse(
-        self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
+        self, body: Chat | Messages | Responses, request: Request, num_top: int | None = None
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
+        use = body.tool_use()
         options = self._options(body, request, num_top)
         chat_format, has_tools = self._submitter.chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
@@ -164,6 +158,7 @@ class Server:
         choices = await self._submit(body, [ids], options)
         for choice in choices:
             choice.parser = chat_format.parser(use.tools, prompt_end, text_constraint is not None)
+            choice.max_calls = use.max_calls
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:

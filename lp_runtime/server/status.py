@@ -33,7 +33,6 @@ class StatusRoutes:
         self._started = int(time.time())
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
         app.api_route("/", methods=["GET", "HEAD"])(self.page)
         app.get("/health")(self.health)
         app.get("/ready")(self.ready)
@@ -45,11 +44,11 @@ class StatusRoutes:
         app.get("/v1/models/{name:path}")(self.model)
 
     async def page(self) -> Response:
-        """Answer GET / and HEAD /: a page that streams a generation."""
+        """Show a page that streams a generation."""
         return Response(PAGE.read_text(), media_type="text/html; charset=utf-8")
 
     async def health(self) -> JSONResponse:
-        """Answer GET /health: status 200 if any replica is up, else 503."""
+        """Answer with status 200 if any replica is up, else 503."""
         is_healthy = self._scheduler.is_healthy
         status = {"status": "ok" if is_healthy else "no replica is up", "replicas": self._runtime.num_ready}
         if reason := self._runtime.info.not_captured:
@@ -57,16 +56,16 @@ class StatusRoutes:
         return JSONResponse(status, 200 if is_healthy else 503)
 
     async def ready(self) -> JSONResponse:
-        """Answer GET /ready: status 200 if new requests are accepted; 503 without replicas or in shutdown."""
+        """Answer with status 200 if new requests are accepted; 503 without replicas or in shutdown."""
         return self._refusal() or await self.health()
 
     async def live(self) -> JSONResponse:
-        """Answer GET /live: status 200, but 503 if all replicas are lost for good, which ends this process."""
+        """Answer with status 200, but 503 if all replicas are lost for good, which ends this process."""
         has_replicas = self._scheduler.has_replicas
         return JSONResponse({"status": "ok" if has_replicas else "no replica is left"}, 200 if has_replicas else 503)
 
     async def health_generate(self) -> JSONResponse:
-        """Answer GET /health_generate: status 200 if a token is generated in time, else 503."""
+        """Answer with status 200 if a token is generated in time, else 503."""
         assert self._check is not None
         if (refusal := self._refusal()) is not None:
             return refusal
@@ -74,21 +73,16 @@ class StatusRoutes:
         return JSONResponse({"status": problem or "ok", "replicas": self._runtime.num_ready}, 503 if problem else 200)
 
     def _refusal(self) -> JSONResponse | None:
-        """Return the answer of a server that accepts no requests any more; None if it does."""
-        if not self.is_draining:
-            return None
-        return JSONResponse({"status": "the server is shutting down", "replicas": self._runtime.num_ready}, 503)
+        status = {"status": "the server is shutting down", "replicas": self._runtime.num_ready}
+        return JSONResponse(status, 503) if self.is_draining else None
 
     async def show_metrics(self) -> Response:
-        """Answer GET /metrics, in Prometheus's format."""
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, object]:
-        """Answer GET /v1/models: the one model."""
         return {"object": "list", "data": [self._model()]}
 
     async def model(self, name: str) -> dict[str, object]:
-        """Answer GET /v1/models/NAME; status 404 for other names."""
         self.check_model(name)
         return self._model()
 

@@ -42,20 +42,16 @@ class TokenRoutes:
     """
 
     def __init__(self, runtime: LookaheadRuntime, status: StatusRoutes, submitter: Submitter, tokenizer: Tokenizer):
-        self._info = runtime.info
-        self._status = status
-        self._submitter = submitter
-        self._tokenizer = tokenizer
+        self._info, self._status = runtime.info, status
+        self._submitter, self._tokenizer = submitter, tokenizer
 
     def add_to(self, app: FastAPI) -> None:
-        """Add the routes to an application."""
         app.post("/tokenize")(self.tokenize)
         app.post("/detokenize")(self.detokenize)
         app.post("/v1/messages/count_tokens")(self.count_tokens)
         app.post("/v1/responses/input_tokens")(self.count_input_tokens)
 
     async def tokenize(self, body: Tokenize) -> dict[str, object]:
-        """Answer POST /tokenize: the token ids of a prompt or a conversation."""
         self._status.check_model(body.model)
         if body.prompt is not None and body.messages is None:
             ids = await self._submitter.encode(
@@ -67,11 +63,11 @@ class TokenRoutes:
         else:
             raise RequestError("prompt and messages: give one of them")
         strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
-        answer = {"count": len(ids), "max_model_len": self._info.context_length, "tokens": ids}
-        return answer | {"token_strs": strings}
+        length = self._info.context_length
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
     async def detokenize(self, body: Detokenize) -> dict[str, object]:
-        """Answer POST /detokenize: the text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         self._status.check_model(body.model)
         size = self._info.vocabulary_size
         for token in body.tokens:
@@ -80,15 +76,12 @@ class TokenRoutes:
         return {"prompt": cast(str, self._tokenizer.decode(body.tokens))}
 
     async def count_tokens(self, body: Messages, request: Request) -> dict[str, int]:
-        """Answer POST /v1/messages/count_tokens."""
         return {"input_tokens": await self._count(body, request)}
 
     async def count_input_tokens(self, body: Responses, request: Request) -> dict[str, object]:
-        """Answer POST /v1/responses/input_tokens."""
         return {"object": "response.input_tokens", "input_tokens": await self._count(body, request)}
 
     async def _count(self, body: Messages | Responses, request: Request) -> int:
-        """Return the number of tokens of a conversation and its tools."""
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
         tools, kwargs = body.tool_use().tools, {**body.template_kwargs(), **body.rendering()}

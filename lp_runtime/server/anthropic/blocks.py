@@ -96,16 +96,14 @@ def conversation_of(system: str | Sequence[Block], turns: Sequence[Turn]) -> lis
             # Results come first: they have to follow their calls.
             messages += [_result_of(block, names, place) for block in blocks if isinstance(block, ToolResultBlock)]
             if text := _text_of(blocks):
-                is_late = turn.role == "system" and messages and messages[-1]["role"] != "system"
-                role, text = ("user", REMINDER.format(text)) if is_late else (turn.role, text)
-                _append(messages, {"role": role, "content": text})
+                _append(messages, {"role": turn.role, "content": text})
     if not messages:
         raise RequestError("messages: have no text")
     return messages
 
 
 def _checked(content: str | Sequence[Block], role: str, place: str) -> Sequence[Block]:
-    """Return a message's content as blocks, whose types are those of the role."""
+    """Return a message's content as blocks; refuse types that the role does not have."""
     blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     for block in blocks:
         if block.type not in TYPES[role]:
@@ -149,6 +147,8 @@ def _result_of(block: ToolResultBlock, names: dict[str, str], place: str) -> dic
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Append a message, or join it to the last one if that has the same role."""
+    if message["role"] == "system" and messages and messages[-1]["role"] != "system":
+        message = {"role": "user", "content": REMINDER.format(message["content"])}
     if not messages or messages[-1]["role"] != message["role"]:
         messages.append(message)
         return

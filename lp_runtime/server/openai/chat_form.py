@@ -7,50 +7,29 @@ from collections.abc import Iterator
 from lp_runtime.chat.answer import message_of, parts_of
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.openai.responses import Choice, ChoicesForm
-from lp_runtime.text.token_text import TokenTexts
 
 
 class ChatForm(ChoicesForm):
-    """The form of answers to POST /v1/chat/completions.
-
-    Args:
-        max_calls: calls that an answer shows at most; None for no limit.
-    """
+    """The form of answers to POST /v1/chat/completions."""
 
     prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model: str,
-        texts: TokenTexts,
-        num_top: int | None,
-        max_calls: int | None = None,
-    ):
-        super().__init__(model, texts, num_top)
-        self._max_calls = max_calls
-
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         for choice in choices:
-            yield self.chunk(
-                {"index": choice.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
-            )
+            delta = {"role": "assistant", "content": ""}
+            yield self.chunk({"index": choice.index, "delta": delta, "finish_reason": None})
 
     def choice(self, choice: Choice) -> dict[str, object]:
-        message = message_of(choice.pieces(choice.text), self._max_calls)
-        logprobs = self._logprobs(choice, slice(None))
-        reason = self._reason(choice)
-        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+        return self._body(choice, "message", message_of(choice.pieces(choice.text)), slice(None))
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        parts = parts_of(choice.pieces(text), self._max_calls)
-        logprobs = self._logprobs(choice, new)
-        return {"index": choice.index, "delta": parts, "logprobs": logprobs, "finish_reason": self._reason(choice)}
+        return self._body(choice, "delta", parts_of(choice.pieces(text)), new)
 
-    @staticmethod
-    def _reason(choice: Choice) -> str | None:
-        """Return the finish_reason of a choice whose text has been parsed."""
+    def _body(self, choice: Choice, name: str, parts: dict[str, object], new: slice) -> dict[str, object]:
+        """Return a choice whose text has been parsed to `parts`, which are its message or delta."""
         has_calls = choice.parser is not None and choice.parser.num_calls
-        return "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
+        reason = "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
+        return {"index": choice.index, name: parts, "logprobs": self._logprobs(choice, new), "finish_reason": reason}
 
     def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
         if self.num_top is None:
@@ -66,8 +45,7 @@ class ChatForm(ChoicesForm):
 
     def _bytes(self, choice: Choice, token: int, is_first: bool) -> bytes:
         """Return the bytes that a token of the answer has added to its text."""
-        is_hidden = choice.job.request.skip_special_tokens and token in self.texts.special_ids
-        if is_hidden:
+        if choice.job.request.skip_special_tokens and token in self.texts.special_ids:
             return b""
         return self.texts.bytes_at_start(token) if is_first else self.texts.bytes_of(token)
 

@@ -84,16 +84,7 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
         elif isinstance(item, Message):
             _add_message(answers, item)
         else:
-            if not answers or answers[-1]["role"] != "assistant":
-                answers.append({"role": "assistant"})
-            last = answers[-1]
-            if isinstance(item, FunctionCall):
-                names[item.call_id] = item.name
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                last.setdefault("tool_calls", []).append(call)
-            elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
-                last["reasoning_content"] = last.get("reasoning_content", "") + text
+            _add_to_answer(answers, item, names)
     messages = [Message(**each) for each in answers if each.keys() > {"role"}]
     if not messages:
         raise RequestError("input: is empty")
@@ -108,6 +99,19 @@ def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, 
     if item.call_id not in names:
         raise RequestError(f"input: function_call_output of call_id={item.call_id!r}: there is no such call")
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
+
+
+def _add_to_answer(messages: list[dict[str, Any]], item: FunctionCall | Reasoning, names: dict[str, str]) -> None:
+    """Add a call or reasoning to the last message if it is the assistant's, else to a new one."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant"})
+    last = messages[-1]
+    if isinstance(item, FunctionCall):
+        names[item.call_id] = item.name
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
+        last["reasoning_content"] = last.get("reasoning_content", "") + text
 
 
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:

@@ -38,6 +38,8 @@ class Choice:
         reason: OpenAI's finish_reason; None before the end.
         stop: the stop string that ended the text; None before the end, and without one.
         parser: splits the text into reasoning, content and tool calls; None for plain text.
+        max_calls: calls that the answer shows at most; None for no limit.
+        num_shown: number of new tokens that events have shown; only in streamed answers.
     """
 
     index: int
@@ -56,6 +58,8 @@ class Choice:
     reason: str | None = None
     stop: str | None = None
     parser: ChatParser | None = None
+    max_calls: int | None = None
+    num_shown: int = 0
 
     @property
     def num_final(self) -> int:
@@ -81,7 +85,8 @@ class Choice:
         """Split new text into pieces of the answer; once the choice has ended, return all remaining pieces."""
         if self.parser is None:
             return [Piece("content", text)] if text else []
-        return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
+        pieces = self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
+        return [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
@@ -141,7 +146,7 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 
 
 class Form(ABC):
-    """The format of an answer: of a completion, a chat or a response.
+    """The format of an answer.
 
     Attributes:
         shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
@@ -268,11 +273,9 @@ class CompletionForm(ChoicesForm):
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[tuple[int, str, float | None]]) -> dict[str, object]:
-        """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
+        """Return log-probabilities of (id, text, log-probability), and advance `choice.offset` past the tokens.
 
-        Args:
-            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, the
-                first without a log-probability.
+        With `echo` they begin with the prompt's tokens, the first without a log-probability.
         """
         ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
         if tokens:

@@ -59,14 +59,12 @@ class OutputItem:
 class ResponsesForm(Form):
     """The form of answers to POST /v1/responses.
 
-    Args:
-        body: the request's body; the answer repeats its settings.
-        max_calls: calls that an answer shows at most; None for no limit.
+    `body` is the request's body, whose settings the answer repeats.
     """
 
-    def __init__(self, model: str, texts: TokenTexts, body: Responses, max_calls: int | None = None):
+    def __init__(self, model: str, texts: TokenTexts, body: Responses):
         super().__init__(model, texts)
-        self._body, self._max_calls = body, max_calls
+        self._body = body
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -85,8 +83,6 @@ class ResponsesForm(Form):
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         for piece in choice.pieces(text):
-            if self._max_calls is not None and piece.call >= self._max_calls:
-                continue
             if not self._items or piece.kind != self._items[-1].piece.kind or piece.name is not None:
                 yield from self._end_item("completed")
                 yield from self._begin_item(piece)
@@ -103,24 +99,20 @@ class ResponsesForm(Form):
         yield self._event(f"response.{response['status']}", response=response)
 
     def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the event for an error after the answer began."""
         details = error["error"]
         assert isinstance(details, Mapping)  # the body of an ApiError
         reported = {"code": "server_error", "message": details["message"]}
         yield self._event("response.failed", response=self._response("failed") | {"error": reported})
 
     def _begin_item(self, piece: Piece) -> Iterator[str]:
-        """Begin a new item with a piece."""
         item = OutputItem(piece)
         self._items.append(item)
-        yield self._event(
-            "response.output_item.added", output_index=len(self._items) - 1, item=item.body("in_progress", False)
-        )
+        body = item.body("in_progress", False)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=body)
         if piece.kind != "arguments":
             yield self._event("response.content_part.added", **self._place(), part=item.part())
 
     def _end_item(self, status: str) -> Iterator[str]:
-        """End the current item, if there is one."""
         if not self._items:
             return
         item, place = self._items[-1], self._place()
@@ -207,5 +199,4 @@ class ResponsesForm(Form):
 
 
 def _status(choice: Choice) -> str:
-    """Return the status of a choice that has ended."""
     return "incomplete" if choice.reason == "length" else "completed"
