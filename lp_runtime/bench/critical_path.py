@@ -40,21 +40,14 @@ from lp_runtime.request.step_timer import pack_clock
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Times of one request on R replicas, without its exchanges; sums over all steps.
-
-    Attributes:
-        num_steps: the prefill's included.
-        step_tokens: tokens that the busiest replica feeds in a step, mean over steps, the prefill excluded.
-        forward_seconds: of the slowest shares.
-        other_seconds: of proposing, partitioning and advancing.
-    """
+    """Times of one request on R replicas, without its exchanges; sums over all steps."""
 
     token_ids: list[int]
-    num_steps: int
-    step_tokens: float
+    num_steps: int  # the prefill's included
+    step_tokens: float  # that the busiest replica feeds in a step, mean, the prefill excluded
     prefill_seconds: float
-    forward_seconds: float
-    other_seconds: float
+    forward_seconds: float  # of the slowest shares
+    other_seconds: float  # of proposing, partitioning and advancing
 
     def seconds(self, exchange: float) -> float:
         """Return the total seconds if each exchange takes `exchange` seconds."""

@@ -37,21 +37,13 @@ Ask = Callable[[int, float], "Answer"]  # called with a request's number and the
 
 @dataclass(frozen=True)
 class Answer:
-    """Measurements of one request.
+    """Measurements of one request, in seconds."""
 
-    Attributes:
-        num_tokens: new tokens by the server's count; if it reports none, the number of streamed pieces.
-        first_token: seconds until the first piece of text, reasoning or a tool call; None if none arrived.
-        inter_token: mean seconds between tokens; None for fewer than two.
-        seconds: seconds until the end of the answer.
-        error: one line; None for success.
-    """
-
-    num_tokens: int
-    first_token: float | None
-    inter_token: float | None
-    seconds: float
-    error: str | None = None
+    num_tokens: int  # new tokens by the server's count; if it reports none, the number of streamed pieces
+    first_token: float | None  # until the first piece of text, reasoning or a tool call; None if none arrived
+    inter_token: float | None  # mean between tokens; None for fewer than two
+    seconds: float  # until the end of the answer
+    error: str | None = None  # one line
 
 
 @dataclass
@@ -97,7 +89,7 @@ class Load:
         shown = [f"{number} x {error}" for error, number in errors.most_common()]
         return "\n\n".join([markdown_table(list(plain), [counts]), markdown_table(header, latencies), *shown])
 
-    def json(self, head: dict[str, object]) -> str:
+    def as_json(self, head: dict[str, object]) -> str:
         """Return `head`, the summary and every answer as JSON."""
         answers = [asdict(answer) for answer in self.answers]
         return json.dumps({**head, **self.summary(), "answers": answers}, indent=1)
@@ -138,7 +130,7 @@ def put_under_load(config: BenchConfig) -> None:
         settings = {each: getattr(config, each) for each in SHOWN_SETTINGS}
         with writing_to(config.output) as folder:
             (folder / "load.md").write_text(load.markdown() + "\n")
-            (folder / "load.json").write_text(load.json({"model": name, **settings}) + "\n")
+            (folder / "load.json").write_text(load.as_json({"model": name, **settings}) + "\n")
     if all(answer.error is not None for answer in load.answers):
         raise ReplicaError(f"url={config.url}: no request was answered")
 

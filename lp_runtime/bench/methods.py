@@ -35,23 +35,17 @@ PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 class Result:
     """Result of one method on one prompt; a value that was not measured is None.
 
-    Attributes:
-        seconds: total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
-            only key is None.
-        num_steps: number of forward passes.
-        step_tokens: mean number of tokens fed in a step, the prefill excluded.
-        prefill_seconds: seconds to the first token.
-        device_seconds: seconds of forward passes and exchanges, the prefill excluded.
-        other_seconds: seconds that were neither, the prefill excluded.
+    `seconds` are total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
+    only key is None.
     """
 
     token_ids: list[int]
     seconds: dict[float | None, float]
-    num_steps: int
-    step_tokens: float | None
-    prefill_seconds: float | None = None
-    device_seconds: float = 0.0
-    other_seconds: float | None = None
+    num_steps: int  # forward passes
+    step_tokens: float | None  # fed in a step, mean, the prefill excluded
+    prefill_seconds: float | None = None  # to the first token
+    device_seconds: float = 0.0  # of forward passes and exchanges, the prefill excluded
+    other_seconds: float | None = None  # neither, the prefill excluded
 
     @property
     def other_share(self) -> float | None:

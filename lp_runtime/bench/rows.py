@@ -15,40 +15,27 @@ class Row:
 
     Speeds are medians over requests, and decode speeds over requests of more than one token. Ratios are to the first
     method, on the same prompt and round. A value that was not measured is None.
-
-    Attributes:
-        label: the method's name in the table and the plot.
-        exchange_us: assumed microseconds of a step's exchange; None if none is assumed.
-        tokens_per_second, lower_quartile, upper_quartile: of whole requests, prefills included.
-        prefill_ms: milliseconds to the first token.
-        decode_tokens_per_second: tokens per second after the first token.
-        S: compression ratio: new tokens / steps, over all requests.
-        num_steps: steps of all requests, prefills included.
-        tokens_a_step: mean number of tokens fed in a step.
-        step_ms: milliseconds per step, prefills included.
-        other_share, other_us: medians of Result's.
-        outputs_that_differ: number of requests whose tokens differ from the first method's.
     """
 
     method: str
-    label: str
+    label: str  # the method's name in the table and the plot
     replicas: int
-    exchange_us: float | None
-    tokens_per_second: float
+    exchange_us: float | None  # assumed microseconds of a step's exchange
+    tokens_per_second: float  # of whole requests, prefills included, as their quartiles
     lower_quartile: float
     upper_quartile: float
     over_base: float | None
-    prefill_ms: float | None
-    decode_tokens_per_second: float | None
+    prefill_ms: float | None  # to the first token
+    decode_tokens_per_second: float | None  # after the first token
     decode_over_base: float | None
-    S: float
+    S: float  # compression ratio: new tokens / steps, over all requests
     num_tokens: int
-    num_steps: int
-    tokens_a_step: float | None
-    step_ms: float
-    other_share: float | None
+    num_steps: int  # prefills included
+    tokens_a_step: float | None  # fed, mean
+    step_ms: float  # prefills included
+    other_share: float | None  # median of Result's, as the next
     other_us: float | None
-    outputs_that_differ: int
+    outputs_that_differ: int  # requests whose tokens differ from the first method's
 
     def as_json(self, base: str) -> dict[str, str | int | float | None]:
         """Return the row as an object for bench.json, with ratios in `over_BASE` and `decode_over_BASE`."""

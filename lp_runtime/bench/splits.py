@@ -26,21 +26,14 @@ HEADER = ("R x P", "S", "ms a step", "tokens/s")
 
 @dataclass(frozen=True)
 class SplitSpeed:
-    """Decoding speed of a split.
-
-    Attributes:
-        compression: S, new tokens per step.
-        step_ms: milliseconds per step, prefills excluded.
-        tokens_per_second: prefills included.
-        refusal: reason why the split was not measured; empty if it was.
-    """
+    """Decoding speed of a split."""
 
     replicas: int
     gpus_per_replica: int
-    compression: float = 0.0
-    step_ms: float = 0.0
-    tokens_per_second: float = 0.0
-    refusal: str = ""
+    compression: float = 0.0  # S, new tokens per step
+    step_ms: float = 0.0  # prefills excluded
+    tokens_per_second: float = 0.0  # prefills included
+    refusal: str = ""  # why the split was not measured; empty if it was
 
     def cells(self) -> list[str]:
         """Return the split's row of the table."""

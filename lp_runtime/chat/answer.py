@@ -65,7 +65,6 @@ def parts_of(pieces: Iterable[Piece]) -> dict[str, Any]:
 
 
 def _call(piece: Piece) -> dict[str, Any]:
-    """Return a fragment of a call in the format of a delta."""
     if piece.name is None:
         return {"index": piece.call, "function": {"arguments": piece.text}}
     function = {"name": piece.name, "arguments": piece.text}

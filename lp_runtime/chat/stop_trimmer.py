@@ -21,7 +21,8 @@ class StopTrimmer:
         """Append text; return what can be shown now."""
         self._held += text
         starts = range(max(0, len(self._held) - self._longest), len(self._held))
-        end = next((at for at in starts if self._may_end_at(self._held[at:])), len(self._held))
+        shown = tuple(self._shown.values())
+        end = next((at for at in starts if any(each.startswith(self._held[at:]) for each in shown)), len(self._held))
         text, self._held = self._held[:end], self._held[end:]
         return text
 
@@ -29,10 +30,6 @@ class StopTrimmer:
         """Return the rest of the text, without the stop string that ended it if that is one of `stops`."""
         text, self._held = self._held, ""
         return text if stop is None else text.removesuffix(self._shown.get(stop, ""))
-
-    def _may_end_at(self, rest: str) -> bool:
-        """Whether the rest of the text may be the beginning of a stop string."""
-        return any(shown.startswith(rest) for shown in self._shown.values())
 
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:

@@ -24,17 +24,11 @@ COMPRESSION_LEVEL = 1  # for zlib: reduces grammars to about a seventh within a 
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A serialized compiled grammar, which is sent to replicas with a request.
+    """A serialized compiled grammar, which is sent to replicas with a request."""
 
-    Attributes:
-        key: identifies the constraint; part of the digest of the request's state.
-        data: xgrammar's JSON serialization, compressed with zlib.
-        has_special_tokens: whether the text may contain special tokens, as in formats of tool calls.
-    """
-
-    key: str
-    data: bytes
-    has_special_tokens: bool = False
+    key: str  # identifies the constraint; part of the digest of the request's state
+    data: bytes  # xgrammar's JSON serialization, compressed with zlib
+    has_special_tokens: bool = False  # whether the text may contain some, as in formats of tool calls
 
 
 def describe_vocabulary(

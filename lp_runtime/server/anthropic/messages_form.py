@@ -17,15 +17,10 @@ from lp_runtime.text.token_text import TokenTexts
 
 @dataclass
 class OutputBlock:
-    """A block of an answer, which grows while the answer is decoded.
+    """A block of an answer, which grows while the answer is decoded."""
 
-    Attributes:
-        piece: the block's first piece, which determines its type.
-        text: text of all pieces so far; of a call, the JSON of its input.
-    """
-
-    piece: Piece
-    text: str = ""
+    piece: Piece  # the first one, which determines the block's type
+    text: str = ""  # of all pieces so far; of a call, the JSON of its input
 
     def body(self) -> dict[str, object]:
         """Return the block as JSON. Nothing verifies reasoning that is sent back, so its signature is empty."""

@@ -25,41 +25,26 @@ COMMENT = ": waiting\n\n"  # clients ignore it; without it, fetch of Node.js end
 
 @dataclass
 class Choice:
-    """One text of an answer, which grows while its job decodes.
-
-    Attributes:
-        prefix: text to show before the new text: the prompt with `echo`, else empty.
-        prefix_texts: texts of the prompt's tokens, which join to the prefix; only with `echo` and log-probabilities.
-        is_prefix_shown: whether the prefix has been shown; streamed answers show it once, with the first text.
-        offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
-        text: text so far; only in answers that are not streamed.
-        logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
-        token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
-        reason: OpenAI's finish_reason; None before the end.
-        stop: the stop string that ended the text; None before the end, and without one.
-        parser: splits the text into reasoning, content and tool calls; None for plain text.
-        max_calls: calls that the answer shows at most; None for no limit.
-        num_shown: number of new tokens that events have shown; only in streamed answers.
-    """
+    """One text of an answer, which grows while its job decodes."""
 
     index: int
     job: Job
     trimmer: StopTrimmer
-    prefix: str = ""
-    prefix_texts: Sequence[str] = ()
-    is_prefix_shown: bool = False
-    offset: int | None = None
-    text: str = ""
+    prefix: str = ""  # shown before the new text: the prompt with `echo`
+    prefix_texts: Sequence[str] = ()  # of the prompt's tokens; only with `echo` and log-probabilities
+    is_prefix_shown: bool = False  # streamed answers show the prefix once, with the first text
+    offset: int | None = None  # characters of the tokens shown with log-probabilities so far; None before the first
+    text: str = ""  # only in answers that are not streamed
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # like the next two of the new tokens, if asked for
     found_by: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)
-    reason: str | None = None
-    stop: str | None = None
-    parser: ChatParser | None = None
-    max_calls: int | None = None
-    num_shown: int = 0
+    token_texts: list[str] = field(default_factory=list)  # up to the first that is not final; with log-probabilities
+    reason: str | None = None  # OpenAI's finish_reason; None before the end
+    stop: str | None = None  # the stop string that ended the text
+    parser: ChatParser | None = None  # None for plain text
+    max_calls: int | None = None  # that the answer shows
+    num_shown: int = 0  # new tokens that events have shown
 
     @property
     def num_final(self) -> int:

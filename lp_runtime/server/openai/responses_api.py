@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.server.openai.input_items import InputItem, messages_of
 from lp_runtime.server.openai.parts import (

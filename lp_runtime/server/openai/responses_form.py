@@ -21,15 +21,10 @@ PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
 
 @dataclass
 class OutputItem:
-    """An item of an answer, which grows while the answer is decoded.
+    """An item of an answer, which grows while the answer is decoded."""
 
-    Attributes:
-        piece: the item's first piece, which determines its type.
-        text: text of all pieces so far; of a call, its arguments.
-    """
-
-    piece: Piece
-    text: str = ""
+    piece: Piece  # the first one, which determines the item's type
+    text: str = ""  # of all pieces so far; of a call, its arguments
     item_id: str = field(init=False)
 
     def __post_init__(self) -> None:
