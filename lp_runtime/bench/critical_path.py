@@ -50,7 +50,6 @@ class CriticalPath:
     other_seconds: float  # of proposing, partitioning and advancing
 
     def seconds(self, exchange: float) -> float:
-        """Return the total seconds if each exchange takes `exchange` seconds."""
         computing = self.prefill_seconds + self.forward_seconds + self.other_seconds
         return computing + exchange * self.num_steps
 
@@ -95,7 +94,6 @@ class LocalRequest(RunningRequest):
         return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, Group.alone())
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
-        """Return False: no other replica can cancel."""
         if error is not None:
             raise error
         return False
@@ -188,7 +186,6 @@ class CriticalPathRunner:
         self._engine = _InTurnEngine(model, group, _EqualReplicas(calibration, num_replicas), times_are_late=False)
 
     def run(self, request: Request) -> CriticalPath:
-        """Decode one request, and measure its critical path."""
         self._engine.prepare(request.lookahead)  # compile now: inside a step it would count as the host's time
         try:
             *_, report = self._engine.run(request)

@@ -90,7 +90,6 @@ class Load:
         return "\n\n".join([markdown_table(list(plain), [counts]), markdown_table(header, latencies), *shown])
 
     def as_json(self, head: dict[str, object]) -> str:
-        """Return `head`, the summary and every answer as JSON."""
         answers = [asdict(answer) for answer in self.answers]
         return json.dumps({**head, **self.summary(), "answers": answers}, indent=1)
 

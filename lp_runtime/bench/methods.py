@@ -123,7 +123,6 @@ class HuggingFace:
 
 
 def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
-    """Load a replica's model in this process; return it with its calibration."""
     device = choose_device(config.device, 0)
     model, _ = ready_model(config, device, batches=False)
     return model, Calibration(model, Group.alone(), config.cache_dir)

@@ -21,5 +21,4 @@ def writing_to(folder: str) -> Iterator[Path]:
 
 
 def markdown_table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """Format a Markdown table."""
     return "\n".join(f"| {' | '.join(line)} |" for line in [header, ["---"] * len(header), *lines])

@@ -123,7 +123,6 @@ class BenchReport:
             self.by_task[task] = self._rows({name: [each[i] for i in places] for name, each in results.items()})
 
     def _rows(self, results: dict[str, list[Result]]) -> list[Row]:
-        """Return the rows for results by method: one per method and assumed exchange."""
         rows = []
         for name, of_method in results.items():
             num_replicas = 1 if name.startswith("hf") else self._num_replicas
@@ -186,6 +185,5 @@ class BenchReport:
 
 
 def _full_label(row: Row) -> str:
-    """Return a row's label with its number of replicas and its assumed exchange."""
     replicas = f" x {row.replicas}" if row.replicas > 1 else ""
     return row.label + replicas + ("" if row.exchange_us is None else f", {row.exchange_us:g} us")

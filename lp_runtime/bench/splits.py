@@ -26,8 +26,6 @@ HEADER = ("R x P", "S", "ms a step", "tokens/s")
 
 @dataclass(frozen=True)
 class SplitSpeed:
-    """Decoding speed of a split."""
-
     replicas: int
     gpus_per_replica: int
     compression: float = 0.0  # S, new tokens per step
@@ -36,7 +34,6 @@ class SplitSpeed:
     refusal: str = ""  # why the split was not measured; empty if it was
 
     def cells(self) -> list[str]:
-        """Return the split's row of the table."""
         name = f"{self.replicas} x {self.gpus_per_replica}"
         if self.refusal:
             return [name, "", "", self.refusal]

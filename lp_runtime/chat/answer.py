@@ -37,7 +37,6 @@ def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
-    """Return the message of a whole answer."""
     parts = parts_of(pieces)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in parts.pop("tool_calls", [])]
     content = None if calls else ""

@@ -22,8 +22,6 @@ MAX_REFERENCES = 32  # followed from one schema
 
 
 class Parameter(NamedTuple):
-    """An argument as its tool's schema describes it."""
-
     types: frozenset[str] = frozenset()  # JSON types that it may have; none if they are not known
     values: tuple[object, ...] = ()  # its only values, if the schema lists them
 

@@ -144,7 +144,6 @@ class ChatFormat:
         return known
 
     def is_thinking(self, prompt_end: str) -> bool:
-        """Whether the prompt has already opened the answer's reasoning part."""
         return self.reasoning is not None and self.reasoning.is_opened_by(prompt_end)
 
     def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
@@ -156,7 +155,6 @@ class ChatFormat:
         return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
 
     def shows_special_tokens(self, tools: object) -> bool:
-        """Whether the parser must see special tokens."""
         has_calls = bool(tools) and self.tool_format is not None
         is_special = self.reasoning is not None and self.reasoning.is_special
         return self.is_harmony or self._uses_own_parser or has_calls or is_special

@@ -186,7 +186,6 @@ class AnswerParser(ChatParser):
             self._content(mark)
 
     def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
-        """Read one call, after its mark; raise NotACallError if it is none."""
         found = yield from self._text.match(head)
         if found is None:
             raise NotACallError

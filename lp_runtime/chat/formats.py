@@ -161,7 +161,6 @@ class ReasoningFormat:
     is_special: bool = False  # whether they are special tokens, which a text shows only if it is asked to
 
     def is_opened_by(self, prompt: str) -> bool:
-        """Whether a prompt has already opened the reasoning part."""
         return prompt.rstrip().endswith(self.begin.strip())
 
 

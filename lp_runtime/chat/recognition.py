@@ -109,7 +109,6 @@ def _marked(template: ChatTemplate) -> str | None:
 
 
 def _tags(form: CallFormat) -> list[str]:
-    """Return the marks that tell a format from others."""
     style = form.style
     tags = [tag for text in (form.begin, form.call, style.open if style else "") for tag in TAG.findall(text)]
     return tags or [mark for mark, _ in form.also][:1]

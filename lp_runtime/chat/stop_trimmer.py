@@ -33,7 +33,6 @@ class StopTrimmer:
 
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:
-    """Remove special tokens from a text."""
     for token in special_tokens:
         text = text.replace(token, "")
     return text

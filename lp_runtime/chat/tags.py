@@ -178,7 +178,6 @@ def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
 
 
 def content(constraint: ConstraintConfig) -> Tag:
-    """Convert a constraint to a structural tag's format."""
     kind, source = constraint.kind, constraint.source
     if kind == "json_schema":
         return {"type": "json_schema", "json_schema": json.loads(source)}

@@ -41,12 +41,10 @@ class TextReader:
         self._kept = None if self._kept is None else 0
 
     def end(self) -> None:
-        """Note that no text follows."""
         self._is_end = True
 
     @property
     def is_over(self) -> bool:
-        """Whether all text has been consumed, and none follows."""
         return self._is_end and self._at == len(self._text)
 
     def keep(self, is_kept: bool = True) -> None:

@@ -89,7 +89,6 @@ def exact_ebnf(grammar: str) -> str:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the code points outside all ranges."""
     found, start = [], 0
     for first, last in sorted(ranges):
         if first > start:
@@ -99,7 +98,6 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """Return the code points in both."""
     return complement([*complement(one), *complement(other)])
 
 

@@ -115,7 +115,6 @@ def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:
-    """Check that `properties` has all required properties."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         raise refusal(place, "properties must be an object, and required a list")

@@ -133,7 +133,6 @@ class _FixedWhitespace:
 
 
 def _has_json(value: Any) -> bool:
-    """Whether a format holds a JSON schema of text in JSON."""
     if isinstance(value, list):
         return any(map(_has_json, value))
     if not isinstance(value, Mapping):

@@ -38,7 +38,6 @@ class Answers:
         self._tracing, self._ping_seconds = tracing, ping_seconds
 
     def add(self, choices: list[Choice]) -> None:
-        """Note the jobs of an answer that begins."""
         self._running.update(choice.job for choice in choices)
 
     def abort(self, error: LookaheadError) -> None:
@@ -97,7 +96,6 @@ class Answers:
             self._close(choices)
 
     def _close(self, choices: list[Choice]) -> None:
-        """Cancel the jobs of an answer; no effect on jobs that have already ended."""
         for choice in choices:
             choice.job.cancel()
             self._running.discard(choice.job)

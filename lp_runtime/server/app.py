@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.chat.answer import end_of
+from lp_runtime.chat.chat_format import Tool
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.loading.loader import load_tokenizer
@@ -25,13 +26,12 @@ from lp_runtime.server.http.gate import Gate
 from lp_runtime.server.http.settings import read_api_keys, served_name
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion
+from lp_runtime.server.openai.protocol import Chat, Common, Completion, Detokenize, Tokenize
 from lp_runtime.server.openai.responses import Choice, CompletionForm
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
-from lp_runtime.server.token_routes import TokenRoutes
 from lp_runtime.server.tracing import Tracing
 from lp_runtime.text.token_text import TokenTexts, prompt_texts
 
@@ -66,7 +66,6 @@ class Server:
         self._status = StatusRoutes(config, runtime, scheduler, metrics)
         self._submitter = Submitter(runtime, scheduler, config, self._tokenizer)
         self._token_texts = TokenTexts(self._tokenizer)
-        self._token_routes = TokenRoutes(runtime, self._status, self._submitter, self._tokenizer)
 
     def app(self) -> FastAPI:
         """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
@@ -83,11 +82,14 @@ class Server:
                 expose_headers=("X-Request-Id",),
             )
         self._status.add_to(app)
-        self._token_routes.add_to(app)
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/responses")(self.respond)
         app.post("/v1/messages")(self.message)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
+        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
         return app
 
     def drain(self) -> None:
@@ -134,6 +136,43 @@ class Server:
         form = MessagesForm(self._name, self._token_texts, min(lengths, default=None))
         return await self._answers.respond(body, request, choices, form)
 
+    async def count_tokens(self, body: Messages, request: Request) -> dict[str, int]:
+        return {"input_tokens": await self._count(body, request)}
+
+    async def count_input_tokens(self, body: Responses, request: Request) -> dict[str, object]:
+        return {"object": "response.input_tokens", "input_tokens": await self._count(body, request)}
+
+    async def _count(self, body: Messages | Responses, request: Request) -> int:
+        self._status.check_model(body.model)
+        self._submitter.check_fields(body, request.state.request_id)
+        return len(await self._encode(body, body.tool_use().tools))
+
+    async def tokenize(self, body: Tokenize) -> dict[str, object]:
+        self._status.check_model(body.model)
+        split = body.split_special_tokens
+        if body.prompt is not None and body.messages is None:
+            ids = await self._submitter.encode(body.prompt, split, add_special_tokens=body.add_special_tokens)
+        elif body.messages is not None and body.prompt is None:
+            ids = await self._submitter.encode_chat([message.plain() for message in body.messages], split)
+        else:
+            raise RequestError("prompt and messages: give one of them")
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        length = self._info.context_length
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, body: Detokenize) -> dict[str, object]:
+        """Return the text of token ids, special tokens included."""
+        self._status.check_model(body.model)
+        last = self._info.vocabulary_size - 1
+        for token in body.tokens:
+            if not 0 <= token <= last:
+                raise RequestError(f"token id {token}: must be 0 to {last}")
+        return {"prompt": self._tokenizer.decode(body.tokens)}
+
+    async def _encode(self, body: Chat | Messages | Responses, tools: Sequence[Tool]) -> list[int]:
+        kwargs = {**body.template_kwargs(), **body.rendering()}
+        return await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
+
     async def _converse(
         self, body: Chat | Messages | Responses, request: Request, num_top: int | None = None
     ) -> list[Choice]:
@@ -143,9 +182,7 @@ class Server:
         chat_format, has_tools = self._submitter.chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
-        kwargs = {**body.template_kwargs(), **body.rendering()}
-        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.tools, kwargs)
-        ids = body.truncated(ids, self._info.context_length)
+        ids = body.truncated(await self._encode(body, use.tools), self._info.context_length)
         prompt_end = end_of(ids, self._tokenizer)
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)

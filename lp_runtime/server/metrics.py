@@ -38,7 +38,6 @@ class Metrics:
         return Histogram(name, what, [MODEL], buckets=buckets, registry=self._registry).labels(self._name)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     @property

@@ -50,7 +50,6 @@ class StartingServer:
 
 
 async def _answer_starting(scope: Scope, receive: Receive, send: Send) -> None:
-    """ASGI application of a StartingServer."""
     if scope["type"] != "http":
         return
     closing = {"Connection": "close"}

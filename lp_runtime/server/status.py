@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse
 
+from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.serving import ServeConfig
+from lp_runtime.errors import LookaheadError
+from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.generating_check import GeneratingCheck
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.http.settings import served_name
 from lp_runtime.server.metrics import Metrics
 
 PAGE = Path(__file__).with_name("page.html")
+POLL_SECONDS = 0.02  # between looks whether a token has been delivered
 
 
 class StatusRoutes:
@@ -99,3 +105,49 @@ class StatusRoutes:
         """Refuse a request that names another model, with status 404; None names no model and is accepted."""
         if name not in (None, self._name):
             raise ApiError(404, f"model {name!r}: must be {self._name}", code="model_not_found")
+
+
+class GeneratingCheck:
+    """Reports whether a token is delivered in time. Checks are limited in rate; calls between two share an answer.
+
+    While requests run, their next token answers the check, so that they keep their replicas. Otherwise a request of one
+    token is submitted, which gets all replicas that the policy allows.
+
+    `interval` is in seconds between two checks, `timeout` in seconds until a token must come.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, interval: float, timeout: float, clock: Callable[[], float] = time.monotonic
+    ):
+        self._scheduler = scheduler
+        self._request = Request((0,), PLAIN, 1, sampling=SamplingConfig(temperature=0.0))
+        self._interval, self._timeout = interval, timeout
+        self._clock = clock
+        self._next_at = float("-inf")
+        self._problem: str | None = None
+        self._lock = asyncio.Lock()
+
+    async def problem(self) -> str | None:
+        """Return why no token can be generated, in one line; None if one came within the timeout."""
+        async with self._lock:  # later callers wait for the check that runs, and then have its answer
+            if self._clock() >= self._next_at:
+                self._problem = await self._check()
+                self._next_at = self._clock() + self._interval
+            return self._problem
+
+    async def _check(self) -> str | None:
+        scheduler = self._scheduler
+        before = scheduler.totals.delivered
+        try:
+            async with asyncio.timeout(self._timeout):
+                while scheduler.totals.delivered == before:
+                    if not (scheduler.num_running or scheduler.num_waiting):
+                        async for _ in scheduler.submit(self._request, self._timeout).deltas():
+                            pass
+                        break
+                    await asyncio.sleep(POLL_SECONDS)
+        except TimeoutError:
+            return f"no token came within {self._timeout:g} seconds"
+        except LookaheadError as error:
+            return " ".join(str(error).split())
+        return None

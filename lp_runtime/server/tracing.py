@@ -44,7 +44,6 @@ class Tracing:
         return cls(provider, model)
 
     def close(self) -> None:
-        """Export the remaining spans."""
         self._provider.shutdown()
 
     async def traced(

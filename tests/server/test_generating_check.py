@@ -14,7 +14,7 @@ from support.processes import PATIENCE, wait_until
 from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
-from lp_runtime.server.generating_check import GeneratingCheck
+from lp_runtime.server.status import GeneratingCheck
 
 
 @pytest.fixture(scope="module")

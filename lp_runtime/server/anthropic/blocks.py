@@ -27,15 +27,11 @@ class TextBlock(OpenPart):
 
 
 class ThinkingBlock(OpenPart):
-    """The reasoning of an earlier answer."""
-
     type: Literal["thinking"]
     thinking: str
 
 
 class ToolUseBlock(OpenPart):
-    """A call of an earlier answer."""
-
     type: Literal["tool_use"]
     id: str
     name: str
@@ -51,8 +47,6 @@ class ToolResultBlock(OpenPart):
 
 
 class OtherBlock(OpenPart):
-    """A block of another type."""
-
     type: str
 
 

@@ -13,10 +13,8 @@ from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     NAME_PATTERN,
-    Function,
     NamedFunction,
     OpenPart,
-    Tool,
     choose_tools,
     refuse,
 )
@@ -39,17 +37,16 @@ class AnthropicTool(OpenPart):
     def is_own(self) -> bool:
         return self.type in (None, "custom")
 
-    def tool(self) -> Tool:
-        """Convert the tool to the form of /v1/chat/completions."""
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
         if self.input_schema is None:
             raise RequestError(f"tool {self.name!r}: must have an input_schema")
-        name, description, parameters = self.name, self.description, self.input_schema
-        return Tool(function=Function(name=name, description=description, parameters=parameters, strict=self.strict))
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        known = {name: value for name, value in (function | {"strict": self.strict}).items() if value is not None}
+        return {"type": "function", "function": known}
 
 
 class ToolChoice(OpenPart):
-    """Which tools the answer may or must call."""
-
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -63,8 +60,6 @@ class OutputConfig(OpenPart):
 
 
 class Thinking(OpenPart):
-    """Whether and how long the model reasons."""
-
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=0)
 
@@ -136,7 +131,7 @@ class Messages(Conversation):
         return conversation_of(self.system, self.messages)
 
     def tool_use(self) -> ToolUse:
-        asked, tools = self.tool_choice, [tool.tool() for tool in self.tools if tool.is_own]
+        asked, tools = self.tool_choice, [tool.plain() for tool in self.tools if tool.is_own]
         if asked.type == "any" and not tools:
             raise RequestError("tool_choice=any: there are no tools")
         choice = NamedFunction(name=asked.name or "") if asked.type == "tool" else CHOICES[asked.type]

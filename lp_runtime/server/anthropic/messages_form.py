@@ -32,7 +32,6 @@ class OutputBlock:
         return {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": _object_of(self.text)}
 
     def delta(self, text: str) -> dict[str, object]:
-        """Return the delta that appends a text."""
         if self.piece.kind == "reasoning":
             return {"type": "thinking_delta", "thinking": text}
         if self.piece.kind == "content":
@@ -94,7 +93,6 @@ class MessagesForm(Form):
         yield event(anthropic_error(status, str(details["message"])), "error")
 
     def _end_block(self) -> Iterator[str]:
-        """End the current block, if there is one."""
         if not self._blocks:
             return
         if self._blocks[-1].piece.kind == "reasoning":

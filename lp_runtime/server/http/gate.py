@@ -151,7 +151,6 @@ class Gate:
 
 
 def _log(scope: Scope, request_id: str, client: str | None, status: int, seconds: float) -> None:
-    """Log a request as one line of JSON."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "request_id": request_id,

@@ -17,7 +17,6 @@ from lp_runtime.model.loading.loader import load_tokenizer
 
 
 def check_serve(config: ServeConfig) -> None:
-    """Check that the settings can be served, before a model is loaded."""
     try:
         import fastapi  # noqa: F401
         import prometheus_client  # noqa: F401
@@ -90,7 +89,6 @@ def served_name(config: ServeConfig) -> str:
 
 
 def listen(config: ServeConfig) -> socket.socket:
-    """Open a socket that listens on the host and port of the settings."""
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((config.host, config.port), family=family, backlog=2048)

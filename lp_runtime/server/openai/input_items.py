@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.parts import ContentPart, Message, joined
+from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined
 
 
-class _Item(BaseModel):
-    """Base of items; unknown fields are ignored, because clients send back items of earlier answers."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FunctionCall(_Item):
-    """A call of an earlier answer."""
-
+class FunctionCall(OpenPart):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(OpenPart):
     """The result of a call; without `call_id`, which Codex sends, something that the client has done by itself."""
 
     type: Literal["function_call_output"]
@@ -35,20 +27,16 @@ class FunctionCallOutput(_Item):
     output: str | list[ContentPart]
 
 
-class ReasoningText(_Item):
+class ReasoningText(OpenPart):
     text: str
 
 
-class Reasoning(_Item):
-    """The reasoning part of an earlier answer."""
-
+class Reasoning(OpenPart):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
 
 
-class OtherItem(_Item):
-    """An item of a type that is not supported."""
-
+class OtherItem(OpenPart):
     type: str
 
 

@@ -5,7 +5,7 @@ Tags of unions are in brackets, by which http/errors.py keeps them out of messag
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
@@ -54,13 +54,10 @@ class Message(BaseModel):
 
 
 def joined(content: str | list[ContentPart]) -> str:
-    """Join a message's content to one string."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Function(StrictPart):
-    """The definition of a function that the model may call."""
-
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -75,7 +72,7 @@ class Tool(StrictPart):
     cache_control: dict[str, object] | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the tool as the dict that chat templates expect."""
+        """Return the tool as chat templates expect it."""
         return self.model_dump(exclude_none=True, exclude={"cache_control"})
 
 
@@ -88,9 +85,8 @@ class _Typed(StrictPart):
 class FunctionTool(Function, _Typed):
     """A tool of /v1/responses, with the function's fields next to `type`."""
 
-    def tool(self) -> Tool:
-        """Convert the tool to the form of /v1/chat/completions."""
-        return Tool(function=Function(**self.model_dump(exclude={"type"})))
+    def plain(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type"})}
 
 
 class HostedTool(BaseModel):
@@ -110,8 +106,6 @@ ResponsesTool = Annotated[
 
 
 class NamedFunction(StrictPart):
-    """A reference to a tool by its name."""
-
     name: str
 
 
@@ -127,19 +121,21 @@ class NamedFunctionTool(NamedFunction, _Typed):
 
 
 def choose_tools(
-    tools: Sequence[Tool], choice: Literal["none", "auto", "required"] | NamedFunction, is_parallel: bool
+    tools: Sequence[Mapping[str, Any]],
+    choice: Literal["none", "auto", "required"] | NamedFunction,
+    is_parallel: bool,
 ) -> ToolUse:
     """Return which tools an answer may or must call; a named `choice` requires one call of that tool."""
     if choice == "none":
         return ToolUse((), False, is_parallel)
     if isinstance(choice, NamedFunction):
-        named = [tool.plain() for tool in tools if tool.function.name == choice.name]
+        named = [tool for tool in tools if tool["function"]["name"] == choice.name]
         if not named:
             raise RequestError(f"tool_choice: {choice.name!r} is not the name of any of the tools")
         return ToolUse(named, True, False)
     if choice == "required" and not tools:
         raise RequestError("tool_choice=required: there are no tools")
-    return ToolUse([tool.plain() for tool in tools], choice == "required", is_parallel)
+    return ToolUse(tools, choice == "required", is_parallel)
 
 
 def refuse(refused: dict[str, bool]) -> None:

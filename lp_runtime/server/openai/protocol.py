@@ -25,6 +25,7 @@ from lp_runtime.server.openai.parts import (
     ContentPart,
     Message,
     NamedTool,
+    OpenPart,
     StrictPart,
     Tool,
     choose_tools,
@@ -100,7 +101,6 @@ class Lookahead(_Body):
     tokens: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
-        """Return the settings, with defaults for those that are missing."""
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
@@ -290,7 +290,6 @@ class Completion(Common):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts, as texts or token ids."""
         if self.suffix and not isinstance(self.prompt, str):
             raise RequestError("suffix: only with one prompt, as text")
         if self.best_of not in (None, self.n):
@@ -318,6 +317,22 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
+class Tokenize(OpenPart):
+    """The body of POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class Detokenize(OpenPart):
+    model: str | None = None
+    tokens: list[int]
+
+
 class Conversation(Common):
     """Fields that conversations share: how the chat template is rendered, and how long the model reasons.
 
@@ -337,7 +352,6 @@ class Conversation(Common):
         return None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the chat template that the body gives."""
         effort = self.effort()
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none" or self.enable_thinking is not None:
@@ -350,7 +364,6 @@ class Conversation(Common):
 
     @property
     def continues_message(self) -> bool:
-        """Whether the answer continues the last message."""
         return self.continue_final_message
 
     def rendering(self) -> dict[str, bool]:
@@ -387,10 +400,8 @@ class Chat(Conversation):
         return self.top_logprobs or 0 if self.logprobs else None
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call."""
         choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        return choose_tools(self.tools, choice, self.parallel_tool_calls)
+        return choose_tools([tool.plain() for tool in self.tools], choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the messages as the dicts that chat templates expect."""
         return [message.plain() for message in self.messages]

@@ -75,7 +75,6 @@ class Choice:
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
-    """Format a body as a server-sent event."""
     line = f"data: {to_json(body)}\n\n"
     return line if name is None else f"event: {name}\n{line}"
 
@@ -192,7 +191,6 @@ class ChoicesForm(Form):
         self.num_top = num_top
 
     def chunk(self, *choices: Mapping[str, object], **more: object) -> str:
-        """Return a chunk of a streamed answer as an event."""
         return event({**self._head, "object": self.chunk_kind, "choices": list(choices), **more})
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:

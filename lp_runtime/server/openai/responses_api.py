@@ -88,7 +88,7 @@ class Responses(Conversation):
         return [message.plain() for message in given]
 
     def tool_use(self) -> ToolUse:
-        tools = [tool.tool() for tool in self.tools if isinstance(tool, FunctionTool)]
+        tools = [tool.plain() for tool in self.tools if isinstance(tool, FunctionTool)]
         return choose_tools(tools, self.tool_choice, self.parallel_tool_calls)
 
     def length(self) -> int | None:

@@ -137,7 +137,6 @@ class ResponsesForm(Form):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _ended(self, choice: Choice) -> dict[str, object]:
-        """Return the final response of a choice that has ended."""
         status, usage = _status(choice), usage_of([choice])
         last = len(self._items) - 1
         bodies = [item.body(status if place == last else "completed") for place, item in enumerate(self._items)]

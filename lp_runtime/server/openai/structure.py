@@ -14,8 +14,6 @@ ANY_OBJECT = {"type": "object"}
 
 
 class NamedSchema(StrictPart):
-    """The field json_schema of a response_format."""
-
     name: str = ""
     description: str | None = None
     schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
@@ -45,8 +43,6 @@ class ResponseFormat(StrictPart):
 
 
 class StructuredOutputs(StrictPart):
-    """vLLM's structured_outputs."""
-
     json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: list[str] | None = None
