@@ -96,7 +96,7 @@ class LocalRequest(RunningRequest):
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         if error is not None:
             raise error
-        return False
+        return False  # no other replica can cancel
 
     def inputs(self, step: Step) -> StepInputs:
         self.values = np.full((len(step.tree), self.decoder.sampler.width), -1, dtype=np.int64)

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -193,7 +193,7 @@ def _counted(event: dict[str, Any]) -> int | None:
 
 def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:
     """Run a closed loop: each client sends its next request when its previous one is answered."""
-    load, started, numbers = Load(), time.perf_counter(), SimpleQueue[int]()
+    load, numbers = Load(), SimpleQueue[int]()
     for number in range(num_requests):
         numbers.put(number)
 
@@ -202,23 +202,32 @@ def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:
             while True:
                 load.answers.append(ask(numbers.get_nowait(), time.perf_counter()))
 
-    _join([_started(work) for _ in range(min(num_clients, num_requests))])
-    load.seconds = time.perf_counter() - started
-    return load
+    return _run(load, [work] * min(num_clients, num_requests))
 
 
 def open_loop(ask: Ask, num_requests: int, rate: float, seed: int) -> Load:
     """Run an open loop: requests arrive as a Poisson process of `rate` per second."""
-    load, threads, started = Load(), [], time.perf_counter()
+    load, started = Load(), time.perf_counter()
 
     def work(number: int, due: float) -> None:
         load.answers.append(ask(number, due))
 
-    for number, moment in enumerate(itertools.islice(arrivals(rate, seed), num_requests)):
-        due = started + moment
-        time.sleep(max(0.0, due - time.perf_counter()))
-        threads.append(_started(functools.partial(work, number, due)))
-    _join(threads)
+    def when_due() -> Iterator[Callable[[], None]]:
+        for number, moment in enumerate(itertools.islice(arrivals(rate, seed), num_requests)):
+            time.sleep(max(0.0, started + moment - time.perf_counter()))
+            yield functools.partial(work, number, started + moment)
+
+    return _run(load, when_due())
+
+
+def _run(load: Load, works: Iterable[Callable[[], None]]) -> Load:
+    """Run each work in a thread as it comes; note the time until all have ended."""
+    started, threads = time.perf_counter(), []
+    for work in works:
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
     load.seconds = time.perf_counter() - started
     return load
 
@@ -229,14 +238,3 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
     while True:
         yield now
         now += rng.expovariate(rate)
-
-
-def _started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()

@@ -15,7 +15,7 @@ import torch
 
 from lp_runtime.bench.methods import Result
 from lp_runtime.bench.output import markdown_table
-from lp_runtime.bench.rows import Row, row_of
+from lp_runtime.bench.rows import COLUMNS, TASK_COLUMNS, Row, row_of
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.runtime import LookaheadRuntime
 
@@ -28,30 +28,6 @@ LABELS = {
     "default": "lp_runtime, default",
 }
 CRITICAL_PATH = "critical path"
-HEADER = (
-    "method",
-    "replicas",
-    "exchange us",
-    "tokens/s (quartiles)",
-    "over {base}",
-    "prefill ms",
-    "decode tokens/s (over {base})",
-    "S",
-    "tokens a step",
-    "step ms",
-    "host",
-    "outputs that differ",
-)
-TASK_HEADER = (
-    "task",
-    "method",
-    "S",
-    "tokens / steps",
-    "tokens/s",
-    "over {base}",
-    "prefill ms",
-    "decode tokens/s (over {base})",
-)
 NOTE = (
     "Times are of whole requests, prefills included, in an order that rotates; medians of tokens/s, and of ratios of"
     " one prompt. Prefill: to the first token; decode: from there on. Rows with an assumed exchange are critical paths:"
@@ -81,15 +57,8 @@ def commit() -> str | None:
 class BenchReport:
     """The report's rows by method, over all prompts and by task.
 
-    Args:
-        tasks: task of each prompt.
-        results: results by method; in each list all prompts of the first round, then those of the second, and so on.
-            The first method is the base of all ratios.
-
-    Attributes:
-        head: device, versions, commit, date and settings.
-        rows: one for each method and assumed exchange.
-        by_task: rows over the prompts of each task; empty if there is only one task.
+    `tasks` are those of the prompts. `results` are by method; each list has all prompts of the first round, then those
+    of the second, and so on. The first method is the base of all ratios.
     """
 
     def __init__(
@@ -117,7 +86,7 @@ class BenchReport:
         self._base = next(iter(results))
         self._num_replicas = runtime.num_replicas
         self.rows = self._rows(results)
-        self.by_task: dict[str, list[Row]] = {}
+        self.by_task: dict[str, list[Row]] = {}  # empty if there is only one task
         for task in dict.fromkeys(tasks) if len(set(tasks)) > 1 else ():
             places = [place for place in range(len(results[self._base])) if tasks[place % len(tasks)] == task]
             self.by_task[task] = self._rows({name: [each[i] for i in places] for name, each in results.items()})
@@ -136,10 +105,14 @@ class BenchReport:
     def markdown(self) -> str:
         """Return the tables as Markdown, below a line with the machine and settings."""
         about = ", ".join(f"{key} {value}" for key, value in self.head.items() if value is not None)
-        parts = [about, self._table(HEADER, [row.cells() for row in self.rows])]
+        parts = [about, self._table(list(COLUMNS), [[cell(row) for cell in COLUMNS.values()] for row in self.rows])]
         if self.by_task:
-            lines = [[task, _full_label(row), *row.task_cells()] for task, rows in self.by_task.items() for row in rows]
-            parts.append(self._table(TASK_HEADER, lines))
+            lines = [
+                [task, *(cell(row) for cell in TASK_COLUMNS.values())]
+                for task, rows in self.by_task.items()
+                for row in rows
+            ]
+            parts.append(self._table(["task", *TASK_COLUMNS], lines))
         return "\n\n".join([*parts, NOTE]) + "\n"
 
     def _table(self, header: Sequence[str], lines: list[list[str]]) -> str:
@@ -171,19 +144,14 @@ class BenchReport:
         rates = [row.tokens_per_second for row in shown]
         lower = [row.tokens_per_second - row.lower_quartile for row in shown]
         upper = [row.upper_quartile - row.tokens_per_second for row in shown]
-        plots[0][0].barh([_full_label(row) for row in shown], rates, xerr=[lower, upper])
+        plots[0][0].barh([row.full_label() for row in shown], rates, xerr=[lower, upper])
         plots[0][0].set_xlabel("tokens/s")
         if self.by_task:
             for place, row in enumerate(self.rows):
                 values = [rows[place].S for rows in self.by_task.values()]
-                plots[0][1].plot(values, marker="o", label=_full_label(row))
+                plots[0][1].plot(values, marker="o", label=row.full_label())
             plots[0][1].set_xticks(range(len(self.by_task)), list(self.by_task), rotation=30, ha="right")
             plots[0][1].set_ylabel("S")
             plots[0][1].legend()
         figure.savefig(path, bbox_inches="tight")
         pyplot.close(figure)
-
-
-def _full_label(row: Row) -> str:
-    replicas = f" x {row.replicas}" if row.replicas > 1 else ""
-    return row.label + replicas + ("" if row.exchange_us is None else f", {row.exchange_us:g} us")

@@ -41,38 +41,46 @@ class Row:
         """Return the row as an object for bench.json, with ratios in `over_BASE` and `decode_over_BASE`."""
         return {name.replace("over_base", f"over_{base}"): value for name, value in asdict(self).items()}
 
-    def cells(self) -> list[str]:
-        """Return the row's cells in the table over all prompts; see report.HEADER."""
-        return [
-            self.label,
-            str(self.replicas),
-            "" if self.exchange_us is None else f"{self.exchange_us:g}, assumed",
-            f"{self.tokens_per_second:.1f} ({self.lower_quartile:.1f} to {self.upper_quartile:.1f})",
-            _shown(self.over_base, ".2f"),
-            _shown(self.prefill_ms, ".0f"),
-            self.decode_cell(),
-            f"{self.S:.2f}",
-            _shown(self.tokens_a_step, ".1f"),
-            f"{self.step_ms:.2f}",
-            "" if self.other_share is None else f"{100 * self.other_share:.1f}%, {self.other_us:.0f} us",
-            str(self.outputs_that_differ),
-        ]
-
-    def task_cells(self) -> list[str]:
-        """Return the row's cells in the table by task, after task and method; see report.TASK_HEADER."""
-        return [
-            f"{self.S:.2f}",
-            f"{self.num_tokens} / {self.num_steps}",
-            f"{self.tokens_per_second:.1f}",
-            _shown(self.over_base, ".2f"),
-            _shown(self.prefill_ms, ".0f"),
-            self.decode_cell(),
-        ]
+    def full_label(self) -> str:
+        """Return the label with the number of replicas and the assumed exchange."""
+        replicas = f" x {self.replicas}" if self.replicas > 1 else ""
+        return self.label + replicas + ("" if self.exchange_us is None else f", {self.exchange_us:g} us")
 
     def decode_cell(self) -> str:
         """Return the decode tokens per second, with the ratio to the first method's in parentheses."""
         over = "" if self.decode_over_base is None else f" ({self.decode_over_base:.2f})"
         return "" if self.decode_tokens_per_second is None else f"{self.decode_tokens_per_second:.1f}{over}"
+
+
+def _shown(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+# Columns of the table over all prompts; {base} stands for the first method.
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": lambda row: row.label,
+    "replicas": lambda row: str(row.replicas),
+    "exchange us": lambda row: "" if row.exchange_us is None else f"{row.exchange_us:g}, assumed",
+    "tokens/s (quartiles)": lambda row: (
+        f"{row.tokens_per_second:.1f} ({row.lower_quartile:.1f} to {row.upper_quartile:.1f})"
+    ),
+    "over {base}": lambda row: _shown(row.over_base, ".2f"),
+    "prefill ms": lambda row: _shown(row.prefill_ms, ".0f"),
+    "decode tokens/s (over {base})": Row.decode_cell,
+    "S": lambda row: f"{row.S:.2f}",
+    "tokens a step": lambda row: _shown(row.tokens_a_step, ".1f"),
+    "step ms": lambda row: f"{row.step_ms:.2f}",
+    "host": lambda row: "" if row.other_share is None else f"{100 * row.other_share:.1f}%, {row.other_us:.0f} us",
+    "outputs that differ": lambda row: str(row.outputs_that_differ),
+}
+# Columns of the table by task, after the task.
+TASK_COLUMNS: dict[str, Callable[[Row], str]] = {
+    "method": Row.full_label,
+    "S": COLUMNS["S"],
+    "tokens / steps": lambda row: f"{row.num_tokens} / {row.num_steps}",
+    "tokens/s": lambda row: f"{row.tokens_per_second:.1f}",
+    **{name: COLUMNS[name] for name in ("over {base}", "prefill ms", "decode tokens/s (over {base})")},
+}
 
 
 def row_of(
@@ -139,7 +147,3 @@ def _known(
     """Summarize the figures that are not None; None if all are."""
     values = [value for value in figures if value is not None]
     return summarize(values) if values else None
-
-
-def _shown(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)

@@ -108,9 +108,8 @@ class ChatFormat:
     def parser(self, tools: Sequence[Tool] | bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 
-        Args:
-            tools: tools that the answer may call; true if their schemas are not known.
-            is_either: whether the answer is either only calls or only text; true if the text is constrained.
+        `tools` are those that it may call; true if their schemas are not known. `is_either`: whether it is either only
+        calls or only text, as if its text is constrained.
         """
         known = [] if isinstance(tools, bool) else list(tools)
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 class StopTrimmer:
     """Filter for streamed text that holds back a suffix that may be, or become, the stop string that ends it.
 
-    Args:
-        special_tokens: texts of special tokens; stop strings may contain them although the text does not show them.
+    Stop strings may contain special tokens although the text does not show them.
     """
 
     def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = ()):

@@ -47,8 +47,7 @@ class ConstraintCompiler:
         eos_token_ids: Collection[int],
         seconds: float = COMPILE_SECONDS,
     ):
-        self._tokenizer = tokenizer
-        self._vocabulary_size = vocabulary_size
+        self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size
         self._eos_token_ids = eos_token_ids
         self.seconds = seconds
         self._lock = threading.Lock()  # held while a constraint is compiled

@@ -216,9 +216,8 @@ def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
 class Grammars:
     """Factory of guides for the requests on one replica, with an LRU cache of loaded grammars.
 
-    Args:
-        tokenizer: returns the model's tokenizer; called at the first request with a constraint.
-        vocabulary_size: the model's, which may exceed the tokenizer's.
+    `tokenizer` is called at the first request with a constraint. `vocabulary_size` is the model's, which may exceed the
+    tokenizer's.
     """
 
     def __init__(self, tokenizer: Callable[[], Any], vocabulary_size: int, eos_token_ids: Collection[int]):

@@ -15,8 +15,8 @@ from lp_runtime.errors import LookaheadError
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.openai.forms import Choice, Form
 from lp_runtime.server.openai.protocol import Common, StreamOptions
-from lp_runtime.server.openai.responses import Choice, Form
 from lp_runtime.server.tracing import Tracing
 from lp_runtime.utils.json_line import to_json
 
@@ -97,7 +97,7 @@ class Answers:
 
     def _close(self, choices: list[Choice]) -> None:
         for choice in choices:
-            choice.job.cancel()
+            choice.job.cancel()  # no effect on a job that has ended
             self._running.discard(choice.job)
 
     async def events(

@@ -102,9 +102,7 @@ class HttpServer(uvicorn.Server):
 def serve(runtime: LookaheadRuntime, config: ServeConfig, starting: StartingServer) -> None:
     """Serve until SIGINT or SIGTERM, on the port that `starting` hands over.
 
-    Raises:
-        ReplicaError: if all replicas were lost and none may be started again; a supervisor then starts this process
-            again.
+    Raises ReplicaError if all replicas were lost for good; a supervisor then starts this process again.
     """
     if config.access_log:
         _write_access_log()

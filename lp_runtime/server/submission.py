@@ -26,8 +26,8 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.sampling.request_processors import ChannelBudget, ReasoningBudget
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
-from lp_runtime.server.openai.responses import Choice
 from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
@@ -38,16 +38,11 @@ MAX_NAME_CHARS = 60  # of such a field's name
 
 
 class Submitter:
-    """Checks requests and puts them into the scheduler's queue.
-
-    Attributes:
-        chat_format: the syntax of the model's chats.
-    """
+    """Checks requests and puts them into the scheduler's queue."""
 
     def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig, tokenizer: Tokenizer):
         self.chat_format = ChatFormat(ChatTemplate.of(tokenizer), config.tool_format, config.reasoning)
-        self._scheduler = scheduler
-        self._config = config
+        self._scheduler, self._config = scheduler, config
         self._tokenizer = tokenizer
         self._compiler, self._vocabulary_size = runtime.compiler, runtime.info.vocabulary_size
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
@@ -156,11 +151,10 @@ class Submitter:
         The server's limit shortens answers and refuses none: Qwen Code and Open WebUI ask for fixed lengths.
         """
         max_new_tokens = body.length()
-        has_length = max_new_tokens is not None
         limits = [max_new_tokens, self._config.max_new_tokens]
-        if body.caps_length if has_length else body.fills_context and self._fills_context:
+        if body.caps_length if max_new_tokens is not None else body.fills_context and self._fills_context:
             limits.append(self._builder.max_new_tokens_after(num_prompt))
-        elif not has_length:
+        elif max_new_tokens is None:
             return None
         return min(limit for limit in limits if limit is not None)
 

@@ -13,8 +13,8 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.answers import Answers
+from lp_runtime.server.openai.forms import Choice, CompletionForm
 from lp_runtime.server.openai.parts import Message
-from lp_runtime.server.openai.responses import Choice, CompletionForm
 
 
 def choice_of(prefix=""):

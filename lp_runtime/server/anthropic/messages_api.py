@@ -15,11 +15,12 @@ from lp_runtime.server.openai.parts import (
     NAME_PATTERN,
     NamedFunction,
     OpenPart,
+    ResponseFormat,
     choose_tools,
+    constraint_of,
     refuse,
 )
 from lp_runtime.server.openai.protocol import Conversation, check_stops
-from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 

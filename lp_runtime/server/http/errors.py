@@ -31,19 +31,13 @@ ANTHROPIC_TYPES = {
 
 
 class ApiError(Exception):
-    """An error response.
+    """An error response; callers may add to its headers.
 
-    Args:
-        message: joined into one line and shortened to about MAX_MESSAGE_CHARS.
-        kind: OpenAI's `error.type`.
-
-    Attributes:
-        body: in OpenAI's format.
-        headers: additional headers of the response; callers may add to them.
+    `kind` is OpenAI's `error.type`, and `body` is in OpenAI's format.
     """
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
-        message = " ".join(message.encode(errors="backslashreplace").decode().split())
+        message = " ".join(message.encode(errors="backslashreplace").decode().split())  # one line
         if len(message) > MAX_MESSAGE_CHARS:
             message = f"{message[: MAX_MESSAGE_CHARS // 2]} ... {message[-MAX_MESSAGE_CHARS // 2 :]}"
         super().__init__(message)
@@ -126,14 +120,12 @@ def in_words(errors: Sequence[Mapping]) -> str:
     inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]
     if inside:
         errors, where = inside, _place(inside[0])
-    found = [each for each in errors if _place(each) == where]
-    if errors[0]["type"] in ("missing", "extra_forbidden"):
-        found = found[:1]
+    has_value = errors[0]["type"] not in ("missing", "extra_forbidden")
+    found = [each for each in errors if _place(each) == where][: None if has_value else 1]
     meanings = dict.fromkeys(_meaning(each) for each in found)
     what = " or ".join(meanings).replace(" or must be ", " or ")
-    value = errors[0].get("input")
-    is_shown = where != "body" and errors[0]["type"] not in ("missing", "extra_forbidden")
-    return f"{where}{_shown(value) if is_shown else ''}: {what}"
+    shown = _shown(errors[0].get("input")) if has_value and where != "body" else ""
+    return f"{where}{shown}: {what}"
 
 
 def _shown(value: object) -> str:

@@ -26,12 +26,14 @@ from lp_runtime.server.openai.parts import (
     Message,
     NamedTool,
     OpenPart,
+    ResponseFormat,
     StrictPart,
+    StructuredOutputs,
     Tool,
     choose_tools,
+    constraint_of,
     joined,
 )
-from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
 
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128

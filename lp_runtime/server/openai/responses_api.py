@@ -15,13 +15,14 @@ from lp_runtime.server.openai.parts import (
     Message,
     NamedFunctionTool,
     OpenPart,
+    ResponseFormat,
     ResponsesTool,
     StrictPart,
     choose_tools,
+    constraint_of,
     refuse,
 )
 from lp_runtime.server.openai.protocol import Conversation
-from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 VERBOSITIES = (None, "medium")
 NO_EFFECT = ("reasoning.encrypted_content",)  # of `include`: reasoning is always sent, in plain text

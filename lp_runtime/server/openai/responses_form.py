@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lp_runtime.chat.chat_parser import Piece
-from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event, usage_of
+from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.text.token_text import TokenTexts
 

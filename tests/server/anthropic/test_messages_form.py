@@ -14,7 +14,7 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.openai.responses import Choice
+from lp_runtime.server.openai.forms import Choice
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"]}}</tool_call>'
 TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"

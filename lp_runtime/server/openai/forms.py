@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lp_runtime.chat.answer import message_of, parts_of
 from lp_runtime.chat.chat_parser import ChatParser, Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
@@ -130,18 +131,12 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 
 
 class Form(ABC):
-    """The format of an answer.
-
-    Attributes:
-        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
-        counts_each: whether every chunk of a stream has the usage so far, in forms that have chunks.
-    """
+    """The format of an answer."""
 
     def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
-        self.model = model
-        self.texts = texts
-        self.counts_each = False
-        self.shows_tokens = shows_tokens
+        self.model, self.texts = model, texts
+        self.counts_each = False  # whether every chunk of a stream has the usage so far, in forms that have chunks
+        self.shows_tokens = shows_tokens  # whether new tokens make an event even if they add no text
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:
@@ -172,18 +167,12 @@ class Form(ABC):
 class ChoicesForm(Form):
     """Base of the formats of completions and chats.
 
-    Args:
-        num_top: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
-
-    Attributes:
-        prefix: prefix of the answer's id.
-        kind: `object` of an answer that is not streamed.
-        chunk_kind: `object` of a chunk of a streamed answer.
+    `num_top`: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
     """
 
-    prefix: str
-    kind: str
-    chunk_kind: str
+    prefix: str  # of the answer's id
+    kind: str  # `object` of an answer that is not streamed
+    chunk_kind: str  # `object` of a chunk of a streamed answer
 
     def __init__(self, model: str, texts: TokenTexts, num_top: int | None):
         super().__init__(model, texts, num_top is not None)
@@ -283,3 +272,47 @@ class CompletionForm(ChoicesForm):
             is_taken = label in top or (label == text and other != token)
             top[f"token_id:{other}" if is_taken else label] = each
         return {**top, text: float(value)}
+
+
+class ChatForm(ChoicesForm):
+    """The form of answers to POST /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        for choice in choices:
+            delta = {"role": "assistant", "content": ""}
+            yield self.chunk({"index": choice.index, "delta": delta, "finish_reason": None})
+
+    def choice(self, choice: Choice) -> dict[str, object]:
+        return self._body(choice, "message", message_of(choice.pieces(choice.text)), slice(None))
+
+    def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
+        return self._body(choice, "delta", parts_of(choice.pieces(text)), new)
+
+    def _body(self, choice: Choice, name: str, parts: dict[str, object], new: slice) -> dict[str, object]:
+        """Return a choice whose text has been parsed to `parts`, which are its message or delta."""
+        has_calls = choice.parser is not None and choice.parser.num_calls
+        reason = "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
+        return {"index": choice.index, name: parts, "logprobs": self._logprobs(choice, new), "finish_reason": reason}
+
+    def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
+        if self.num_top is None:
+            return None
+        content = []
+        tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=True)
+        for place, (token, text, value) in enumerate(tokens, start=new.start or 0):
+            entry = {"token": text, "logprob": float(value), "bytes": list(self._bytes(choice, token, place == 0))}
+            top = value.top if isinstance(value, Logprob) else ()
+            entries = [entry if other == token else self._entry(other, each) for other, each in top]
+            content.append({**entry, "top_logprobs": entries})
+        return {"content": content}
+
+    def _bytes(self, choice: Choice, token: int, is_first: bool) -> bytes:
+        """Return the bytes that a token of the answer has added to its text."""
+        if choice.job.request.skip_special_tokens and token in self.texts.special_ids:
+            return b""
+        return self.texts.bytes_at_start(token) if is_first else self.texts.bytes_of(token)
+
+    def _entry(self, token: int, value: float) -> dict[str, object]:
+        return {"token": self.texts.label(token), "logprob": value, "bytes": list(self.texts.bytes_of(token))}
