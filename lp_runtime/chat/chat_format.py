@@ -109,7 +109,7 @@ class ChatFormat:
         """Create the parser of an answer; None if answers are plain text.
 
         `tools` are those that it may call; true if their schemas are not known. `is_either`: whether it is either only
-        calls or only text, as if its text is constrained.
+        calls or only text; true if its text is constrained.
         """
         known = [] if isinstance(tools, bool) else list(tools)
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None

@@ -36,10 +36,8 @@ def describe_vocabulary(
 ) -> Any:
     """Return xgrammar's TokenizerInfo of a model: the bytes that each token adds to a text.
 
-    Args:
-        vocabulary_size: the model's, which may exceed the tokenizer's.
-        eos_token_ids: at least one.
-        with_special_tokens: whether special tokens match their text in a grammar; if not, they are never allowed.
+    `vocabulary_size` is the model's, which may exceed the tokenizer's; `eos_token_ids` are at least one.
+    `with_special_tokens`: whether special tokens match their text in a grammar; if not, they are never allowed.
     """
     xgrammar = library()
     texts = token_texts.all_bytes(vocabulary_size)

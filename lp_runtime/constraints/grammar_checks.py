@@ -32,12 +32,7 @@ def _expressions(content: Any) -> list[tuple[int, Sequence[int]]]:
 
 
 class GrammarParts:
-    """Analysis of xgrammar's Grammar, not optimized: which expressions a text can complete, and which it can begin.
-
-    Attributes:
-        can_end: whether some text satisfies the grammar.
-        can_begin: whether at least the first character of some text matches the grammar.
-    """
+    """Analysis of xgrammar's Grammar, not optimized: which expressions a text can complete, and which it can begin."""
 
     def __init__(self, grammar: Any):
         content = json.loads(grammar.serialize_json())
@@ -51,7 +46,8 @@ class GrammarParts:
         self._beginning: set[int] = set()  # rules that some text can begin, with at least one character
         self._grow(self._ending, self._ends)
         self._grow(self._beginning, self._begins)
-        self.can_end, self.can_begin = self._root in self._ending, self._root in self._beginning
+        self.can_end = self._root in self._ending
+        self.can_begin = self._root in self._beginning  # at least the first character of some text
 
     def dead_end(self) -> str | None:
         """Describe a dead end of the grammar; None if every text that can be begun can be completed.

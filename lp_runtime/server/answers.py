@@ -115,7 +115,7 @@ class Answers:
         except Exception as error:  # the HTTP status has already been sent
             if not isinstance(error, LookaheadError):
                 log.error("an answer has failed", exc_info=error)
-            for each in form.failure(ApiError.of(error).body):
+            for each in form.failure(ApiError.of(error)):
                 yield each
 
 

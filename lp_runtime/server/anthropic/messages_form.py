@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic_core import from_json
 
 from lp_runtime.chat.chat_parser import Piece
-from lp_runtime.server.http.errors import anthropic_error
+from lp_runtime.server.http.errors import ApiError, anthropic_error
 from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event
 from lp_runtime.text.token_text import TokenTexts
 
@@ -86,11 +86,8 @@ class MessagesForm(Form):
         yield _event("message_delta", delta=end, usage=usage, metrics=acceptance_of(choices))
         yield _event("message_stop")
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        details = error["error"]
-        assert isinstance(details, Mapping)  # the body of an ApiError
-        status = 400 if details["type"] == "invalid_request_error" else 500
-        yield event(anthropic_error(status, str(details["message"])), "error")
+    def failure(self, error: ApiError) -> Iterator[str]:
+        yield event(anthropic_error(400 if error.status == 400 else 500, str(error)), "error")
 
     def _end_block(self) -> Iterator[str]:
         if not self._blocks:

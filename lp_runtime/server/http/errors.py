@@ -122,7 +122,10 @@ def in_words(errors: Sequence[Mapping]) -> str:
         errors, where = inside, _place(inside[0])
     has_value = errors[0]["type"] not in ("missing", "extra_forbidden")
     found = [each for each in errors if _place(each) == where][: None if has_value else 1]
-    meanings = dict.fromkeys(_meaning(each) for each in found)
+    meanings = dict.fromkeys(
+        WORDS[each["type"]].format(**each.get("ctx", {})) if each["type"] in WORDS else str(each["msg"])
+        for each in found
+    )
     what = " or ".join(meanings).replace(" or must be ", " or ")
     shown = _shown(errors[0].get("input")) if has_value and where != "body" else ""
     return f"{where}{shown}: {what}"
@@ -132,11 +135,6 @@ def _shown(value: object) -> str:
     """Format a value for a message, as "=VALUE"; empty if it is long or not a scalar."""
     shown = f"={value!r}" if isinstance(value, str | int | float) else ""
     return shown if len(shown) <= MAX_SHOWN_CHARS + 1 else ""
-
-
-def _meaning(error: Mapping) -> str:
-    known = WORDS.get(error["type"])
-    return str(error["msg"]) if known is None else known.format(**error.get("ctx", {}))
 
 
 def _is_tagged(error: Mapping) -> bool:

@@ -15,6 +15,7 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
+from lp_runtime.server.http.errors import ApiError
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 
@@ -158,9 +159,9 @@ class Form(ABC):
         """Return an event that keeps a stream's connection open until there is new text; by default a comment."""
         return COMMENT
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the events for an error after the answer began; `error` is the body of an ApiError."""
-        yield event(error)
+    def failure(self, error: ApiError) -> Iterator[str]:
+        """Yield the events for an error after the answer began."""
+        yield event(error.body)
         yield LAST_EVENT
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lp_runtime.chat.chat_parser import Piece
+from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.text.token_text import TokenTexts
@@ -93,10 +94,8 @@ class ResponsesForm(Form):
         response = self._ended(choice)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        details = error["error"]
-        assert isinstance(details, Mapping)  # the body of an ApiError
-        reported = {"code": "server_error", "message": details["message"]}
+    def failure(self, error: ApiError) -> Iterator[str]:
+        reported = {"code": "server_error", "message": str(error)}
         yield self._event("response.failed", response=self._response("failed") | {"error": reported})
 
     def _begin_item(self, piece: Piece) -> Iterator[str]:
