@@ -31,6 +31,7 @@ from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
@@ -252,7 +253,7 @@ def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
     with LookaheadRuntime.from_config(measured) as runtime:
         generate_one(runtime, GenerateConfig(prompt="def f():", **options), "def f():")
         bench(runtime, measured)
-        routes = StatusRoutes("demo", runtime, SimpleNamespace(is_healthy=True), None)
+        routes = StatusRoutes(ServeConfig(), runtime, SimpleNamespace(is_healthy=True), None)
         body = json.loads(asyncio.run(routes.health()).body)
     assert "; passes are not captured: compile=off\n" in capsys.readouterr().err
     assert ", passes not captured (compile=off), " in (tmp_path / "bench.md").read_text()

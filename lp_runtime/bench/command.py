@@ -5,18 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from pathlib import Path
 
 import torch
 from tqdm import tqdm
 
-from lp_runtime.bench.methods import (
-    Decode,
-    Result,
-    critical_path_methods,
-    huggingface_methods,
-    runtime_methods,
-)
+from lp_runtime.bench.methods import Decode, Result, critical_path_methods, huggingface_methods, runtime_methods
+from lp_runtime.bench.output import writing_to
 from lp_runtime.bench.prompts import encode_prompts, read_sources
 from lp_runtime.bench.report import BenchReport
 from lp_runtime.config.commands import METHODS, BenchConfig
@@ -39,10 +33,8 @@ def check_bench(config: BenchConfig) -> None:
         torch.set_num_threads(config.threads)  # before steps are timed
     _check_degrees(config, config.replica_gpus)
     if config.output is not None:
-        try:
-            Path(config.output).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"output={config.output}: {error.strerror}") from error
+        with writing_to(config.output):  # fails before the comparison, not after it
+            pass
 
 
 def _check_degrees(config: BenchConfig, gpus_per_replica: int) -> None:
@@ -66,10 +58,8 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
     report = BenchReport(config, runtime, [prompt.task for prompt in prompts], results)
     print(report.markdown())
     if config.output is not None:
-        try:
-            report.write(Path(config.output))
-        except OSError as error:
-            raise ConfigError(f"output={config.output}: {error.strerror or error}") from error
+        with writing_to(config.output) as folder:
+            report.write(folder)
 
 
 def _run(
@@ -105,11 +95,8 @@ def _run(
                     results[name].append(result)
                     bar.update()
                     if not is_watched:  # so that an interrupted run leaves its results in the log
-                        print(f"prompt {number}, {name}: {_in_short(result)}", file=sys.stderr, flush=True)
+                        seconds, num_tokens = min(result.seconds.values()), len(result.token_ids)
+                        rate, ratio = num_tokens / seconds, num_tokens / result.num_steps
+                        shown = f"{rate:.1f} tokens/s, S {ratio:.2f}, {seconds:.2f} s"
+                        print(f"prompt {number}, {name}: {shown}", file=sys.stderr, flush=True)
     return results
-
-
-def _in_short(result: Result) -> str:
-    """Format a result in a few words, at the shortest assumed exchange."""
-    seconds, num_tokens = min(result.seconds.values()), len(result.token_ids)
-    return f"{num_tokens / seconds:.1f} tokens/s, S {num_tokens / result.num_steps:.2f}, {seconds:.2f} s"

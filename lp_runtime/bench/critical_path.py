@@ -40,25 +40,16 @@ from lp_runtime.request.step_timer import pack_clock
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """Times of one request on R replicas, without its exchanges.
-
-    Attributes:
-        num_steps: number of steps, the prefill's included.
-        step_tokens: tokens that the busiest replica feeds in a step, mean over steps, the prefill excluded.
-        prefill_seconds: time of the prefill, which all replicas run at the same time.
-        forward_seconds: time of the slowest shares, summed over all steps.
-        other_seconds: time of proposing, partitioning and advancing, summed over all steps.
-    """
+    """Times of one request on R replicas, without its exchanges; sums over all steps."""
 
     token_ids: list[int]
-    num_steps: int
-    step_tokens: float
+    num_steps: int  # the prefill's included
+    step_tokens: float  # that the busiest replica feeds in a step, mean, the prefill excluded
     prefill_seconds: float
-    forward_seconds: float
-    other_seconds: float
+    forward_seconds: float  # of the slowest shares
+    other_seconds: float  # of proposing, partitioning and advancing
 
     def seconds(self, exchange: float) -> float:
-        """Return the total seconds if each exchange takes `exchange` seconds."""
         computing = self.prefill_seconds + self.forward_seconds + self.other_seconds
         return computing + exchange * self.num_steps
 
@@ -103,18 +94,15 @@ class LocalRequest(RunningRequest):
         return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, Group.alone())
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
-        """Return False: no other replica can cancel."""
         if error is not None:
             raise error
-        return False
+        return False  # no other replica can cancel
 
     def inputs(self, step: Step) -> StepInputs:
-        """Return rank 0's inputs."""
         self.values = np.full((len(step.tree), self.decoder.sampler.width), -1, dtype=np.int64)
         return super().inputs(step)
 
     def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
-        """Note rank 0's samples."""
         if isinstance(samples, LookaheadError):
             raise samples
         if step.is_prefill:
@@ -122,7 +110,6 @@ class LocalRequest(RunningRequest):
         self.values[step.shares[0].owned] = samples.values.cpu().numpy()
 
     def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
-        """Return the results of all ranks."""
         assert not isinstance(samples, LookaheadError)
         return self.unpack(step, samples, Outcome(self.values, 0, self.clocks))
 
@@ -130,9 +117,7 @@ class LocalRequest(RunningRequest):
 class _SharesInTurn(LocalRequest):
     """A request whose shares one device computes one after another.
 
-    Attributes:
-        num_fed: tokens that the busiest rank fed, summed over steps.
-        forward_seconds: time of the slowest shares, summed over steps.
+    `num_fed` sums the tokens of each step's busiest rank, `forward_seconds` the times of the slowest shares.
     """
 
     def __init__(self, *args: Any):
@@ -169,7 +154,6 @@ class _SharesInTurn(LocalRequest):
         return inputs
 
     def start_exchange(self, step: Step, samples: Samples | LookaheadError) -> None:
-        """Note rank 0's samples and the time of each rank's share."""
         super().start_exchange(step, samples)
         if step.is_prefill:
             return
@@ -179,7 +163,6 @@ class _SharesInTurn(LocalRequest):
         self.forward_seconds += max(times)
 
     def release_other_slots(self) -> None:
-        """Release the slots of the other ranks, at the end of the request."""
         self._open.close()
 
 
@@ -203,7 +186,6 @@ class CriticalPathRunner:
         self._engine = _InTurnEngine(model, group, _EqualReplicas(calibration, num_replicas), times_are_late=False)
 
     def run(self, request: Request) -> CriticalPath:
-        """Decode one request, and measure its critical path."""
         self._engine.prepare(request.lookahead)  # compile now: inside a step it would count as the host's time
         try:
             *_, report = self._engine.run(request)

@@ -15,11 +15,12 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any
 
+from lp_runtime.bench.output import markdown_table, writing_to
 from lp_runtime.bench.prompts import read_sources
 from lp_runtime.config.checks import MAX_SECONDS
 from lp_runtime.config.commands import BenchConfig
@@ -30,36 +31,24 @@ CLIENTS = 8  # default number of clients of a closed loop
 PERCENTILES = (50, 90, 99)
 DELTA_FIELDS = ("content", *REASONING_FIELDS, "refusal", "tool_calls")  # fields of a chat's delta with model output
 OF_METHODS = {"methods": [], "degrees": [], "rounds": 1, "threads": None}  # defaults of settings that loads ignore
+SHOWN_SETTINGS = ("url", "rate", "concurrency", "max_new_tokens", "prompts", "chat")  # in load.json
 Ask = Callable[[int, float], "Answer"]  # called with a request's number and the time.perf_counter() at which it is due
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Measurements of one request.
+    """Measurements of one request, in seconds."""
 
-    Attributes:
-        num_tokens: new tokens by the server's count; if it reports none, the number of streamed pieces.
-        first_token: seconds until the first piece of text, reasoning or a tool call; None if none arrived.
-        inter_token: mean seconds between tokens; None for fewer than two.
-        seconds: seconds until the end of the answer.
-        error: one line; None for success.
-    """
-
-    num_tokens: int
-    first_token: float | None
-    inter_token: float | None
-    seconds: float
-    error: str | None = None
+    num_tokens: int  # new tokens by the server's count; if it reports none, the number of streamed pieces
+    first_token: float | None  # until the first piece of text, reasoning or a tool call; None if none arrived
+    inter_token: float | None  # mean between tokens; None for fewer than two
+    seconds: float  # until the end of the answer
+    error: str | None = None  # one line
 
 
 @dataclass
 class Load:
-    """Results of a load test.
-
-    Attributes:
-        seconds: from the first request to the last answer.
-        answers: one per request, in the order in which they ended.
-    """
+    """Results of a load test: its duration, and the answers in the order in which they ended."""
 
     seconds: float = 0.0
     answers: list[Answer] = field(default_factory=list)
@@ -89,25 +78,20 @@ class Load:
         """Return the summary as Markdown tables, and the number of each distinct error."""
         summary = self.summary()
         plain = {name: value for name, value in summary.items() if not isinstance(value, dict)}
-        rows = ["| " + " | ".join(plain) + " |", "|" + " --- |" * len(plain)]
-        rows.append(
-            "| "
-            + " | ".join(f"{value:.2f}" if isinstance(value, float) else str(value) for value in plain.values())
-            + " |"
-        )
-        rows += [
-            "",
-            "| ms | " + " | ".join(f"p{each}" for each in PERCENTILES) + " |",
-            "|" + " --- |" * (1 + len(PERCENTILES)),
+        counts = [f"{value:.2f}" if isinstance(value, float) else str(value) for value in plain.values()]
+        latencies = [
+            [name.removesuffix(" ms"), *(f"{each:.1f}" for each in value.values())]
+            for name, value in summary.items()
+            if isinstance(value, dict)
         ]
-        for name, value in summary.items():
-            if isinstance(value, dict):
-                rows.append(
-                    f"| {name.removesuffix(' ms')} | " + " | ".join(f"{each:.1f}" for each in value.values()) + " |"
-                )
+        header = ["ms", *(f"p{each}" for each in PERCENTILES)]
         errors = Counter(answer.error for answer in self.answers if answer.error is not None)
-        rows += [f"\n{number} x {error}" for error, number in errors.most_common()]
-        return "\n".join(rows)
+        shown = [f"{number} x {error}" for error, number in errors.most_common()]
+        return "\n\n".join([markdown_table(list(plain), [counts]), markdown_table(header, latencies), *shown])
+
+    def as_json(self, head: dict[str, object]) -> str:
+        answers = [asdict(answer) for answer in self.answers]
+        return json.dumps({**head, **self.summary(), "answers": answers}, indent=1)
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -123,7 +107,8 @@ def put_under_load(config: BenchConfig) -> None:
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
     prompts = read_sources(config)
     if config.output is not None:
-        _make(Path(config.output))
+        with writing_to(config.output):  # fails before the load, not after it
+            pass
     name = config.served_name or endpoint.model()
     bodies = [_body(prompt.value, name, config) for prompt in prompts]
     route = "chat/completions" if config.chat else "completions"
@@ -141,7 +126,10 @@ def put_under_load(config: BenchConfig) -> None:
         load = open_loop(ask, config.num_requests, config.rate, config.load_seed)
     print(load.markdown())
     if config.output is not None:
-        _write(Path(config.output), load, config, name)
+        settings = {each: getattr(config, each) for each in SHOWN_SETTINGS}
+        with writing_to(config.output) as folder:
+            (folder / "load.md").write_text(load.markdown() + "\n")
+            (folder / "load.json").write_text(load.as_json({"model": name, **settings}) + "\n")
     if all(answer.error is not None for answer in load.answers):
         raise ReplicaError(f"url={config.url}: no request was answered")
 
@@ -191,7 +179,7 @@ def _ask(endpoint: Endpoint, route: str, body: dict[str, object], due: float) ->
 
 
 def _has_tokens(choice: dict[str, Any]) -> bool:
-    """Whether a streamed choice contains model output: text, reasoning, or a part of a tool call."""
+    """Whether a streamed choice contains text, reasoning, or a part of a tool call."""
     delta = delta_of(choice)
     return bool(choice.get("text")) or any(delta.get(name) for name in DELTA_FIELDS)
 
@@ -205,34 +193,41 @@ def _counted(event: dict[str, Any]) -> int | None:
 
 def closed_loop(ask: Ask, num_requests: int, num_clients: int) -> Load:
     """Run a closed loop: each client sends its next request when its previous one is answered."""
-    numbers, lock, load = iter(range(num_requests)), threading.Lock(), Load()
-
-    def next_number() -> int | None:
-        with lock:
-            return next(numbers, None)
+    load, numbers = Load(), SimpleQueue[int]()
+    for number in range(num_requests):
+        numbers.put(number)
 
     def work() -> None:
-        while (number := next_number()) is not None:
-            load.answers.append(ask(number, time.perf_counter()))
+        with contextlib.suppress(Empty):
+            while True:
+                load.answers.append(ask(numbers.get_nowait(), time.perf_counter()))
 
-    started = time.perf_counter()
-    _join([_started(work) for _ in range(min(num_clients, num_requests))])
-    load.seconds = time.perf_counter() - started
-    return load
+    return _run(load, [work] * min(num_clients, num_requests))
 
 
 def open_loop(ask: Ask, num_requests: int, rate: float, seed: int) -> Load:
     """Run an open loop: requests arrive as a Poisson process of `rate` per second."""
-    load, threads, started = Load(), [], time.perf_counter()
+    load, started = Load(), time.perf_counter()
 
     def work(number: int, due: float) -> None:
         load.answers.append(ask(number, due))
 
-    for number, moment in enumerate(itertools.islice(arrivals(rate, seed), num_requests)):
-        due = started + moment
-        time.sleep(max(0.0, due - time.perf_counter()))
-        threads.append(_started(functools.partial(work, number, due)))
-    _join(threads)
+    def when_due() -> Iterator[Callable[[], None]]:
+        for number, moment in enumerate(itertools.islice(arrivals(rate, seed), num_requests)):
+            time.sleep(max(0.0, started + moment - time.perf_counter()))
+            yield functools.partial(work, number, started + moment)
+
+    return _run(load, when_due())
+
+
+def _run(load: Load, works: Iterable[Callable[[], None]]) -> Load:
+    """Run each work in a thread as it comes; note the time until all have ended."""
+    started, threads = time.perf_counter(), []
+    for work in works:
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+    for thread in threads:
+        thread.join()
     load.seconds = time.perf_counter() - started
     return load
 
@@ -243,35 +238,3 @@ def arrivals(rate: float, seed: int) -> Iterator[float]:
     while True:
         yield now
         now += rng.expovariate(rate)
-
-
-def _started(work: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def _join(threads: Sequence[threading.Thread]) -> None:
-    for thread in threads:
-        thread.join()
-
-
-def _write(folder: Path, load: Load, config: BenchConfig, name: str) -> None:
-    """Write load.md, and load.json with every answer; raise ConfigError if that fails."""
-    asked = {
-        each: getattr(config, each) for each in ("url", "rate", "concurrency", "max_new_tokens", "prompts", "chat")
-    }
-    report = {"model": name, **asked, **load.summary(), "answers": [asdict(answer) for answer in load.answers]}
-    try:
-        (folder / "load.md").write_text(load.markdown() + "\n")
-        (folder / "load.json").write_text(json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise ConfigError(f"output={folder}: {error.strerror or error}") from error
-
-
-def _make(folder: Path) -> None:
-    """Create the report's folder; raise ConfigError if that fails."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"output={folder}: {error.strerror or error}") from error

@@ -35,33 +35,36 @@ PAPER = LookaheadConfig(W=15, N=5, G=15, drafter="paper")
 class Result:
     """Result of one method on one prompt; a value that was not measured is None.
 
-    Attributes:
-        seconds: total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
-            only key is None.
-        num_steps: number of forward passes.
-        step_tokens: mean number of tokens fed in a step, the prefill excluded.
-        prefill_seconds: seconds to the first token.
-        other_share: fraction of the time that was neither forward pass nor exchange.
-        other_us: microseconds per step that were neither, the prefill excluded.
+    `seconds` are total seconds, the prefill included, by the exchange's assumed microseconds; without an assumption the
+    only key is None.
     """
 
     token_ids: list[int]
     seconds: dict[float | None, float]
-    num_steps: int
-    step_tokens: float | None
-    prefill_seconds: float | None = None
-    other_share: float | None = None
-    other_us: float | None = None
+    num_steps: int  # forward passes
+    step_tokens: float | None  # fed in a step, mean, the prefill excluded
+    prefill_seconds: float | None = None  # to the first token
+    device_seconds: float = 0.0  # of forward passes and exchanges, the prefill excluded
+    other_seconds: float | None = None  # neither, the prefill excluded
+
+    @property
+    def other_share(self) -> float | None:
+        """Fraction of the time that was neither forward pass nor exchange."""
+        if self.other_seconds is None:
+            return None
+        return self.other_seconds / max(1e-9, self.device_seconds + self.other_seconds)
+
+    @property
+    def other_us(self) -> float | None:
+        """Microseconds per step that were neither forward pass nor exchange."""
+        return None if self.other_seconds is None else 1e6 * self.other_seconds / max(1, self.num_steps - 1)
 
 
 Decode = Callable[[list[int]], Result]
 
 
 class _FirstTokenClock:
-    """A streamer for transformers' `generate` that records the time of the first new token.
-
-    `seconds` is that time by time.perf_counter(); None before.
-    """
+    """A streamer for transformers' `generate` that records the time.perf_counter() of the first new token."""
 
     def __init__(self) -> None:
         self.seconds: float | None = None
@@ -74,7 +77,7 @@ class _FirstTokenClock:
         self._has_prompt = True
 
     def end(self) -> None:
-        """Do nothing; required by transformers' interface."""
+        """Required by transformers' interface."""
 
 
 class HuggingFace:
@@ -120,14 +123,13 @@ class HuggingFace:
 
 
 def replica_model(config: BenchConfig) -> tuple[ModelRunner, Calibration]:
-    """Load a replica's model in this process; return it with its calibration."""
     device = choose_device(config.device, 0)
     model, _ = ready_model(config, device, batches=False)
     return model, Calibration(model, Group.alone(), config.cache_dir)
 
 
 def huggingface_methods(config: BenchConfig, names: list[str], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
-    """Return transformers' methods among `names`, by name; they stop after any of `eos_token_ids`."""
+    """Return transformers' methods among `names`, by name."""
     options: dict[str, dict[str, Any]] = {
         "hf": {},
         "hf_compiled": {"cache_implementation": "static"},  # transformers then compiles automatically on CUDA
@@ -152,26 +154,21 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
         )
         seconds = time.perf_counter() - started
         times = generation.times
-        other_share = times.other / max(1e-9, times.forward + times.exchange + times.other)
-        other_us = 1e6 * times.other / max(1, generation.steps - 1)
         return Result(
             token_ids=generation.token_ids,
             seconds={None: seconds},
             num_steps=generation.steps,
             step_tokens=generation.step_tokens,
             prefill_seconds=generation.prefill_seconds,
-            other_share=other_share,
-            other_us=other_us,
+            device_seconds=times.forward + times.exchange,
+            other_seconds=times.other,
         )
 
     return {name: partial(decode, lookahead=settings[name]) for name in names if name in settings}
 
 
 def critical_path_methods(config: BenchConfig, degrees: list[int], eos_token_ids: frozenset[int]) -> dict[str, Decode]:
-    """Return methods named `critical path, DEGREE`, which measure default decoding at each LP degree.
-
-    They stop after any of `eos_token_ids`.
-    """
+    """Return methods named `critical path, DEGREE`, which measure default decoding at each LP degree."""
     if not degrees:
         return {}
     model, calibration = replica_model(config)
@@ -179,16 +176,14 @@ def critical_path_methods(config: BenchConfig, degrees: list[int], eos_token_ids
     def decode(prompt: list[int], runner: CriticalPathRunner) -> Result:
         path = runner.run(Request(tuple(prompt), config.lookahead, config.max_new_tokens, eos_token_ids, GREEDY))
         seconds: dict[float | None, float] = {each: path.seconds(1e-6 * each) for each in config.exchange_us}
-        other_share = path.other_seconds / max(1e-9, path.other_seconds + path.forward_seconds)
-        other_us = 1e6 * path.other_seconds / max(1, path.num_steps - 1)
         return Result(
             token_ids=path.token_ids,
             seconds=seconds,
             num_steps=path.num_steps,
             step_tokens=path.step_tokens,
             prefill_seconds=path.prefill_seconds,
-            other_share=other_share,
-            other_us=other_us,
+            device_seconds=path.forward_seconds,
+            other_seconds=path.other_seconds,
         )
 
     runners = {degree: CriticalPathRunner(model, calibration, degree) for degree in degrees}

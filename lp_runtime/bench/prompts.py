@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lp_runtime.config.commands import BenchConfig
@@ -54,9 +53,8 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
     return chosen
 
 
-def _check_unicode(prompts: Sequence[Prompt], path: str, field: str) -> None:
-    """Raise ConfigError if a text has a lone surrogate, which JSON allows but tokenizers do not."""
-    for prompt in prompts:
+def _check_unicode(prompts: list[Prompt], path: str, field: str) -> None:
+    for prompt in prompts:  # JSON allows lone surrogates, tokenizers do not
         if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
             raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
 

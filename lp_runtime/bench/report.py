@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from lp_runtime.bench.methods import Result
-from lp_runtime.bench.rows import Row, Speeds, Steps
+from lp_runtime.bench.output import markdown_table
+from lp_runtime.bench.rows import COLUMNS, TASK_COLUMNS, Row, row_of
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.runtime import LookaheadRuntime
 
@@ -27,30 +28,6 @@ LABELS = {
     "default": "lp_runtime, default",
 }
 CRITICAL_PATH = "critical path"
-HEADER = (
-    "method",
-    "replicas",
-    "exchange us",
-    "tokens/s (quartiles)",
-    "over {base}",
-    "prefill ms",
-    "decode tokens/s (over {base})",
-    "S",
-    "tokens a step",
-    "step ms",
-    "host",
-    "outputs that differ",
-)
-TASK_HEADER = (
-    "task",
-    "method",
-    "S",
-    "tokens / steps",
-    "tokens/s",
-    "over {base}",
-    "prefill ms",
-    "decode tokens/s (over {base})",
-)
 NOTE = (
     "Times are of whole requests, prefills included, in an order that rotates; medians of tokens/s, and of ratios of"
     " one prompt. Prefill: to the first token; decode: from there on. Rows with an assumed exchange are critical paths:"
@@ -64,14 +41,10 @@ def commit() -> str | None:
     package = Path(__file__).resolve().parent.parent
 
     def git(*arguments: str) -> str:
-        done = subprocess.run(
-            ["git", "-C", str(package), *arguments],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=GIT_TIMEOUT_SECONDS,
-        )
-        return done.stdout.strip()
+        command = ["git", "-C", str(package), *arguments]
+        return subprocess.check_output(
+            command, stderr=subprocess.DEVNULL, text=True, timeout=GIT_TIMEOUT_SECONDS
+        ).strip()
 
     try:
         if Path(git("rev-parse", "--show-toplevel")) != package.parent:  # the package lies inside another repository
@@ -84,25 +57,12 @@ def commit() -> str | None:
 class BenchReport:
     """The report's rows by method, over all prompts and by task.
 
-    A ratio compares two methods on the same prompt and round; rows have the median of these ratios.
-
-    Args:
-        tasks: task of each prompt.
-        results: results by method; in each list all prompts of the first round, then those of the second, and so on.
-            The first method is the base of all ratios.
-
-    Attributes:
-        head: device, versions, commit, date and settings.
-        rows: one for each method and assumed exchange.
-        by_task: rows over the prompts of each task; empty if there is only one task.
+    `tasks` are those of the prompts. `results` are by method; each list has all prompts of the first round, then those
+    of the second, and so on. The first method is the base of all ratios.
     """
 
     def __init__(
-        self,
-        config: BenchConfig,
-        runtime: LookaheadRuntime,
-        tasks: Sequence[str],
-        results: dict[str, list[Result]],
+        self, config: BenchConfig, runtime: LookaheadRuntime, tasks: Sequence[str], results: dict[str, list[Result]]
     ):
         info = runtime.info
         device = torch.cuda.get_device_name() if info.device.startswith("cuda") else f"CPU ({platform.machine()})"
@@ -126,49 +86,40 @@ class BenchReport:
         self._base = next(iter(results))
         self._num_replicas = runtime.num_replicas
         self.rows = self._rows(results)
-        self.by_task: dict[str, list[Row]] = {}
+        self.by_task: dict[str, list[Row]] = {}  # empty if there is only one task
         for task in dict.fromkeys(tasks) if len(set(tasks)) > 1 else ():
             places = [place for place in range(len(results[self._base])) if tasks[place % len(tasks)] == task]
             self.by_task[task] = self._rows({name: [each[i] for i in places] for name, each in results.items()})
 
     def _rows(self, results: dict[str, list[Result]]) -> list[Row]:
-        """Return the rows for results by method: one per method and assumed exchange."""
-        of_base = results[self._base]
         rows = []
         for name, of_method in results.items():
             num_replicas = 1 if name.startswith("hf") else self._num_replicas
             if name.startswith(CRITICAL_PATH):
                 num_replicas = int(name.rpartition(" ")[2])
+            label = LABELS.get(name, "lp_runtime, default, critical path")
             for exchange_us in of_method[0].seconds:
-                pairs = zip(of_method, of_base, strict=True)
-                row = Row(
-                    method=name,
-                    label=LABELS.get(name, "lp_runtime, default, critical path"),
-                    replicas=num_replicas,
-                    exchange_us=exchange_us,
-                    speeds=Speeds.of(of_method, exchange_us, of_base),
-                    steps=Steps.of(of_method, exchange_us),
-                    outputs_that_differ=sum(one.token_ids != other.token_ids for one, other in pairs),
-                )
-                rows.append(row)
+                rows.append(row_of(name, label, num_replicas, exchange_us, of_method, results[self._base]))
         return rows
 
     def markdown(self) -> str:
         """Return the tables as Markdown, below a line with the machine and settings."""
         about = ", ".join(f"{key} {value}" for key, value in self.head.items() if value is not None)
-        parts = [about, self._table(HEADER, [row.cells() for row in self.rows])]
+        parts = [about, self._table(list(COLUMNS), [[cell(row) for cell in COLUMNS.values()] for row in self.rows])]
         if self.by_task:
-            lines = [[task, _full_label(row), *row.task_cells()] for task, rows in self.by_task.items() for row in rows]
-            parts.append(self._table(TASK_HEADER, lines))
+            lines = [
+                [task, *(cell(row) for cell in TASK_COLUMNS.values())]
+                for task, rows in self.by_task.items()
+                for row in rows
+            ]
+            parts.append(self._table(["task", *TASK_COLUMNS], lines))
         return "\n\n".join([*parts, NOTE]) + "\n"
 
     def _table(self, header: Sequence[str], lines: list[list[str]]) -> str:
-        """Format a Markdown table."""
-        named = [name.format(base=LABELS.get(self._base, self._base)) for name in header]
-        return "\n".join("| " + " | ".join(line) + " |" for line in [named, ["---"] * len(named), *lines])
+        return markdown_table([name.format(base=LABELS.get(self._base, self._base)) for name in header], lines)
 
     def write(self, folder: Path) -> None:
-        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg. The caller handles an OSError."""
+        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg."""
         (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
         rows = [row.as_json(self._base) for row in self.rows]
         by_task = {task: [row.as_json(self._base) for row in rows] for task, rows in self.by_task.items()}
@@ -189,25 +140,18 @@ class BenchReport:
         num_plots = 2 if self.by_task else 1
         size = (8 * num_plots, 0.5 * max(len(self.rows), len(self.by_task)) + 1)
         figure, plots = pyplot.subplots(1, num_plots, figsize=size, squeeze=False)
-        rates = [row.speeds.tokens_per_second for row in self.rows]
-        spread = [
-            [rate - row.speeds.lower_quartile for rate, row in zip(rates, self.rows, strict=True)],
-            [row.speeds.upper_quartile - rate for rate, row in zip(rates, self.rows, strict=True)],
-        ]
-        labels = [_full_label(row) for row in self.rows]
-        plots[0][0].barh(labels[::-1], rates[::-1], xerr=[side[::-1] for side in spread])
+        shown = self.rows[::-1]  # bars are drawn from the bottom up
+        rates = [row.tokens_per_second for row in shown]
+        lower = [row.tokens_per_second - row.lower_quartile for row in shown]
+        upper = [row.upper_quartile - row.tokens_per_second for row in shown]
+        plots[0][0].barh([row.full_label() for row in shown], rates, xerr=[lower, upper])
         plots[0][0].set_xlabel("tokens/s")
         if self.by_task:
-            for place, label in enumerate(labels):
-                plots[0][1].plot([rows[place].steps.S for rows in self.by_task.values()], marker="o", label=label)
+            for place, row in enumerate(self.rows):
+                values = [rows[place].S for rows in self.by_task.values()]
+                plots[0][1].plot(values, marker="o", label=row.full_label())
             plots[0][1].set_xticks(range(len(self.by_task)), list(self.by_task), rotation=30, ha="right")
             plots[0][1].set_ylabel("S")
             plots[0][1].legend()
         figure.savefig(path, bbox_inches="tight")
         pyplot.close(figure)
-
-
-def _full_label(row: Row) -> str:
-    """Return a row's label with its number of replicas and its assumed exchange."""
-    replicas = f" x {row.replicas}" if row.replicas > 1 else ""
-    return row.label + replicas + ("" if row.exchange_us is None else f", {row.exchange_us:g} us")

@@ -10,9 +10,9 @@ import dataclasses
 import json
 import sys
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from lp_runtime.bench.methods import Result, runtime_methods
+from lp_runtime.bench.output import markdown_table, writing_to
 from lp_runtime.bench.prompts import encode_prompts
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.distributed.context import started_by_torchrun
@@ -21,35 +21,23 @@ from lp_runtime.launchers.fastest_split import keep_speeds
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.utils.files import write_whole
 
-HEAD = "| R x P | S | ms a step | tokens/s |\n| --- | --- | --- | --- |"
+HEADER = ("R x P", "S", "ms a step", "tokens/s")
 
 
 @dataclass(frozen=True)
 class SplitSpeed:
-    """Decoding speed of a split.
-
-    Attributes:
-        replicas: R.
-        gpus_per_replica: P.
-        compression: S, new tokens per step.
-        step_ms: milliseconds per step, prefills excluded.
-        tokens_per_second: new tokens per second, prefills included.
-        refusal: reason why the split was not measured; empty if it was.
-    """
-
     replicas: int
     gpus_per_replica: int
-    compression: float = 0.0
-    step_ms: float = 0.0
-    tokens_per_second: float = 0.0
-    refusal: str = ""
+    compression: float = 0.0  # S, new tokens per step
+    step_ms: float = 0.0  # prefills excluded
+    tokens_per_second: float = 0.0  # prefills included
+    refusal: str = ""  # why the split was not measured; empty if it was
 
-    def line(self) -> str:
-        """Return the split's row of the table."""
+    def cells(self) -> list[str]:
         name = f"{self.replicas} x {self.gpus_per_replica}"
         if self.refusal:
-            return f"| {name} | | | {self.refusal} |"
-        return f"| {name} | {self.compression:.2f} | {self.step_ms:.2f} | {self.tokens_per_second:.1f} |"
+            return [name, "", "", self.refusal]
+        return [name, f"{self.compression:.2f}", f"{self.step_ms:.2f}", f"{self.tokens_per_second:.1f}"]
 
 
 def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
@@ -66,15 +54,18 @@ def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
         except LookaheadError as error:
             reasons.append(error)
             speeds.append(SplitSpeed(replicas, num_gpus, refusal=first_line(error)))
-        print(speeds[-1].line(), file=sys.stderr, flush=True)
+        print(f"| {' | '.join(speeds[-1].cells())} |", file=sys.stderr, flush=True)
     measured = {each.gpus_per_replica: each.tokens_per_second for each in speeds if not each.refusal}
     if not measured:
         raise reasons[0]
     keep_speeds(config, measured)
-    table = "\n".join([HEAD, *(each.line() for each in speeds)])
+    table = markdown_table(HEADER, [each.cells() for each in speeds])
     print(table)
     if config.output is not None:
-        _write(Path(config.output), table, speeds)
+        as_json = json.dumps([asdict(each) for each in speeds], indent=1)
+        with writing_to(config.output) as folder:
+            write_whole(folder / "splits.md", f"{table}\n".encode())
+            write_whole(folder / "splits.json", f"{as_json}\n".encode())
     return speeds
 
 
@@ -93,11 +84,3 @@ def _speed(replicas: int, gpus_per_replica: int, results: list[Result]) -> Split
     decoding = sum(time - (each.prefill_seconds or 0.0) for time, each in zip(seconds, results, strict=True))
     step_ms = 1000 * decoding / max(1, num_steps - len(results))
     return SplitSpeed(replicas, gpus_per_replica, num_tokens / num_steps, step_ms, num_tokens / sum(seconds))
-
-
-def _write(folder: Path, table: str, speeds: list[SplitSpeed]) -> None:
-    try:
-        write_whole(folder / "splits.md", f"{table}\n".encode())
-        write_whole(folder / "splits.json", (json.dumps([asdict(each) for each in speeds], indent=1) + "\n").encode())
-    except OSError as error:
-        raise ConfigError(f"output={folder}: {error.strerror or error}") from error

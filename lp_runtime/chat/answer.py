@@ -36,15 +36,14 @@ def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return text
 
 
-def message_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str, Any]:
-    """Return the message of a whole answer; `max_calls` is the number of calls that it shows at most."""
-    parts = parts_of(pieces, max_calls)
+def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
+    parts = parts_of(pieces)
     calls = [{name: value for name, value in call.items() if name != "index"} for call in parts.pop("tool_calls", [])]
     content = None if calls else ""
     return {"role": "assistant", "content": content, **parts, **({"tool_calls": calls} if calls else {})}
 
 
-def parts_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str, Any]:
+def parts_of(pieces: Iterable[Piece]) -> dict[str, Any]:
     """Return the content, reasoning_content and tool_calls that pieces have, as in a delta of a message.
 
     Reasoning has two names: `reasoning_content`, and `reasoning` as in newer versions of vLLM.
@@ -57,7 +56,7 @@ def parts_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str,
             parts[name] = parts.get(name, "") + piece.text
         elif piece.call in calls:
             calls[piece.call]["function"]["arguments"] += piece.text
-        elif max_calls is None or piece.call < max_calls:
+        else:
             calls[piece.call] = _call(piece)
     if "reasoning_content" in parts:
         parts["reasoning"] = parts["reasoning_content"]
@@ -65,7 +64,6 @@ def parts_of(pieces: Iterable[Piece], max_calls: int | None = None) -> dict[str,
 
 
 def _call(piece: Piece) -> dict[str, Any]:
-    """Return a fragment of a call in the format of a delta."""
     if piece.name is None:
         return {"index": piece.call, "function": {"arguments": piece.text}}
     function = {"name": piece.name, "arguments": piece.text}

@@ -22,15 +22,8 @@ MAX_REFERENCES = 32  # followed from one schema
 
 
 class Parameter(NamedTuple):
-    """An argument as its tool's schema describes it.
-
-    Attributes:
-        types: JSON types that it may have; none if they are not known.
-        values: its only values, if the schema lists them.
-    """
-
-    types: frozenset[str] = frozenset()
-    values: tuple[object, ...] = ()
+    types: frozenset[str] = frozenset()  # JSON types that it may have; none if they are not known
+    values: tuple[object, ...] = ()  # its only values, if the schema lists them
 
     @property
     def is_text(self) -> bool:
@@ -121,12 +114,10 @@ def _fitting(text: str, read: Callable[[str], tuple[Any, str]], types: frozenset
 
 
 def _from_json(text: str) -> tuple[Any, str]:
-    """Return (value, JSON) of a JSON text, which is kept as it is."""
-    return json.loads(text, parse_constant=_refuse), text
+    return json.loads(text, parse_constant=_refuse), text  # not written again: numbers keep their digits
 
 
 def _from_python(text: str) -> tuple[Any, str]:
-    """Return (value, JSON) of a Python literal."""
     if len(text) > MAX_LITERAL_CHARS:
         raise ValueError("the literal is too long")
     value = ast.literal_eval(text)
@@ -134,10 +125,8 @@ def _from_python(text: str) -> tuple[Any, str]:
 
 
 def _refuse(constant: str) -> None:
-    """Refuse NaN and Infinity."""
     raise ValueError(f"{constant} is not JSON")
 
 
 def dumped(text: str) -> str:
-    """Return a text as a JSON string."""
     return json.dumps(text, ensure_ascii=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lp_runtime.chat import tags
@@ -13,7 +13,6 @@ from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, Harmony
 from lp_runtime.chat.formats import FORMATS, REASONINGS
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
-from lp_runtime.chat.tool_use import Tool, ToolUse, schemas_of
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
@@ -24,6 +23,33 @@ log = logging.getLogger(__name__)
 PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
 FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
 ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
+
+
+Tool = Mapping[str, Any]  # in the OpenAI API's format
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Which tools an answer may or must call; without tools it is not searched for calls."""
+
+    tools: Sequence[Tool] = ()
+    must_call: bool = False
+    is_parallel: bool = True
+
+    @property
+    def max_calls(self) -> int | None:
+        """Number of calls that an answer shows at most; None for no limit."""
+        return None if self.is_parallel else 1
+
+
+def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
+    """Return the JSON schema of each tool's arguments, by its name; what is no tool of a function is left out."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    return {
+        function["name"]: function.get("parameters") or {"type": "object"}
+        for function in functions
+        if isinstance(function, Mapping) and isinstance(function.get("name"), str)
+    }
 
 
 class ChatFormat:
@@ -55,7 +81,7 @@ class ChatFormat:
             self._report(found.is_certain)
 
     def _may_use_own_parser(self, name: str | None) -> bool:
-        """Return whether the model's response template reads answers; refuse one that transformers cannot read."""
+        """Whether the model's response template reads answers; refuse one that transformers cannot read."""
         if self._template.response_template is None and name == "response_template":
             raise ConfigError("tool_format=response_template: the model has no response template")
         if self._template.response_template is None or name not in (None, "response_template"):
@@ -67,7 +93,6 @@ class ChatFormat:
         return True
 
     def _report(self, is_certain: bool) -> None:
-        """Log if it is not certain how the model writes calls."""
         if self._uses_own_parser:
             log.info("tool calls are read by the model's own response template")
         elif self.tool_format is None:
@@ -83,9 +108,8 @@ class ChatFormat:
     def parser(self, tools: Sequence[Tool] | bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 
-        Args:
-            tools: tools that the answer may call; true if their schemas are not known.
-            is_either: whether the answer is either only calls or only text; true if the text is constrained.
+        `tools` are those that it may call; true if their schemas are not known. `is_either`: whether it is either only
+        calls or only text; true if its text is constrained.
         """
         known = [] if isinstance(tools, bool) else list(tools)
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
@@ -113,18 +137,13 @@ class ChatFormat:
             if changed.get("content", "") is None:
                 changed["content"] = ""
             if isinstance(calls := changed.pop("tool_calls", None), list | tuple) and calls:
-                changed["tool_calls"] = [self._with_arguments(call) for call in calls]
+                parsed = [_with_object(call) for call in calls]
+                changed["tool_calls"] = [_with_text(call) for call in parsed] if self._wants_text else parsed
             known.append(changed)
         return known
 
-    def _with_arguments(self, call: Any) -> Any:
-        """Return a call of an earlier answer with its arguments in the form that the template expects."""
-        known = _with_object(call)
-        return _with_text(known) if self._wants_text else known
-
     def is_thinking(self, prompt_end: str) -> bool:
-        """Whether the prompt has already opened the answer's reasoning part."""
-        return self.reasoning is not None and prompt_end.rstrip().endswith(self.reasoning.begin.strip())
+        return self.reasoning is not None and self.reasoning.is_opened_by(prompt_end)
 
     def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
         """Return the marks of an answer's reasoning part; None without one."""
@@ -135,7 +154,6 @@ class ChatFormat:
         return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
 
     def shows_special_tokens(self, tools: object) -> bool:
-        """Whether the parser must see special tokens."""
         has_calls = bool(tools) and self.tool_format is not None
         is_special = self.reasoning is not None and self.reasoning.is_special
         return self.is_harmony or self._uses_own_parser or has_calls or is_special
@@ -157,7 +175,7 @@ class ChatFormat:
             )
         if self.tool_format is None or not use.tools:
             assert text is not None
-            return self.behind_reasoning(text, prompt_end)
+            return self.after_reasoning(text, prompt_end)
         schemas = schemas_of(use.tools)
         answer, whitespace = tags.calls(FORMATS[self.tool_format], schemas, use.is_parallel), "fixed"
         if text is not None and not use.must_call:
@@ -167,7 +185,6 @@ class ChatFormat:
         return ConstraintConfig(structural_tag={"type": "structural_tag", "format": form}, whitespace=whitespace)
 
     def _text(self, text: ConstraintConfig) -> tags.Tag:
-        """Return the tag of an answer's text."""
         content = tags.content(text)
         return {"type": "tag", "begin": FINAL, "content": content, "end": ""} if self.is_harmony else content
 
@@ -180,7 +197,7 @@ class ChatFormat:
             return None
         return tags.thought(self.reasoning, is_open)
 
-    def behind_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
+    def after_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
         """Return a constraint that applies to the answer's text only, after the reasoning part."""
         if self.is_harmony:
             form = tags.sequence(self._reasoning_tag(prompt_end, True), self._text(constraint))

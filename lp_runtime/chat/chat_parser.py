@@ -36,20 +36,13 @@ TEXT_START, TEXT_END = regex.compile(regex.escape(MESSAGE)), regex.compile(r"<\|
 
 @dataclass(frozen=True)
 class Piece:
-    """A fragment of one part of an answer.
-
-    Attributes:
-        kind: "arguments" is JSON text of a call's arguments.
-        call: index of the call that arguments belong to.
-        name: name of the tool; in a call's first piece only.
-        call_id: in a call's first piece only.
-    """
+    """A fragment of one part of an answer. The text of "arguments" is JSON."""
 
     kind: Kind
     text: str
-    call: int = 0
-    name: str | None = None
-    call_id: str | None = None
+    call: int = 0  # index of the call that arguments belong to
+    name: str | None = None  # of the tool; in a call's first piece only
+    call_id: str | None = None  # in a call's first piece only
 
 
 class ChatParser(ABC):
@@ -74,8 +67,7 @@ class AnswerParser(ChatParser):
     """Parser of an answer in a known format.
 
     Args:
-        form: format of calls; None if the answer is not searched for calls.
-        reasoning: marks of the reasoning part that may come first; None if there is none.
+        form: None if the answer is not searched for calls.
         is_thinking: whether the prompt has already opened the reasoning part.
         is_either: whether the answer, after its reasoning part, is either only calls or only text.
         schemas: JSON schema of each tool's arguments, by its name.
@@ -130,7 +122,6 @@ class AnswerParser(ChatParser):
         self.num_calls += 1
 
     def _answer(self) -> Steps[None]:
-        """Read the answer."""
         yield from self._think()
         form = self._form
         if form is not None and (yield from self._begins_with_a_call(form)):
@@ -143,13 +134,11 @@ class AnswerParser(ChatParser):
             yield from read(form, found.group())
 
     def _think(self) -> Steps[None]:
-        """Read the reasoning part, if there is one."""
         if self._reasoning is None:
             return
-        begin, end = regex.escape(self._reasoning.begin), regex.escape(self._reasoning.end)
-        begun = yield from self._text.match(regex.compile(r"\s*" + begin))
+        begun = yield from self._text.match(regex.compile(r"\s*" + regex.escape(self._reasoning.begin)))
         if begun is not None or self._is_thinking:
-            yield from self._text.until(regex.compile(end), self._thought)
+            yield from self._text.until(regex.compile(regex.escape(self._reasoning.end)), self._thought)
             yield from self._text.match(SPACE)
 
     def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
@@ -197,13 +186,11 @@ class AnswerParser(ChatParser):
             self._content(mark)
 
     def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
-        """Read one call, after its mark; raise NotACallError if it is none."""
         found = yield from self._text.match(head)
         if found is None:
             raise NotACallError
-        style = form.style
-        if style is not None:
-            yield from self._keyed(form, style, found["name"])
+        if form.style is not None:
+            yield from self._keyed(form, form.style, found["name"])
             return
         if form.is_object:
             yield from self._object(form)

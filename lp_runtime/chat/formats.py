@@ -1,7 +1,7 @@
 """The syntax of tool calls and reasoning in each model family, as data.
 
 One description of a format drives three things: the parser of answers (chat_parser.py), the constraint of answers that
-must be calls (constraints.py), and the recognition of a chat template (recognition.py).
+must be calls (tags.py), and the recognition of a chat template (recognition.py).
 """
 
 from __future__ import annotations
@@ -16,24 +16,15 @@ OBJECT = '{"name": "$NAME", "arguments": $ARGS}'  # read with its keys in any or
 
 @dataclass(frozen=True)
 class ParameterStyle:
-    """Syntax of arguments that are not one JSON object: `open` value `close`, repeated.
+    """Syntax of arguments that are not one JSON object: `open` value `close`, repeated."""
 
-    Attributes:
-        open: text before a value; $KEY stands for the argument's name, $STRING for "true" if the value is a plain text.
-        close: text after a plain value; empty if values are literals, which end by themselves.
-        separator: text between two arguments.
-        quote: quotation mark of texts in literals, in addition to the double quotation mark of JSON.
-        schema_style: xgrammar's style of a JSON schema for such arguments; empty if it has none.
-    """
-
-    open: str
-    close: str = ""
+    open: str  # $KEY stands for the argument's name, $STRING for "true" if the value is a plain text
+    close: str = ""  # ends a plain value; empty if values are literals, which end by themselves
     separator: str = ""
-    quote: str = ""
-    schema_style: str = ""
+    quote: str = ""  # of texts in literals, in addition to the double quotation mark of JSON
+    schema_style: str = ""  # xgrammar's, of a JSON schema; without one tags.py has rules
 
 
-# The schema styles are xgrammar's; for the others tags.py has rules.
 QWEN_XML = ParameterStyle("<parameter=$KEY>\n", "\n</parameter>", schema_style="qwen_xml")
 SEED_XML = ParameterStyle("<parameter=$KEY>", "</parameter>", schema_style="qwen_xml")
 GLM_XML = ParameterStyle("<arg_key>$KEY</arg_key>\n<arg_value>", "</arg_value>", schema_style="glm_xml")
@@ -50,27 +41,20 @@ FUNCTION_GEMMA = ParameterStyle("$KEY:", separator=",", quote="<escape>")
 class CallFormat:
     """The syntax of tool calls in a model family. Parsers accept other white space, too.
 
-    Attributes:
-        call: text of a call. $NAME and $ARGS stand for the tool's name and arguments, $INDEX for the call's number,
-            $ID for an id.
-        begin: text before the first call.
-        separator: text between two calls; None if an answer has one call only.
-        end: text after the last call.
-        style: syntax of the arguments; None if they are one JSON object.
-        also: other marks that may begin calls, each with the text that ends them; a mark inside `call` may come first.
-        loose: marks that models write instead, each with the text that ends the calls; an empty one is the beginning of
-            the answer. After them only objects that name a known tool are calls, and they are not part of constraints.
-        call_id: text of a call's id, with the same placeholders; LONG_ID and SHORT_ID stand for random ones.
+    $NAME and $ARGS stand for the tool's name and arguments, $INDEX for the call's number, $ID for an id. `also` are
+    other marks that may begin calls, each with the text that ends them; a mark inside `call` may come first. `loose`
+    are marks that models write instead; an empty one is the beginning of the answer. After them only objects that name
+    a known tool are calls, and they are not part of constraints.
     """
 
     call: str
-    begin: str = ""
-    separator: str | None = ""
-    end: str = ""
-    style: ParameterStyle | None = None
+    begin: str = ""  # before the first call
+    separator: str | None = ""  # between two calls; None if an answer has one call only
+    end: str = ""  # after the last call
+    style: ParameterStyle | None = None  # of the arguments; None if they are one JSON object
     also: tuple[tuple[str, str], ...] = ()
     loose: tuple[tuple[str, str], ...] = ()
-    call_id: str = LONG_ID
+    call_id: str = LONG_ID  # LONG_ID and SHORT_ID stand for random ones
 
     @property
     def mark(self) -> str:
@@ -170,14 +154,14 @@ FORMATS = {
 
 @dataclass(frozen=True)
 class ReasoningFormat:
-    """The texts around the reasoning part of an answer.
-
-    `is_special`: whether they are special tokens, which a text shows only if it is asked to.
-    """
+    """The texts around the reasoning part of an answer."""
 
     begin: str
     end: str
-    is_special: bool = False
+    is_special: bool = False  # whether they are special tokens, which a text shows only if it is asked to
+
+    def is_opened_by(self, prompt: str) -> bool:
+        return prompt.rstrip().endswith(self.begin.strip())
 
 
 # The last is also what templates mention whose models reason between other marks.

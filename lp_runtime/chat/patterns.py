@@ -48,23 +48,18 @@ class ArgumentPatterns(NamedTuple):
 
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
-    """Return the patterns of a format's calls."""
     marks = list(filter(None, (form.mark, *(mark for mark, _ in form.also))))
     is_list = bool(form.begin) or not form.mark
     between = r"[\s,;]*" if is_list else r"\s*"
     return CallPatterns(
-        marks=_any_mark(marks),
-        loose_marks=_any_mark([*marks, *filter(None, (mark for mark, _ in form.loose))]) if marks else NEVER,
+        marks=regex.compile(any_of(marks)),
+        loose_marks=regex.compile(any_of([*marks, *(mark for mark, _ in form.loose if mark)])) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
         following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
         tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
         end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
-
-
-def _any_mark(marks: list[str]) -> regex.Pattern[str]:
-    return regex.compile(any_of(marks)) if marks else NEVER
 
 
 def first_head(form: CallFormat, mark: str) -> str:
@@ -85,7 +80,6 @@ def before_arguments(form: CallFormat) -> str:
 
 @functools.cache
 def argument_patterns(style: ParameterStyle) -> ArgumentPatterns:
-    """Return the patterns of a style of arguments."""
     quotes = [quote for quote in ('"', style.quote) if quote]
     token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<word>{WORD})|(?P<mark>"
     quote = f"(?:{any_of(quotes)})?"
@@ -118,5 +112,5 @@ def pieces(before: str, text: str) -> list[Pattern]:
 
 
 def any_of(texts: Iterable[str]) -> str:
-    """Return the pattern of any of some texts."""
-    return "|".join(map(regex.escape, sorted(texts, key=len, reverse=True)))
+    """Return the pattern of any of some texts, which without texts matches nothing."""
+    return "|".join(map(regex.escape, sorted(texts, key=len, reverse=True))) or NEVER.pattern

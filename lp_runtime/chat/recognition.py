@@ -24,28 +24,19 @@ SCHEMA = {
     },
     "required": ["city", "days"],
 }
-TOOL = {
-    "type": "function",
-    "function": {"name": NAME, "description": "Forecast of the weather", "parameters": SCHEMA},
-}
+FUNCTION = {"name": NAME, "description": "Forecast of the weather", "parameters": SCHEMA}
+TOOL = {"type": "function", "function": FUNCTION}
 TAG = regex.compile(r"<[^/<>$\s][^<>$\s]*>?|\[[A-Z_]+\]|\w+\[")
 OPEN_TAG = regex.compile(r"[<\[][^>\]\s]*$")
 
 
 class Recognized(NamedTuple):
-    """The use that a chat template makes of tools.
+    """The use that a chat template makes of tools."""
 
-    Attributes:
-        takes_tools: whether it shows the model its tools.
-        tool_format: one of FORMATS; None if calls are written in none of them, or not at all.
-        is_certain: whether `tool_format` reads a call that the template writes; else it is a guess by its marks.
-        wants_text: whether the template writes the arguments of earlier calls as they are, so that they must be JSON.
-    """
-
-    takes_tools: bool = False
-    tool_format: str | None = None
-    is_certain: bool = False
-    wants_text: bool = False
+    takes_tools: bool = False  # whether it shows the model its tools
+    tool_format: str | None = None  # one of FORMATS; None if calls are written in none of them, or not at all
+    is_certain: bool = False  # whether `tool_format` reads a call that the template writes; else a guess by marks
+    wants_text: bool = False  # whether arguments of earlier calls are written as they are, so that they must be JSON
 
 
 def recognize(template: ChatTemplate) -> Recognized:
@@ -92,7 +83,7 @@ def _answers(template: ChatTemplate) -> Iterator[tuple[bool, str, str]]:
 
 def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> list[str]:
     """Return the formats that read the call in an answer, those first that leave the least text."""
-    is_thinking = reasoning is not None and prompt.rstrip().endswith(reasoning.begin.strip())
+    is_thinking = reasoning is not None and reasoning.is_opened_by(prompt)
     lengths = {name: _rest(form, answer, reasoning, is_thinking) for name, form in FORMATS.items()}
     return sorted((name for name in FORMATS if lengths[name] is not None), key=lambda name: lengths[name] or 0)
 
@@ -118,7 +109,6 @@ def _marked(template: ChatTemplate) -> str | None:
 
 
 def _tags(form: CallFormat) -> list[str]:
-    """Return the marks that tell a format from others."""
     style = form.style
     tags = [tag for text in (form.begin, form.call, style.open if style else "") for tag in TAG.findall(text)]
     return tags or [mark for mark, _ in form.also][:1]

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 class StopTrimmer:
     """Filter for streamed text that holds back a suffix that may be, or become, the stop string that ends it.
 
-    Args:
-        special_tokens: texts of special tokens; stop strings may contain them although the text does not show them.
+    Stop strings may contain special tokens although the text does not show them.
     """
 
     def __init__(self, stops: Sequence[str], special_tokens: Sequence[str] = ()):
@@ -21,7 +20,8 @@ class StopTrimmer:
         """Append text; return what can be shown now."""
         self._held += text
         starts = range(max(0, len(self._held) - self._longest), len(self._held))
-        end = next((at for at in starts if self._may_end_at(self._held[at:])), len(self._held))
+        shown = tuple(self._shown.values())
+        end = next((at for at in starts if any(each.startswith(self._held[at:]) for each in shown)), len(self._held))
         text, self._held = self._held[:end], self._held[end:]
         return text
 
@@ -30,13 +30,8 @@ class StopTrimmer:
         text, self._held = self._held, ""
         return text if stop is None else text.removesuffix(self._shown.get(stop, ""))
 
-    def _may_end_at(self, rest: str) -> bool:
-        """Whether the rest of the text may be the beginning of a stop string."""
-        return any(shown.startswith(rest) for shown in self._shown.values())
-
 
 def _without(text: str, special_tokens: Sequence[str]) -> str:
-    """Remove special tokens from a text."""
     for token in special_tokens:
         text = text.replace(token, "")
     return text

@@ -39,7 +39,6 @@ def calls(form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], is_paralle
 
 
 def _call(form: CallFormat, name: str, schema: Mapping[str, Any]) -> Tag:
-    """Return the tag of a call of one tool."""
     head, _, tail = form.call.replace("$NAME", name).partition("$ARGS")
     begin, *others = re.split(r"(\$INDEX|\$ID)", head)
     parts = [{"type": "regex", "pattern": PATTERNS[part]} if part in PATTERNS else text(part) for part in others]
@@ -48,7 +47,6 @@ def _call(form: CallFormat, name: str, schema: Mapping[str, Any]) -> Tag:
 
 
 def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
-    """Return the tag of a function's arguments."""
     if style is None:
         return {"type": "json_schema", "json_schema": schema}
     if style.schema_style:
@@ -83,7 +81,6 @@ def _members(schema: Mapping[str, Any], root: Mapping[str, Any], style: Paramete
 
 
 def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
-    """Return the tag of a literal."""
     if not depth:
         raise RequestError(f"tools: a schema is nested deeper than {MAX_DEPTH}, or refers to itself")
     if not isinstance(schema, Mapping):
@@ -123,7 +120,6 @@ def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | No
 
 
 def _characters(schema: Mapping[str, Any]) -> Tag:
-    """Return the tag of a text between quotation marks."""
     if "pattern" in schema:
         return {"type": "regex", "pattern": schema["pattern"]}
     if "minLength" in schema or "maxLength" in schema:
@@ -132,7 +128,6 @@ def _characters(schema: Mapping[str, Any]) -> Tag:
 
 
 def _items(schema: Mapping[str, Any], item: Tag, style: ParameterStyle) -> Tag:
-    """Return the tag of a list."""
     least, most = schema.get("minItems", 0), schema.get("maxItems", -1)
     if not isinstance(least, int) or not isinstance(most, int):
         raise RequestError("tools: minItems and maxItems of a schema must be integers")
@@ -144,7 +139,6 @@ def _items(schema: Mapping[str, Any], item: Tag, style: ParameterStyle) -> Tag:
 
 
 def _literal(value: object, style: ParameterStyle) -> str:
-    """Return a value as a literal."""
     if isinstance(value, str) and len(style.quote) > 1:
         return style.quote + value + style.quote
     if len(style.quote) == 1 and (value is None or isinstance(value, bool)):
@@ -184,7 +178,6 @@ def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
 
 
 def content(constraint: ConstraintConfig) -> Tag:
-    """Convert a constraint to a structural tag's format."""
     kind, source = constraint.kind, constraint.source
     if kind == "json_schema":
         return {"type": "json_schema", "json_schema": json.loads(source)}

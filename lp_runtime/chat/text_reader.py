@@ -36,18 +36,15 @@ class TextReader:
         self._kept: int | None = None  # where `rewind` goes back to
 
     def add(self, text: str) -> None:
-        """Append text."""
         start = self._at if self._kept is None else self._kept
         self._text, self._at = self._text[start:] + text, self._at - start
         self._kept = None if self._kept is None else 0
 
     def end(self) -> None:
-        """Note that no text follows."""
         self._is_end = True
 
     @property
     def is_over(self) -> bool:
-        """Whether all text has been consumed, and none follows."""
         return self._is_end and self._at == len(self._text)
 
     def keep(self, is_kept: bool = True) -> None:
@@ -95,7 +92,6 @@ class TextReader:
             yield
 
     def json(self, out: Out) -> Steps[None]:
-        """Pass a JSON value to `out`."""
         yield from self.match(SPACE)
         depth = 0
         while (found := (yield from self.until(JSON_INNER if depth else JSON_START, out))) is not None:
@@ -107,7 +103,6 @@ class TextReader:
                 return
 
     def _json_string(self, out: Out) -> Steps[None]:
-        """Pass the rest of a JSON string to `out`."""
         while True:
             found = REST_OF_STRING.match(self._text, self._at)
             start, self._at = self._at, len(self._text) if self._is_end and not found["end"] else found.end()
@@ -163,7 +158,6 @@ def _word(word: str) -> str:
 
 
 def _escape(escape: str) -> str:
-    """Return an escape of a Python string as JSON."""
     try:
         return json.dumps(ast.literal_eval(f'"{escape}"'))[1:-1]
     except (SyntaxError, ValueError):

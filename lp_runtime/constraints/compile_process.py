@@ -36,10 +36,8 @@ READY = "ready"
 class ConstraintCompiler:
     """Compiler of constraints in a separate process, with an LRU cache. Thread-safe.
 
-    Args:
-        tokenizer: returns the model's tokenizer; called when the first constraint is compiled.
-        vocabulary_size: the model's, which may exceed the tokenizer's.
-        seconds: time limit for one constraint.
+    `tokenizer` is called when the first constraint is compiled. `vocabulary_size` is the model's, which may exceed the
+    tokenizer's. `seconds` is the time limit for one constraint.
     """
 
     def __init__(
@@ -49,8 +47,7 @@ class ConstraintCompiler:
         eos_token_ids: Collection[int],
         seconds: float = COMPILE_SECONDS,
     ):
-        self._tokenizer = tokenizer
-        self._vocabulary_size = vocabulary_size
+        self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size
         self._eos_token_ids = eos_token_ids
         self.seconds = seconds
         self._lock = threading.Lock()  # held while a constraint is compiled

@@ -12,7 +12,7 @@ from typing import Any
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
 from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
-from lp_runtime.constraints.grammar_checks import check_dead_ends
+from lp_runtime.constraints.grammar_checks import GrammarParts
 from lp_runtime.constraints.library import library
 from lp_runtime.constraints.structural_tags import structural_tag_grammar
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
@@ -24,17 +24,11 @@ COMPRESSION_LEVEL = 1  # for zlib: reduces grammars to about a seventh within a 
 
 @dataclass(frozen=True)
 class CompiledConstraint:
-    """A serialized compiled grammar, which is sent to replicas with a request.
+    """A serialized compiled grammar, which is sent to replicas with a request."""
 
-    Attributes:
-        key: identifies the constraint; part of the digest of the request's state.
-        data: xgrammar's JSON serialization, compressed with zlib.
-        has_special_tokens: whether the text may contain special tokens, as in formats of tool calls.
-    """
-
-    key: str
-    data: bytes
-    has_special_tokens: bool = False
+    key: str  # identifies the constraint; part of the digest of the request's state
+    data: bytes  # xgrammar's JSON serialization, compressed with zlib
+    has_special_tokens: bool = False  # whether the text may contain some, as in formats of tool calls
 
 
 def describe_vocabulary(
@@ -42,10 +36,8 @@ def describe_vocabulary(
 ) -> Any:
     """Return xgrammar's TokenizerInfo of a model: the bytes that each token adds to a text.
 
-    Args:
-        vocabulary_size: size of the model's vocabulary, which may exceed the tokenizer's.
-        eos_token_ids: tokens that end a text; at least one.
-        with_special_tokens: whether special tokens match their text in a grammar; if not, they are never allowed.
+    `vocabulary_size` is the model's, which may exceed the tokenizer's; `eos_token_ids` are at least one.
+    `with_special_tokens`: whether special tokens match their text in a grammar; if not, they are never allowed.
     """
     xgrammar = library()
     texts = token_texts.all_bytes(vocabulary_size)
@@ -72,7 +64,8 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
     xgrammar = library()
     try:
         grammar = _grammar(config)
-        check_dead_ends(kind, grammar)
+        if (dead_end := GrammarParts(grammar).dead_end()) is not None:
+            raise ConstraintError(f"constraint.{kind}: {dead_end}")
         # With its cache, xgrammar prints and reads the grammar first, which changes U+0080 to U+00FF.
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         compiled = compiler.compile_grammar(grammar)
@@ -113,7 +106,6 @@ def load_compiled(constraint: CompiledConstraint, info: Any) -> Any:
 
 
 def _grammar(config: ConstraintConfig) -> Any:
-    """Convert a constraint to an xgrammar Grammar."""
     Grammar, kind, source = library().Grammar, config.kind, config.source
     if kind == "json_schema":
         grammar = json_grammar(exact_schema(json.loads(source)), config.whitespace == "any")
@@ -122,8 +114,8 @@ def _grammar(config: ConstraintConfig) -> Any:
     elif kind == "grammar":
         grammar = Grammar.from_ebnf(exact_ebnf(source))
     elif kind == "choice":
-        texts = " | ".join(_quoted(text) for text in json.loads(source))
-        grammar = Grammar.from_ebnf(f"root ::= {texts}")
+        texts = [json.dumps(text, ensure_ascii=False) for text in json.loads(source)]
+        grammar = Grammar.from_ebnf(f"root ::= {' | '.join(texts)}")
     else:
         grammar = structural_tag_grammar(json.loads(source), config.whitespace == "fixed")
     if config.reasoning_end is None:
@@ -134,11 +126,6 @@ def _grammar(config: ConstraintConfig) -> Any:
         free = {"type": "optional", "content": free}
     before = Grammar.from_structural_tag({"type": "structural_tag", "format": free})
     return Grammar.concat(before, Grammar.from_ebnf("root ::= [ \\n\\t]{0,8}"), grammar)
-
-
-def _quoted(text: str) -> str:
-    """Quote a text as a literal of an EBNF grammar."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _reason(error: Exception) -> str:

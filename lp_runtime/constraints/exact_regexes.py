@@ -44,10 +44,8 @@ ANY_SPACE: Ranges = (*SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF))
 def exact_regex(pattern: str, allowed: Ranges = UNICODE) -> str:
     """Rewrite a regular expression of ECMAScript's syntax for xgrammar's `Grammar.from_regex`.
 
-    It then matches only texts of allowed characters.
-
-    Raises:
-        ValueError: it has a lookahead, or a character class that is not supported.
+    It then matches only texts of allowed characters. Raises ValueError for a lookahead, or for a character class that
+    is not supported.
     """
     return _rewritten(pattern, allowed, _in_grammar)
 
@@ -89,7 +87,6 @@ def exact_ebnf(grammar: str) -> str:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """Return the code points outside all ranges."""
     found, start = [], 0
     for first, last in sorted(ranges):
         if first > start:
@@ -99,7 +96,6 @@ def complement(ranges: Ranges) -> Ranges:
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
-    """Return the code points in both."""
     return complement([*complement(one), *complement(other)])
 
 

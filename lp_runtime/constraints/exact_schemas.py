@@ -12,22 +12,22 @@ from typing import Any
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
-from lp_runtime.constraints.schema_checks import LEAST, LISTS, MAPPINGS, MOST, SINGLES, TYPES, check_schema
+from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_schema, refusal
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
 TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
+# Where schemas are inside a schema: in mappings, in lists, or directly.
+MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
+LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+MAX_DEPTH = 100  # nesting of schemas
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
 MAX_AUTOMATON_LENGTH = 100
 
 
 def exact_schema(schema: object) -> object:
-    """Check a schema (parsed JSON), and rewrite it for xgrammar.
-
-    Raises:
-        ConstraintError: no grammar can express the schema.
-    """
-    check_schema(schema)
-    return _rewritten(schema, _rewrite_for_json)
+    """Check that a grammar can express a schema (parsed JSON), and rewrite it for xgrammar."""
+    return _rewritten(schema, _rewrite_for_json, check_schema)
 
 
 def with_exact_patterns(schema: object) -> object:
@@ -36,28 +36,37 @@ def with_exact_patterns(schema: object) -> object:
 
 
 def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
-    """Return xgrammar's Grammar of a rewritten schema."""
     return library().Grammar.from_json_schema(
         json.dumps(schema), any_whitespace=is_any_whitespace, strict_mode=True, any_order=any_order
     )
 
 
-def _rewritten(schema: object, rewrite: Callable[[dict[str, Any]], None]) -> object:
-    """Return a copy of a schema with `rewrite` applied to it and the schemas inside."""
-    if not isinstance(schema, Mapping):
-        return schema
-    found = dict(schema)
-    for name in MAPPINGS:
-        if isinstance(found.get(name), Mapping):
-            found[name] = {key: _rewritten(each, rewrite) for key, each in found[name].items()}
-    for name in LISTS:
-        if isinstance(found.get(name), list):
-            found[name] = [_rewritten(each, rewrite) for each in found[name]]
-    for name in SINGLES:
-        if name in found:
-            found[name] = _rewritten(found[name], rewrite)
-    rewrite(found)
-    return found
+def _rewritten(
+    schema: object,
+    rewrite: Callable[[dict[str, Any]], None],
+    check: Callable[[str, Mapping[str, Any]], None] = lambda place, schema: None,
+) -> object:
+    """Return a copy of a schema with `rewrite` applied to it and the schemas inside; `check` sees them before."""
+
+    def inner(schema: object, place: str, depth: int) -> object:
+        if depth > MAX_DEPTH:
+            raise refusal(place[:200], f"is nested deeper than {MAX_DEPTH}")
+        if not isinstance(schema, Mapping):
+            return schema
+        check(place, schema)
+        found = dict(schema)
+        for name in found:
+            value, here = found[name], f"{place}/{name}"
+            if name in MAPPINGS and isinstance(value, Mapping):
+                found[name] = {key: inner(each, f"{here}/{key}", depth + 1) for key, each in value.items()}
+            elif name in LISTS and isinstance(value, list):
+                found[name] = [inner(each, f"{here}/{number}", depth + 1) for number, each in enumerate(value)]
+            elif name in SINGLES:
+                found[name] = inner(value, here, depth + 1)
+        rewrite(found)
+        return found
+
+    return inner(schema, "#", 0)
 
 
 def _rewrite_for_json(schema: dict[str, Any]) -> None:
@@ -69,7 +78,6 @@ def _rewrite_for_json(schema: dict[str, Any]) -> None:
 
 
 def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> None:
-    """Rewrite the regular expressions of a schema's text and keys."""
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = rewrite(schema["pattern"])
     if isinstance(schema.get("patternProperties"), Mapping):

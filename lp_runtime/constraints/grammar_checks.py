@@ -1,7 +1,4 @@
-"""A check that a grammar has no dead ends: texts that can be begun, but not completed.
-
-The check is independent of the model's vocabulary.
-"""
+"""A check that a grammar has no dead ends: texts that can be begun, but not completed, whatever the vocabulary."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from lp_runtime.constraints.exact_regexes import (
     exact_regex,
     intersection,
 )
-from lp_runtime.errors import ConstraintError
 
 # Kinds of grammar expressions, with xgrammar's numbers (GrammarExprType in its cpp/grammar_impl.h).
 BYTES, CLASS, CLASS_STAR, EMPTY, RULE_REF, SEQUENCE, CHOICES, TAG_DISPATCH, REPEAT = range(9)
@@ -29,16 +25,6 @@ def has_automaton(grammar: Any) -> bool:
     return any(code == REGEX for code, _ in _expressions(json.loads(grammar.serialize_json())))
 
 
-def check_dead_ends(kind: str | None, grammar: Any) -> None:
-    """Check that some text satisfies a grammar, and that every text that can be begun can be completed.
-
-    `loop ::= "a" loop` is refused. A part that no text can begin is harmless: `root ::= "a" | []` allows `a`.
-    `grammar` is xgrammar's Grammar, not optimized.
-    """
-    if (dead_end := GrammarParts(grammar).dead_end()) is not None:
-        raise ConstraintError(f"constraint.{kind}: {dead_end}")
-
-
 def _expressions(content: Any) -> list[tuple[int, Sequence[int]]]:
     """Return (kind, values) of the expressions of a serialized grammar."""
     data = content["grammar_expr_data"]
@@ -46,15 +32,7 @@ def _expressions(content: Any) -> list[tuple[int, Sequence[int]]]:
 
 
 class GrammarParts:
-    """Analysis of a grammar: which expressions a text can complete, and which it can begin.
-
-    Args:
-        grammar: xgrammar's Grammar, not optimized.
-
-    Attributes:
-        can_end: whether some text satisfies the grammar.
-        can_begin: whether at least the first character of some text matches the grammar.
-    """
+    """Analysis of xgrammar's Grammar, not optimized: which expressions a text can complete, and which it can begin."""
 
     def __init__(self, grammar: Any):
         content = json.loads(grammar.serialize_json())
@@ -68,10 +46,14 @@ class GrammarParts:
         self._beginning: set[int] = set()  # rules that some text can begin, with at least one character
         self._grow(self._ending, self._ends)
         self._grow(self._beginning, self._begins)
-        self.can_end, self.can_begin = self._root in self._ending, self._root in self._beginning
+        self.can_end = self._root in self._ending
+        self.can_begin = self._root in self._beginning  # at least the first character of some text
 
     def dead_end(self) -> str | None:
-        """Describe a dead end of the grammar; None if every text that can be begun can be completed."""
+        """Describe a dead end of the grammar; None if every text that can be begun can be completed.
+
+        `loop ::= "a" loop` has one. A part that no text can begin is harmless: `root ::= "a" | []` allows `a`.
+        """
         if not self.can_end:
             return f"no text can satisfy it: {self._reason(self._bodies[self._root], self._root)}"
         reason = self._reason_of_trap()
@@ -116,7 +98,7 @@ class GrammarParts:
         return found
 
     def _users(self) -> list[list[int]]:
-        """Return, for each rule, the rules whose bodies refer to it."""
+        """Return for each rule the rules whose bodies refer to it."""
         users: list[list[int]] = [[] for _ in self._bodies]
         for rule, body in enumerate(self._bodies):
             todo = [body]
@@ -184,7 +166,6 @@ class GrammarParts:
         return values[:1] if code == RULE_REF or (code == REPEAT and values[2] != 0) else ()
 
     def _has_character(self, values: Sequence[int]) -> bool:
-        """Whether a character class contains a character."""
         is_negated, ranges = values[0], list(zip(values[1::2], values[2::2], strict=True))
         return bool(complement(ranges) if is_negated else intersection(ranges, [(0, MAX_CODE_POINT)]))
 

@@ -13,12 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lp_runtime.constraints.compiled import (
-    CompiledConstraint,
-    describe_vocabulary,
-    forced_bytes,
-    load_compiled,
-)
+from lp_runtime.constraints.compiled import CompiledConstraint, describe_vocabulary, forced_bytes, load_compiled
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import ConstraintError
 from lp_runtime.lookahead.guide import WORD_BITS, Examined
@@ -29,12 +24,7 @@ MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """The bytes that each of a model's V tokens adds to a text.
-
-    Args:
-        info: xgrammar's TokenizerInfo.
-        token_texts: the texts that `info` was made of.
-    """
+    """The bytes that each of a model's V tokens adds to a text; `info` is xgrammar's TokenizerInfo of `token_texts`."""
 
     def __init__(self, info: Any, token_texts: TokenTexts):
         self.info, self.size = info, info.vocab_size
@@ -77,9 +67,7 @@ class Vocabulary:
 class GrammarGuide:
     """A constraint's state, with xgrammar's matcher; implements lookahead.guide.Guide.
 
-    Args:
-        grammar: xgrammar's CompiledGrammar, for the same vocabulary.
-        context: the tokens that the constrained text continues.
+    `grammar` is xgrammar's CompiledGrammar, for the same vocabulary. `context` are the tokens that its text continues.
     """
 
     def __init__(
@@ -93,15 +81,17 @@ class GrammarGuide:
         self._at_start = vocabulary.at_start(context)  # None once a token is committed
 
     def allows(self, path: Sequence[int], token: int) -> bool:
-        """See Guide."""
         if token in self._not_drafted:
             return False
-        num = self._enter([*path, token])
+        num = 0
+        for each in (*path, token):
+            if not self._accept(each, is_first=num == 0):
+                break
+            num += 1
         self._matcher.rollback(num)
         return num > len(path)
 
     def forced(self, max_tokens: int) -> list[int]:
-        """See Guide."""
         if max_tokens <= 0 or self._matcher.is_terminated():
             return []
         tokens = self._forced(max_tokens)
@@ -109,7 +99,6 @@ class GrammarGuide:
         return [] if is_changed else tokens
 
     def examine(self, tokens: np.ndarray, parents: np.ndarray, root: int, num_known: int, max_depth: int) -> Examined:
-        """See Guide."""
         is_allowed = np.zeros(len(tokens) - root, np.bool_)
         forced = []
         for node, depth in self._allowed(tokens, parents, root):
@@ -121,7 +110,6 @@ class GrammarGuide:
     def masks(
         self, tokens: np.ndarray, parents: np.ndarray, root: int, nodes: Sequence[int] | np.ndarray
     ) -> np.ndarray:
-        """See Guide."""
         masks = np.zeros((len(nodes), self._num_words), np.int32)
         if len(nodes) == 0:
             return masks
@@ -152,7 +140,6 @@ class GrammarGuide:
         return token >= 0 and self._matcher.accept_token(token)
 
     def _forced(self, max_tokens: int) -> list[int]:
-        """Return tokens of the text that must follow at the matcher's state."""
         return self._vocabulary.spell(forced_bytes(self._matcher), max_tokens)
 
     def _allowed(
@@ -176,19 +163,18 @@ class GrammarGuide:
             if node < 0:  # no sibling is left: go back to the parent
                 matcher.rollback(1)
                 node = siblings[path.pop()]
-            elif self._enters(ids[node], not path, is_wanted is None or is_wanted[root + node]):
+            elif (
+                (is_wanted is None or is_wanted[root + node])
+                and ids[node] not in self._not_drafted
+                and self._accept(ids[node], is_first=not path)
+            ):
                 path.append(node)
                 yield root + node, len(path)
                 node = children[node]
             else:
                 node = siblings[node]
 
-    def _enters(self, token: int, is_first: bool, is_wanted: bool) -> bool:
-        """Advance the matcher by a wanted node's token if it is allowed in a tree; return whether it advanced."""
-        return is_wanted and token not in self._not_drafted and self._accept(token, is_first)
-
     def advance(self, committed: Sequence[int]) -> None:
-        """See Guide."""
         for number, token in enumerate(committed):
             if not self._accept(token, is_first=number == 0):
                 if self._is_at_dead_end():
@@ -206,13 +192,6 @@ class GrammarGuide:
         mask = np.zeros((1, self._num_words), np.int32)
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask))
         return not mask.any()
-
-    def _enter(self, path: Sequence[int]) -> int:
-        """Advance the matcher along a path up to a forbidden token; return the number of accepted tokens."""
-        for num, token in enumerate(path):
-            if not self._accept(token, is_first=num == 0):
-                return num
-        return len(path)
 
 
 @compiled
@@ -237,9 +216,8 @@ def link(parents: np.ndarray, root: int, links: np.ndarray) -> None:
 class Grammars:
     """Factory of guides for the requests on one replica, with an LRU cache of loaded grammars.
 
-    Args:
-        tokenizer: returns the model's tokenizer; called at the first request with a constraint.
-        vocabulary_size: the model's, which may exceed the tokenizer's.
+    `tokenizer` is called at the first request with a constraint. `vocabulary_size` is the model's, which may exceed the
+    tokenizer's.
     """
 
     def __init__(self, tokenizer: Callable[[], Any], vocabulary_size: int, eos_token_ids: Collection[int]):
@@ -262,11 +240,7 @@ class Grammars:
         return TokenTexts(self._tokenizer())
 
     def guide(self, constraint: CompiledConstraint, context: Sequence[int] = ()) -> GrammarGuide:
-        """Create the guide of a request, at the state before its first new token.
-
-        Args:
-            context: the tokens that the constrained text continues; none if it is a separate text.
-        """
+        """Create the guide of a request before its first new token; its text continues `context`."""
         vocabulary = self.vocabulary(constraint.has_special_tokens)
         if constraint.key not in self._loaded:
             grammar = load_compiled(constraint, vocabulary.info)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lp_runtime.errors import ConstraintError
@@ -48,11 +48,6 @@ ANNOTATIONS = (
     "components",
 )
 LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")  # limits of numbers
-# Where schemas are inside a schema: in mappings, in lists, or directly.
-MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
-MAX_DEPTH = 100  # nesting of schemas
 TYPES: dict[str, Callable[[object], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
@@ -64,43 +59,17 @@ TYPES: dict[str, Callable[[object], bool]] = {
 }
 
 
-def check_schema(schema: object) -> None:
-    """Check that a grammar can express a schema (parsed JSON), with three known gaps.
-
-    `oneOf` is treated as `anyOf`; `format` checks only the syntax: 2026-02-30 counts as a date; a key that is not
-    declared may occur twice, and counts twice for `minProperties`.
-    """
-    todo: list[tuple[str, object, int]] = [("#", schema, 0)]
-    while todo:
-        place, each, depth = todo.pop()
-        if depth > MAX_DEPTH:
-            raise ConstraintError(f"constraint.json_schema: {place[:200]}: is nested deeper than {MAX_DEPTH}")
-        if not isinstance(each, Mapping):
-            continue
-        _check_one(place, each)
-        todo += [(f"{place}/{name}", inner, depth + 1) for name, inner in _inner(each)]
-
-
 def refusal(place: str, reason: str) -> ConstraintError:
     """Return the error that refuses the schema at a place (JSON pointer)."""
     return ConstraintError(f"constraint.json_schema: {place}: {reason}")
 
 
-def _inner(schema: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
-    """Yield (relative location, schema) of the schemas directly inside a schema."""
-    for name in MAPPINGS:
-        if isinstance(schema.get(name), Mapping):
-            yield from ((f"{name}/{key}", each) for key, each in schema[name].items())
-    for name in LISTS:
-        if isinstance(schema.get(name), list):
-            yield from ((f"{name}/{number}", each) for number, each in enumerate(schema[name]))
-    for name in SINGLES:
-        if name in schema:
-            yield name, schema[name]
+def check_schema(place: str, schema: Mapping[str, Any]) -> None:
+    """Check one schema, without the schemas inside it: that a grammar can express it, with three known gaps.
 
-
-def _check_one(place: str, schema: Mapping[str, Any]) -> None:
-    """Check one schema, without the schemas inside it."""
+    `oneOf` is treated as `anyOf`; `format` checks only the syntax: 2026-02-30 counts as a date; a key that is not
+    declared may occur twice, and counts twice for `minProperties`.
+    """
     for name in UNSUPPORTED:
         if schema.get(name, False) is not False:
             raise refusal(f"{place}/{name}", "is not supported")
@@ -119,7 +88,6 @@ def _check_one(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
-    """Check that a schema has no excluded keyword next to `keyword`."""
     excluded = next((name for name in schema if name != keyword and excludes(name)), None)
     if excluded is not None:
         raise refusal(f"{place}/{excluded}", f"is not supported together with {keyword}")
@@ -147,7 +115,6 @@ def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:
-    """Check that `properties` has all required properties."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         raise refusal(place, "properties must be an object, and required a list")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
@@ -68,7 +68,7 @@ def _outline(value: Any) -> Any:
 
 
 class _FixedWhitespace:
-    """Converts a structural tag to a Lark grammar; each format becomes a rule or a named Grammar."""
+    """Converts a structural tag to a Lark grammar, whose strings are JSON's; formats become rules or named Grammars."""
 
     def __init__(self) -> None:
         self._rules: list[str] = []
@@ -77,7 +77,6 @@ class _FixedWhitespace:
         self._numbers = itertools.count()
 
     def grammar(self, part: Format) -> Any:
-        """Return the Grammar of a format."""
         root = self._name(part)
         return library().Grammar.from_lark("\n".join([f"start: {root}", *self._rules]), named_grammars=self._grammars)
 
@@ -102,7 +101,7 @@ class _FixedWhitespace:
         if kind == "sequence":
             return " ".join(map(self._name, part["elements"]))
         if kind == "or":
-            return self._any(part["elements"])
+            return " | ".join(map(self._name, part["elements"]))
         if kind in QUANTIFIERS:
             return self._name(part["content"]) + QUANTIFIERS[kind]
         if kind == "repeat":
@@ -112,22 +111,18 @@ class _FixedWhitespace:
             return self._tag(part)
         return self._tags_with_separator(part) if kind == "tags_with_separator" else None
 
-    def _any(self, parts: Iterable[Format]) -> str:
-        return " | ".join(map(self._name, parts))
-
     def _tag(self, part: Format) -> str | None:
         """Return the body of a tag's rule, if the tag is text and what is in it does not depend on its end."""
         begin, content, end = part["begin"], part["content"], part["end"]
         ends = end if isinstance(end, list) else [end]
         if not all(isinstance(each, str) for each in (begin, *ends)) or not _is_independent(content):
             return None
-        return f"{_literal(begin)} {self._name(content)} ({' | '.join(map(_literal, ends))})"
+        return f"{json.dumps(begin)} {self._name(content)} ({' | '.join(map(json.dumps, ends))})"
 
     def _tags_with_separator(self, part: Format) -> str:
-        tags = f"({self._any({**each, 'type': 'tag'} for each in part['tags'])})"
-        body = tags
-        if not part.get("stop_after_first", False):
-            body = f"{tags} ({_literal(part['separator'])} {tags})*"
+        tags = f"({' | '.join(self._name({**each, 'type': 'tag'}) for each in part['tags'])})"
+        more = "" if part.get("stop_after_first", False) else f" ({json.dumps(part['separator'])} {tags})*"
+        body = tags + more
         return body if part.get("at_least_one", False) else f"({body})?"
 
     def _whole(self, part: Format) -> Any:
@@ -137,13 +132,7 @@ class _FixedWhitespace:
         return library().Grammar.from_structural_tag({"type": "structural_tag", "format": part})
 
 
-def _literal(text: str) -> str:
-    """Return a text as a string of a Lark grammar, which is one of JSON."""
-    return json.dumps(text)
-
-
 def _has_json(value: Any) -> bool:
-    """Whether a format holds a JSON schema of text in JSON."""
     if isinstance(value, list):
         return any(map(_has_json, value))
     if not isinstance(value, Mapping):

@@ -21,8 +21,7 @@ from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.server.ray_serve import serve_on_ray
-from lp_runtime.server.serve import check_serve, open_port, serve
+from lp_runtime.server.http.settings import check_serve, listen
 from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_prompts
 
 Work = Callable[[LookaheadRuntime], None]
@@ -62,6 +61,8 @@ def _without_runtime(config: RuntimeConfig) -> Callable[[], None] | None:
 
 def _serve_on_ray(config: ServeConfig) -> None:
     check_serve(config)
+    from lp_runtime.server.ray_serve import serve_on_ray  # needs the extra `serve`
+
     serve_on_ray(config)
 
 
@@ -108,7 +109,9 @@ def _prepare_chat(config: ChatConfig) -> Work:
 def _prepare_serve(config: ServeConfig) -> Work:
     """Check the input of lp-serve and open its port; return its work."""
     check_serve(config)
-    return partial(serve, config=config, starting=open_port(config))
+    from lp_runtime.server.serve import StartingServer, serve  # needs the extra `serve`
+
+    return partial(serve, config=config, starting=StartingServer(listen(config), config))
 
 
 def _prepare_bench(config: BenchConfig) -> Work:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from typing import TypeVar
 
 from fastapi import Request, Response
@@ -13,16 +13,17 @@ from fastapi.responses import StreamingResponse
 
 from lp_runtime.errors import LookaheadError
 from lp_runtime.scheduler.job import Job
-from lp_runtime.server.errors import ApiError
+from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.openai.forms import Choice, Form
 from lp_runtime.server.openai.protocol import Common, StreamOptions
-from lp_runtime.server.openai.responses import Choice, Form
-from lp_runtime.server.submission import ServerSettings
+from lp_runtime.server.tracing import Tracing
 from lp_runtime.utils.json_line import to_json
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
+PING_SECONDS = 10.0  # between events that keep a stream open while there is no text
 
 T = TypeVar("T")
 
@@ -30,12 +31,13 @@ T = TypeVar("T")
 class Answers:
     """The answers that the server writes. `running` are the jobs of unfinished answers, which it keeps up to date."""
 
-    def __init__(self, settings: ServerSettings, metrics: Metrics, running: set[Job]):
-        self._settings, self._metrics = settings, metrics
-        self._running = running
+    def __init__(
+        self, metrics: Metrics, running: set[Job], tracing: Tracing | None = None, ping_seconds: float = PING_SECONDS
+    ):
+        self._metrics, self._running = metrics, running
+        self._tracing, self._ping_seconds = tracing, ping_seconds
 
     def add(self, choices: list[Choice]) -> None:
-        """Note the jobs of an answer that begins."""
         self._running.update(choice.job for choice in choices)
 
     def abort(self, error: LookaheadError) -> None:
@@ -46,9 +48,8 @@ class Answers:
     async def respond(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
         texts = self._texts(choices, time.perf_counter())
-        if (tracing := self._settings.tracing) is not None:
-            request_id = request.state.request_id
-            texts = tracing.traced(texts, request.headers, request.url.path, request_id, body, choices)
+        if self._tracing is not None:
+            texts = self._tracing.traced(texts, request, body, choices)
         if body.stream:
             stream_options = body.stream_options or StreamOptions()
             with_usage = stream_options.include_usage
@@ -95,9 +96,8 @@ class Answers:
             self._close(choices)
 
     def _close(self, choices: list[Choice]) -> None:
-        """Cancel the jobs of an answer; no effect on jobs that have already ended."""
         for choice in choices:
-            choice.job.cancel()
+            choice.job.cancel()  # no effect on a job that has ended
             self._running.discard(choice.job)
 
     async def events(
@@ -107,27 +107,25 @@ class Answers:
         try:
             for each in form.opening(choices):
                 yield each
-            num_sent = dict.fromkeys(range(len(choices)), 0)
-            async for found in _with_waits(texts, self._settings.ping_seconds):
-                if found is None:
-                    yield form.waiting()
-                    continue
-                choice, text = found
-                new = slice(num_sent[choice.index], choice.num_final)
-                num_sent[choice.index] = choice.num_final
-                if text or choice.reason or _shows_tokens(form, choice, new):
-                    for each in form.grown(choice, text, new):
-                        yield each
+            async for found in _with_waits(texts, self._ping_seconds):
+                for each in (form.waiting(),) if found is None else _grown(form, *found):
+                    yield each
             for each in form.closing(choices, with_usage):
                 yield each
         except Exception as error:  # the HTTP status has already been sent
-            for each in form.failure(_api_error(error).body):
+            if not isinstance(error, LookaheadError):
+                log.error("an answer has failed", exc_info=error)
+            for each in form.failure(ApiError.of(error)):
                 yield each
 
 
-def _shows_tokens(form: Form, choice: Choice, new: slice) -> bool:
-    """Whether an event is due for new tokens that add no text."""
-    return new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
+def _grown(form: Form, choice: Choice, text: str) -> Iterator[str]:
+    """Yield the events for new text of a choice, for its end, and for new tokens if the form shows them."""
+    new = slice(choice.num_shown, choice.num_final)
+    choice.num_shown = choice.num_final
+    has_tokens = new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
+    if text or choice.reason or has_tokens:
+        yield from form.grown(choice, text, new)
 
 
 async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
@@ -146,11 +144,3 @@ async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[
             task = asyncio.ensure_future(anext(items))
     finally:
         task.cancel()
-
-
-def _api_error(error: Exception) -> ApiError:
-    """Convert any exception to an ApiError; log the traceback if it is not one of this package's errors."""
-    if isinstance(error, LookaheadError):
-        return ApiError.of(error)
-    log.error("an answer has failed", exc_info=error)
-    return ApiError.unforeseen(error)

@@ -10,28 +10,28 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from lp_runtime.chat.answer import end_of
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import Tool
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
-from lp_runtime.model.hf.types import Tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.answers import Answers
+from lp_runtime.server.answers import PING_SECONDS, Answers
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.errors import ApiError, invalid
-from lp_runtime.server.gate import Gate
-from lp_runtime.server.generating_check import GeneratingCheck
+from lp_runtime.server.http.errors import ApiError, handle
+from lp_runtime.server.http.gate import Gate
+from lp_runtime.server.http.settings import read_api_keys, served_name
 from lp_runtime.server.metrics import Metrics
-from lp_runtime.server.openai.chat_form import ChatForm
-from lp_runtime.server.openai.protocol import Chat, Common, Completion
-from lp_runtime.server.openai.responses import Choice, CompletionForm
+from lp_runtime.server.openai.forms import ChatForm, Choice, CompletionForm
+from lp_runtime.server.openai.protocol import Chat, Common, Completion, Detokenize, Tokenize
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
-from lp_runtime.server.submission import ServerSettings, Submitter
-from lp_runtime.server.token_routes import TokenRoutes
+from lp_runtime.server.submission import Submitter
+from lp_runtime.server.tracing import Tracing
 from lp_runtime.text.token_text import TokenTexts, prompt_texts
 
 
@@ -40,57 +40,56 @@ class Server:
 
     Args:
         runtime: describes the model; only the scheduler uses its replicas.
-        tokenizer: used by the server only, because two threads must not share a tokenizer.
+        tracing: creates spans instead of those that `config.otlp_endpoint` asks for.
+        ping_seconds: time between events that keep a stream open while there is no text.
     """
 
-    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
-        self._settings, self._tokenizer = settings, tokenizer
-        self._sampling, self._defaults = runtime.config.sampling, runtime.info.defaults
-        self._context_length = runtime.info.context_length
+    def __init__(
+        self,
+        runtime: LookaheadRuntime,
+        scheduler: Scheduler,
+        config: ServeConfig,
+        tracing: Tracing | None = None,
+        ping_seconds: float = PING_SECONDS,
+    ):
+        self._config, self._name = config, served_name(config)
+        self._api_keys = read_api_keys(config)
+        self._tokenizer = load_tokenizer(config.model)  # two threads must not share a tokenizer
+        self._sampling, self._info = runtime.config.sampling, runtime.info
+        if tracing is None and config.otlp_endpoint is not None:
+            tracing = Tracing.to(config.otlp_endpoint, self._name)
+        self._tracing = tracing
         running: set[Job] = set()  # of unfinished answers
-        self.metrics = Metrics(settings.name, runtime, scheduler, running)
-        self._answers = Answers(settings, self.metrics, running)
-        check = None
-        if settings.health_interval is not None:
-            check = GeneratingCheck(scheduler, settings.health_interval, settings.health_timeout)
-        self._scheduler = scheduler
-        self._status = StatusRoutes(settings.name, runtime, scheduler, self.metrics, check)
-        self._submitter = Submitter(runtime, scheduler, settings, tokenizer)
-        self._token_texts = TokenTexts(tokenizer)
-        self._token_routes = TokenRoutes(runtime, self._status, self._submitter, tokenizer)
+        metrics = Metrics(self._name, runtime, scheduler, running)
+        self._answers = Answers(metrics, running, tracing, ping_seconds)
+        self._status = StatusRoutes(config, runtime, scheduler, metrics)
+        self._submitter = Submitter(runtime, scheduler, config, self._tokenizer)
+        self._token_texts = TokenTexts(self._tokenizer)
 
     def app(self) -> FastAPI:
         """Build the FastAPI application: routes, error handlers, and the gate in front of them."""
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-        app.add_exception_handler(ApiError, lambda request, error: error.response(request.url.path))
-        app.add_exception_handler(LookaheadError, lambda request, error: ApiError.of(error).response(request.url.path))
-        app.add_exception_handler(RequestValidationError, invalid)
-        app.add_exception_handler(HTTPException, _of_http)
-        app.add_exception_handler(
-            Exception, lambda request, error: ApiError.unforeseen(error).response(request.url.path)
-        )
-        gate = self._settings.gate
-        app.add_middleware(Gate, rules=gate)
-        if gate.cors_origins:
+        for error in (ApiError, LookaheadError, RequestValidationError, HTTPException, Exception):
+            app.add_exception_handler(error, handle)
+        app.add_middleware(Gate, config=self._config, api_keys=self._api_keys)
+        if self._config.cors_origins:
             app.add_middleware(
                 CORSMiddleware,
-                allow_origins=gate.cors_origins,
+                allow_origins=self._config.cors_origins,
                 allow_methods=("GET", "POST"),
                 allow_headers=("*",),  # client libraries send custom headers, such as X-Stainless-Lang
                 expose_headers=("X-Request-Id",),
             )
         self._status.add_to(app)
-        self._token_routes.add_to(app)
         app.post("/v1/completions")(self.complete)
         app.post("/v1/chat/completions")(self.chat)
         app.post("/v1/responses")(self.respond)
         app.post("/v1/messages")(self.message)
+        app.post("/v1/messages/count_tokens")(self.count_tokens)
+        app.post("/v1/responses/input_tokens")(self.count_input_tokens)
+        app.post("/tokenize")(self.tokenize)
+        app.post("/detokenize")(self.detokenize)
         return app
-
-    @property
-    def has_replicas(self) -> bool:
-        """Whether any replica is up or being started."""
-        return self._scheduler.has_replicas
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
@@ -98,68 +97,91 @@ class Server:
 
     def close(self) -> None:
         """Export the remaining trace spans."""
-        if self._settings.tracing is not None:
-            self._settings.tracing.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
     def abort(self, error: LookaheadError) -> None:
         """End every running answer now: clients receive the text so far and the error."""
         self._answers.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
-        """Answer POST /v1/completions."""
         options = self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
-        prompts = body.prompts()
-        split = body.split_special_tokens
-        ids = [
-            await self._submitter.encode(each, split, body.suffix) if isinstance(each, str) else each
-            for each in prompts
-        ]
-        ids = [body.truncated(each, self._context_length) for each in ids]
-        choices = await self._submit(body, ids, body.length(), options)
+        prompts, ids = body.prompts(), []
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                prompt = await self._submitter.encode(prompt, body.split_special_tokens, body.suffix)
+            ids.append(body.truncated(prompt, self._info.context_length))
+        choices = await self._submit(body, ids, options)
         if body.echo:
             self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
-        form = CompletionForm(self._settings.name, self._token_texts, body.logprobs, body.shows_new)
+        form = CompletionForm(self._name, self._token_texts, body.logprobs, body.shows_new)
         return await self._answers.respond(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
-        """Answer POST /v1/chat/completions."""
-        num_top, use = body.num_top_logprobs(), body.tool_use()
-        choices = await self._converse(body, request, use, num_top)
-        return await self._answers.respond(
-            body,
-            request,
-            choices,
-            ChatForm(self._settings.name, self._token_texts, num_top, use.max_calls),
-        )
-
-    async def respond(self, body: Responses, request: Request) -> Response:
-        """Answer POST /v1/responses."""
-        use = body.tool_use()
-        choices = await self._converse(body, request, use, None)
-        return await self._answers.respond(
-            body, request, choices, ResponsesForm(self._settings.name, self._token_texts, body, use.max_calls)
-        )
-
-    async def message(self, body: Messages, request: Request) -> Response:
-        """Answer POST /v1/messages."""
-        use = body.tool_use()
-        choices = await self._converse(body, request, use, None)
-        lengths = [length for length in (body.length(), self._settings.max_new_tokens) if length is not None]
-        form = MessagesForm(self._settings.name, self._token_texts, min(lengths, default=None), use.max_calls)
+        num_top = body.num_top_logprobs()
+        choices = await self._converse(body, request, num_top)
+        form = ChatForm(self._name, self._token_texts, num_top)
         return await self._answers.respond(body, request, choices, form)
 
+    async def respond(self, body: Responses, request: Request) -> Response:
+        choices = await self._converse(body, request)
+        form = ResponsesForm(self._name, self._token_texts, body)
+        return await self._answers.respond(body, request, choices, form)
+
+    async def message(self, body: Messages, request: Request) -> Response:
+        choices = await self._converse(body, request)
+        lengths = [length for length in (body.length(), self._config.max_new_tokens) if length is not None]
+        form = MessagesForm(self._name, self._token_texts, min(lengths, default=None))
+        return await self._answers.respond(body, request, choices, form)
+
+    async def count_tokens(self, body: Messages, request: Request) -> dict[str, int]:
+        return {"input_tokens": await self._count(body, request)}
+
+    async def count_input_tokens(self, body: Responses, request: Request) -> dict[str, object]:
+        return {"object": "response.input_tokens", "input_tokens": await self._count(body, request)}
+
+    async def _count(self, body: Messages | Responses, request: Request) -> int:
+        self._status.check_model(body.model)
+        self._submitter.check_fields(body, request.state.request_id)
+        return len(await self._encode(body, body.tool_use().tools))
+
+    async def tokenize(self, body: Tokenize) -> dict[str, object]:
+        self._status.check_model(body.model)
+        split = body.split_special_tokens
+        if body.prompt is not None and body.messages is None:
+            ids = await self._submitter.encode(body.prompt, split, add_special_tokens=body.add_special_tokens)
+        elif body.messages is not None and body.prompt is None:
+            ids = await self._submitter.encode_chat([message.plain() for message in body.messages], split)
+        else:
+            raise RequestError("prompt and messages: give one of them")
+        strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        length = self._info.context_length
+        return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
+
+    async def detokenize(self, body: Detokenize) -> dict[str, object]:
+        """Return the text of token ids, special tokens included."""
+        self._status.check_model(body.model)
+        last = self._info.vocabulary_size - 1
+        for token in body.tokens:
+            if not 0 <= token <= last:
+                raise RequestError(f"token id {token}: must be 0 to {last}")
+        return {"prompt": self._tokenizer.decode(body.tokens)}
+
+    async def _encode(self, body: Chat | Messages | Responses, tools: Sequence[Tool]) -> list[int]:
+        kwargs = {**body.template_kwargs(), **body.rendering()}
+        return await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
+
     async def _converse(
-        self, body: Chat | Messages | Responses, request: Request, use: ToolUse, num_top: int | None
+        self, body: Chat | Messages | Responses, request: Request, num_top: int | None = None
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
+        use = body.tool_use()
         options = self._options(body, request, num_top)
         chat_format, has_tools = self._submitter.chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
-        kwargs = {**body.template_kwargs(), **body.rendering()}
-        ids = await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, use.tools, kwargs)
-        ids = body.truncated(ids, self._context_length)
+        ids = body.truncated(await self._encode(body, use.tools), self._info.context_length)
         prompt_end = end_of(ids, self._tokenizer)
         text_constraint = options.get("constraint")
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
@@ -169,9 +191,10 @@ class Server:
         if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
             budget = self._submitter.reasoning_budget(marks, len(ids), num_tokens)
             options["processors"] = [*options.get("processors", ()), budget]
-        choices = await self._submit(body, [ids], body.length(), options)
+        choices = await self._submit(body, [ids], options)
         for choice in choices:
             choice.parser = chat_format.parser(use.tools, prompt_end, text_constraint is not None)
+            choice.max_calls = use.max_calls
         return choices
 
     def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
@@ -181,7 +204,7 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._defaults)
+        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._info.defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         client = request.state.client
@@ -189,14 +212,12 @@ class Server:
         options["logprobs"], options["top_logprobs"] = num_top is not None, num_top or 0
         return options
 
-    async def _submit(
-        self, body: Common, prompts: list[list[int]], max_new_tokens: int | None, options: RequestOptions
-    ) -> list[Choice]:
+    async def _submit(self, body: Common, prompts: list[list[int]], options: RequestOptions) -> list[Choice]:
         """Submit a body's requests, unless the server is draining; see Submitter.submit."""
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
         await self._submitter.compile(options)
-        choices = self._submitter.submit(body, prompts, max_new_tokens, options)
+        choices = self._submitter.submit(body, prompts, options)
         self._answers.add(choices)
         return choices
 
@@ -209,11 +230,3 @@ class Server:
             ids = choice.job.request.prompt_ids
             choice.prefix_texts = prompt_texts(self._tokenizer, ids, prompt if isinstance(prompt, str) else None)
             choice.prefix = "".join(choice.prefix_texts)
-
-
-def _of_http(request: Request, error: Exception) -> Response:
-    """Answer an HTTPException raised by FastAPI or the gate in the error format of the path's API."""
-    assert isinstance(error, HTTPException)
-    answer = ApiError(error.status_code, str(error.detail))
-    answer.headers.update(error.headers or {})
-    return answer.response(request.url.path)

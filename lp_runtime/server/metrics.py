@@ -19,21 +19,12 @@ MODEL = "model_name"  # label of every metric
 class Metrics:
     """Metrics of one server: the scheduler's totals, read at each scrape, and client-side latencies.
 
-    Args:
-        jobs: jobs of unfinished answers; a live view that the server updates.
-
-    Attributes:
-        first_token: seconds from a request's arrival to its first token.
-        inter_token: seconds between a stream's tokens; a step's time is divided by its number of tokens.
-        queue: seconds that a job waits for its first replica.
-        whole: seconds from a request's arrival to its end.
+    `jobs` are those of unfinished answers; a live view that the server updates.
     """
 
     def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, jobs: Collection[Job]):
-        self._name = name
-        self._runtime = runtime
-        self._scheduler = scheduler
-        self._jobs = jobs
+        self._name, self._jobs = name, jobs
+        self._runtime, self._scheduler = runtime, scheduler
         self._registry = CollectorRegistry()
         self.first_token = self._histogram("lp_first_token_seconds", "From a request's arrival to its first token")
         self.inter_token = self._histogram(
@@ -47,7 +38,6 @@ class Metrics:
         return Histogram(name, what, [MODEL], buckets=buckets, registry=self._registry).labels(self._name)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus's text format."""
         return generate_latest(self._registry)
 
     @property
@@ -66,7 +56,7 @@ class Metrics:
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics that are read from the scheduler; called by the registry at each scrape."""
         totals, degrees = self._scheduler.totals, self._scheduler.degrees
-        for name, what, value in (
+        gauges = (
             ("lp_requests_waiting", "Requests in the queue", self._scheduler.num_waiting),
             ("lp_requests_running", "Requests that are being decoded", self._scheduler.num_running),
             ("lp_kv_cache_usage", "KV cache that running requests may come to fill, 0 to 1", self.kv_cache_usage),
@@ -78,21 +68,20 @@ class Metrics:
                 "Compression ratio S: new tokens per step, over all requests",
                 totals.new_tokens / max(1, totals.steps),
             ),
-        ):
-            gauge = GaugeMetricFamily(name, what, labels=[MODEL])
-            gauge.add_metric([self._name], value)
-            yield gauge
-        for name, what, value in (
+        )
+        counters = (
             ("lp_prompt_tokens", "Prompt tokens of requests that have ended", totals.prompt_tokens),
             ("lp_prefix_cache_hits", "Ended requests that the prefix cache had a prefix of", totals.cache_hits),
             ("lp_prefix_cache_tokens", "Prompt tokens that came out of the prefix cache", totals.cached_tokens),
             ("lp_new_tokens", "New tokens of requests that have ended", totals.new_tokens),
             ("lp_steps", "Steps of requests that have ended, prefills included", totals.steps),
             ("lp_replica_losses", "Replicas lost while they decoded", totals.losses),
-        ):
-            counter = CounterMetricFamily(name, what, labels=[MODEL])
-            counter.add_metric([self._name], value)
-            yield counter
+        )
+        for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, what, value in rows:
+                metric = kind(name, what, labels=[MODEL])
+                metric.add_metric([self._name], value)
+                yield metric
         for name, what, label, values in (
             ("lp_requests", "Requests that have ended, by how", "outcome", totals.requests),
             ("lp_fed_tokens", "Draft tokens that were fed, by source", "source", totals.fed),

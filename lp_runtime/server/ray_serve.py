@@ -23,7 +23,8 @@ from lp_runtime.launchers.ray_booking import CPU_SHARE
 from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.serve import listen, make_server, served_name
+from lp_runtime.server.app import Server
+from lp_runtime.server.http.settings import listen, served_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -45,7 +46,7 @@ class Service:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Build the HTTP application; called by Ray Serve."""
-        return make_server(self._runtime, self._scheduler, self._config).app()
+        return Server(self._runtime, self._scheduler, self._config).app()
 
     def check_health(self) -> None:
         """Raise a ReplicaError if no replica of the model is up, and none is being started.

@@ -7,28 +7,27 @@ import copy
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.chat_parser import ANALYSIS, END, MESSAGE
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.infilling import encode_infilling
-from lp_runtime.model.tokenizer import encode, encode_chat, unknown_variables
+from lp_runtime.model.tokenizer import encode, encode_chat, special_tokens, unknown_variables
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.sampling.request_processors import ChannelBudget, ReasoningBudget
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.scheduler.scheduler import Scheduler
-from lp_runtime.server.gate import GateRules
+from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
-from lp_runtime.server.openai.responses import Choice
-from lp_runtime.server.tracing import Tracing
 from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
@@ -38,51 +37,16 @@ RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of 
 MAX_NAME_CHARS = 60  # of such a field's name
 
 
-@dataclass(frozen=True)
-class ServerSettings:
-    """Settings of the HTTP routes.
-
-    Attributes:
-        name: the model's name for clients.
-        max_new_tokens: tokens that a request may generate at most; None for what the model's context allows.
-        queue_timeout: seconds that a request may wait in the queue; None for no limit.
-        strict_fields: whether requests with unknown fields are refused.
-        health_interval: seconds between two checks by /health_generate; None for no such route.
-        health_timeout: seconds within which such a check must get a token.
-        tool_format, reasoning: one of TOOL_FORMATS and one of REASONINGS of config.serving.
-        chat_template_kwargs: variables of the chat template; those of a request come first.
-        ping_seconds: time between events that keep a stream open while there is no text.
-    """
-
-    name: str
-    gate: GateRules = field(default_factory=GateRules)
-    max_new_tokens: int | None = None
-    queue_timeout: float | None = None
-    strict_fields: bool = False
-    tracing: Tracing | None = None
-    health_interval: float | None = None
-    health_timeout: float = 10.0
-    tool_format: str = "auto"
-    reasoning: str = "auto"
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    ping_seconds: float = 10.0
-
-
 class Submitter:
-    """Checks requests and puts them into the scheduler's queue.
+    """Checks requests and puts them into the scheduler's queue."""
 
-    Attributes:
-        chat_format: the syntax of the model's chats.
-    """
-
-    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, settings: ServerSettings, tokenizer: Tokenizer):
-        self.chat_format = ChatFormat(ChatTemplate.of(tokenizer), settings.tool_format, settings.reasoning)
-        self._scheduler = scheduler
-        self._settings = settings
+    def __init__(self, runtime: LookaheadRuntime, scheduler: Scheduler, config: ServeConfig, tokenizer: Tokenizer):
+        self.chat_format = ChatFormat(ChatTemplate.of(tokenizer), config.tool_format, config.reasoning)
+        self._scheduler, self._config = scheduler, config
         self._tokenizer = tokenizer
         self._compiler, self._vocabulary_size = runtime.compiler, runtime.info.vocabulary_size
         self._builder = RequestBuilder(runtime.config, runtime.info, lambda: tokenizer, runtime.compiler)
-        self._special_tokens = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+        self._special_tokens = special_tokens(tokenizer)
         self._named_fields: set[str] = set()
         self._fills_context = (
             not {"max_new_tokens", "max_length"} & runtime.info.defaults.keys()
@@ -93,12 +57,12 @@ class Submitter:
 
     def check_fields(self, body: Common, request_id: str) -> None:
         """Check the tokens of `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
-        size = self._vocabulary_size
+        last = self._vocabulary_size - 1
         for token in body.allowed_token_ids or ():
-            if not 0 <= token < size:
-                raise RequestError(f"token id {token} in allowed_token_ids: must be an integer 0 to {size - 1}")
+            if not 0 <= token <= last:
+                raise RequestError(f"token id {token} in allowed_token_ids: must be an integer 0 to {last}")
         unknown = body.unknown_fields()
-        if unknown and self._settings.strict_fields:
+        if unknown and self._config.strict_fields:
             raise RequestError(f"{unknown[0]}: is not a known field")
         for name in unknown:
             self._log_once(name, f"request {request_id} has an unknown field, which has no effect: %s")
@@ -144,7 +108,7 @@ class Submitter:
 
         Variables of `template_kwargs` that the chat template does not have are logged, each once.
         """
-        variables = {**self._settings.chat_template_kwargs, **(template_kwargs or {})}
+        variables = {**self._config.chat_template_kwargs, **(template_kwargs or {})}
         for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
             self._log_once(name, "the chat template has no variable %s: it has no effect")
         messages = self.chat_format.history(messages)
@@ -164,48 +128,39 @@ class Submitter:
         ids = [list(each) for each in dict.fromkeys(map(tuple, spelled)) if each]
         return replace(sampling, bad_words_ids=[*(sampling.bad_words_ids or ()), *ids]) if ids else sampling
 
-    def submit(
-        self, body: Common, prompts: Sequence[list[int]], max_new_tokens: int | None, options: RequestOptions
-    ) -> list[Choice]:
-        """Submit `body.n` samples of each prompt, all or none.
-
-        `max_new_tokens` is the limit that the client asks for; None for the default.
-        """
-        self._check_number(body, len(prompts))
+    def submit(self, body: Common, prompts: Sequence[list[int]], options: RequestOptions) -> list[Choice]:
+        """Submit `body.n` samples of each prompt, all or none."""
+        max_jobs = self._scheduler.max_jobs
+        if len(prompts) * body.n > max_jobs:
+            asked = f"n={body.n}" if len(prompts) == 1 else f"{len(prompts)} prompts x n={body.n}"
+            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
         requests: list[DecodingRequest] = []
         for prompt in prompts:
-            first = self._request(prompt, self._length(body, max_new_tokens, len(prompt)), options)
+            first = self._request(prompt, self._length(body, len(prompt)), options)
             # Greedy samples are identical: give them one sample number.
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
-        jobs = self._scheduler.submit_all(requests, self._settings.queue_timeout, body.gpus)
+        jobs = self._scheduler.submit_all(requests, self._config.queue_timeout, body.gpus)
         hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
 
-    def _check_number(self, body: Common, num_prompts: int) -> None:
-        """Raise RequestError if a client asks for more answers than the server allows."""
-        max_jobs = self._scheduler.max_jobs
-        if num_prompts * body.n > max_jobs:
-            asked = f"n={body.n}" if num_prompts == 1 else f"{num_prompts} prompts x n={body.n}"
-            raise RequestError(f"{asked}: must be at most {max_jobs} with max_waiting={self._scheduler.max_waiting}")
-
-    def _length(self, body: Common, max_new_tokens: int | None, num_prompt: int) -> int | None:
+    def _length(self, body: Common, num_prompt: int) -> int | None:
         """Return how many tokens a request may generate; None for the default.
 
         The server's limit shortens answers and refuses none: Qwen Code and Open WebUI ask for fixed lengths.
         """
-        has_length = max_new_tokens is not None
-        limits = [max_new_tokens, self._settings.max_new_tokens]
-        if body.caps_length if has_length else body.fills_context and self._fills_context:
+        max_new_tokens = body.length()
+        limits = [max_new_tokens, self._config.max_new_tokens]
+        if body.caps_length if max_new_tokens is not None else body.fills_context and self._fills_context:
             limits.append(self._builder.max_new_tokens_after(num_prompt))
-        elif not has_length:
+        elif max_new_tokens is None:
             return None
         return min(limit for limit in limits if limit is not None)
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:
         """Build a checked request; the server's limit caps the model's default of max_new_tokens."""
-        request, limit = self._builder.build(prompt, max_new_tokens, **options), self._settings.max_new_tokens
+        request, limit = self._builder.build(prompt, max_new_tokens, **options), self._config.max_new_tokens
         if limit is None or request.max_new_tokens <= limit:
             return request
         return self._builder.build(prompt, limit, **options)

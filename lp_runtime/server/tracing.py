@@ -11,25 +11,17 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lp_runtime.errors import LaunchError, LookaheadError
-from lp_runtime.request.generation import Generation
+from fastapi import Request
+
+from lp_runtime.errors import LookaheadError
+from lp_runtime.server.openai.forms import Choice, usage_of
 from lp_runtime.server.openai.protocol import Common
-from lp_runtime.server.openai.responses import Choice
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 NANOSECONDS = 1_000_000_000
 OPERATIONS = {"/v1/completions": "text_completion"}  # gen_ai.operation.name by path; "chat" for all others
-
-
-def check_tracing() -> None:
-    """Check that OpenTelemetry is installed."""
-    try:
-        import opentelemetry.exporter.otlp.proto.http  # noqa: F401
-        import opentelemetry.sdk.trace  # noqa: F401
-    except ImportError as error:
-        raise LaunchError(f"otlp_endpoint: {error.name} is not installed (pip install 'lp-runtime[otel]')") from error
 
 
 class Tracing:
@@ -41,7 +33,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, model: str) -> Tracing:
-        """Create a Tracing that exports by OTLP over HTTP to a collector, such as http://HOST:4318/v1/traces."""
+        """Export by OTLP over HTTP to a collector, such as http://HOST:4318/v1/traces."""
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -52,15 +44,12 @@ class Tracing:
         return cls(provider, model)
 
     def close(self) -> None:
-        """Export the remaining spans."""
         self._provider.shutdown()
 
     async def traced(
         self,
         texts: AsyncGenerator[tuple[Choice, str], None],
-        headers: Mapping[str, str],
-        path: str,
-        request_id: str,
+        request: Request,
         body: Common,
         choices: Sequence[Choice],
     ) -> AsyncGenerator[tuple[Choice, str], None]:
@@ -68,12 +57,12 @@ class Tracing:
         from opentelemetry.trace import SpanKind, StatusCode
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        operation = OPERATIONS.get(path, "chat")
+        operation = OPERATIONS.get(request.url.path, "chat")
         span = self._tracer.start_span(
             f"{operation} {self._model}",
-            TraceContextTextMapPropagator().extract(headers),
+            TraceContextTextMapPropagator().extract(request.headers),
             SpanKind.SERVER,
-            {**self._asked(body), "gen_ai.operation.name": operation, "lp.request_id": request_id},
+            {**self._asked(body), "gen_ai.operation.name": operation, "lp.request_id": request.state.request_id},
         )
         began = time.time_ns()
         try:
@@ -108,28 +97,19 @@ class Tracing:
         ended = [choice for choice in choices if choice.job.generation is not None]
         if len(ended) == len(choices):
             span.set_attribute("gen_ai.response.finish_reasons", [str(choice.reason) for choice in ended])
-        span.set_attributes(
-            {
-                "gen_ai.response.model": self._model,
-                "gen_ai.usage.input_tokens": sum(
-                    {id(each.job.request.prompt_ids): len(each.job.request.prompt_ids) for each in choices}.values()
-                ),
-                "gen_ai.usage.output_tokens": sum(len(choice.tokens) for choice in choices),
-            }
-        )
+        usage = usage_of(list(choices))
+        span.set_attribute("gen_ai.response.model", self._model)
+        span.set_attribute("gen_ai.usage.input_tokens", usage["prompt_tokens"])
+        span.set_attribute("gen_ai.usage.output_tokens", usage["completion_tokens"])
         for choice in choices:
             if choice.job.queue_seconds is None:
                 continue
             start = self._part(span, "queue", began, choice.job.queue_seconds, {})
-            if choice.job.generation is not None:
-                self._add_decoding(span, choice.job.generation, start)
-
-    def _add_decoding(self, span: Any, generation: Generation, start: int) -> None:
-        """Add the child spans of a generation: its prefill, from `start` on, and then its other steps."""
-        cached = {"gen_ai.usage.cache_read.input_tokens": generation.cached_tokens}
-        start = self._part(span, "prefill", start, generation.prefill_seconds, cached)
-        steps = {"lp.steps": generation.steps, "lp.compression_ratio": generation.compression_ratio}
-        self._part(span, "decode", start, generation.seconds - generation.prefill_seconds, steps)
+            if (generation := choice.job.generation) is not None:
+                cached = {"gen_ai.usage.cache_read.input_tokens": generation.cached_tokens}
+                start = self._part(span, "prefill", start, generation.prefill_seconds, cached)
+                steps = {"lp.steps": generation.steps, "lp.compression_ratio": generation.compression_ratio}
+                self._part(span, "decode", start, generation.seconds - generation.prefill_seconds, steps)
 
     def _part(self, parent: Any, name: str, start: int, seconds: float, attributes: Mapping[str, Any]) -> int:
         """Add a child span; return its end, in nanoseconds since 1970."""

@@ -54,7 +54,7 @@ def test_what_one_split_cannot_do_is_told_and_the_others_are_measured(demo_model
     speeds = splits.measure_splits(BenchConfig(**settings, splits="auto"))
     assert [each.tokens_per_second for each in speeds] == [3.0, 6.0, 0.0]
     assert (speeds[1].compression, speeds[1].step_ms) == (30 / 11, 250.0)
-    assert "| 1 x 4 | | | too many heads |" in capsys.readouterr().out
+    assert "| 1 x 4 |  |  | too many heads |" in capsys.readouterr().out
     assert choose_split(RuntimeConfig(**settings, gpus_per_replica="fastest"), 0, list).num_shards == 2
     made.clear()
     with pytest.raises(ModelError, match="too many heads"):

@@ -6,8 +6,7 @@ import pytest
 from support.tool_answers import parts_of, tools_of
 from support.tool_formats import SAMPLES, template
 
-from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.chat_template import ChatTemplate
 

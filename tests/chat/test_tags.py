@@ -10,8 +10,7 @@ import xgrammar
 from support.constrained_texts import INFO, texts_of
 from support.tool_answers import parts_of
 
-from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 from lp_runtime.errors import RequestError
 

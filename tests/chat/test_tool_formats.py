@@ -23,8 +23,7 @@ from support.tool_formats import SAMPLES
 
 from lp_runtime import ConstraintConfig
 from lp_runtime.chat import formats
-from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 
 NUM_RANDOM = 8  # answers of each format and test; tests/support/tool_answers.py draws more

@@ -18,14 +18,15 @@ from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.constraints import compile_process
 from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
+from lp_runtime.constraints.exact_schemas import exact_schema
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.constraints.library import library
-from lp_runtime.constraints.schema_checks import check_schema
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
 from lp_runtime.replica.request_builder import RequestOptions
-from lp_runtime.server.submission import ServerSettings, Submitter
+from lp_runtime.server.submission import Submitter
 
 OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
 
@@ -67,7 +68,7 @@ def test_a_schema_nested_too_deep():
     for _ in range(200):
         schema = {"items": schema}
     with pytest.raises(ConstraintError, match="nested deeper"):
-        check_schema(schema)
+        exact_schema(schema)
 
 
 @pytest.fixture
@@ -112,7 +113,7 @@ def submitter(compiler: ConstraintCompiler) -> Submitter:
             compiler=compiler,
         ),
         None,
-        ServerSettings("demo"),
+        ServeConfig(),
         tokenizer(),
     )
 

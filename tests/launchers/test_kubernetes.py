@@ -12,7 +12,7 @@ import yaml
 
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
-from lp_runtime.server.gate import PROBES
+from lp_runtime.server.http.gate import PROBES
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 KUBERNETES_VERSIONS = ("1.31", "1.34")

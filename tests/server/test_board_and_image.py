@@ -18,9 +18,8 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
-from lp_runtime.server.connections import HttpLimits
 from lp_runtime.server.metrics import Metrics
-from lp_runtime.server.starting import StartingServer
+from lp_runtime.server.serve import StartingServer
 
 LAUNCH = Path(__file__).parents[2] / "launch"
 BOARD = json.loads((LAUNCH / "grafana.json").read_text())
@@ -115,7 +114,7 @@ def health(*arguments: object) -> tuple[int, str]:
 
 def test_the_health_check_understands_loading():
     assert re.findall(r'CMD \["python", "/app/(.*)"\]', DOCKERFILE) == ["healthcheck.py"]
-    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), HttpLimits())
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), ServeConfig())
     url = f"http://127.0.0.1:{starting.port}/health"
     assert health(f"port={starting.port}") == (1, f"{url}: HTTP Error 503: Service Unavailable")
     starting.hand_over().close()
@@ -131,8 +130,8 @@ def test_the_health_check_with_a_certificate_of_another_name(tmp_path):
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=example.com"]
     subprocess.run([*command, *files], check=True, capture_output=True)
-    limits = HttpLimits(certificate=(str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")))
-    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), limits)
+    config = ServeConfig(ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
+    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), config)
     status, message = health(f"port={starting.port}", f"ssl_certfile={tmp_path / 'cert.pem'}")
     assert status == 1 and message.startswith("https://") and message.endswith("HTTP Error 503: Service Unavailable")
     starting.hand_over().close()

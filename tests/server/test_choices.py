@@ -13,8 +13,8 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.answers import Answers
-from lp_runtime.server.chat.messages import Message
-from lp_runtime.server.openai.responses import Choice, CompletionForm
+from lp_runtime.server.openai.forms import Choice, CompletionForm
+from lp_runtime.server.openai.parts import Message
 
 
 def choice_of(prefix=""):
@@ -39,7 +39,7 @@ def events(texts, choice, form):
             yield choice, text
 
     async def collect():
-        answers = Answers(SimpleNamespace(ping_seconds=15.0), None, set())
+        answers = Answers(None, set())
         return [each async for each in answers.events(grown(), [choice], form, False)]
 
     return asyncio.run(collect())

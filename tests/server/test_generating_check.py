@@ -14,7 +14,7 @@ from support.processes import PATIENCE, wait_until
 from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
-from lp_runtime.server.generating_check import GeneratingCheck
+from lp_runtime.server.status import GeneratingCheck
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def ask(url: str) -> tuple[int, dict]:
 
 
 def test_the_route(runtime):
-    with served(runtime, health_interval=3600.0, api_keys={"a client": "secret"}) as (url, scheduler):
+    with served(runtime, health_interval=3600.0, api_keys={"a-client": "secret"}) as (url, scheduler):
         for _ in range(2):  # the second has the answer of the first; no key is needed
             assert ask(f"{url}/health_generate") == (200, {"status": "ok", "replicas": 1})
         assert scheduler.totals.requests == {"length": 1}

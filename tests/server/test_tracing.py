@@ -20,7 +20,7 @@ from support.serving import demo_model_that_chats, served
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LaunchError, ReplicaError
-from lp_runtime.server.serve import check_serve
+from lp_runtime.server.http.settings import check_serve
 from lp_runtime.server.tracing import Tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

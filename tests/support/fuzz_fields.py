@@ -10,9 +10,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from lp_runtime.server.anthropic.messages_api import Messages
-from lp_runtime.server.openai.protocol import Chat, Completion
+from lp_runtime.server.openai.protocol import Chat, Completion, Detokenize, Tokenize
 from lp_runtime.server.openai.responses_api import Responses
-from lp_runtime.server.token_routes import Detokenize, Tokenize
 from support.fuzz_cases import CHAT, COMPLETIONS, GOOD, LIMITS, MESSAGES, RESPONSES, HttpCase, any_value, request
 from support.serving import TOOLS_TEMPLATE
 

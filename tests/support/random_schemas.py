@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.chat.formats import FORMATS
-from lp_runtime.chat.tool_use import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Vocabulary
 

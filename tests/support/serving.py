@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import shutil
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
 from lp_runtime import LookaheadRuntime, Scheduler
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import DEMO_MODEL
-from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.server.answers import PING_SECONDS
 from lp_runtime.server.app import Server
-from lp_runtime.server.connections import HttpLimits
-from lp_runtime.server.gate import GateRules
-from lp_runtime.server.serve import http_server
-from lp_runtime.server.submission import ServerSettings
+from lp_runtime.server.serve import HttpServer
+from lp_runtime.server.tracing import Tracing
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
 TOOLS_TEMPLATE = (
@@ -33,25 +32,30 @@ TOOLS_TEMPLATE = (
 
 @contextmanager
 def served(
-    runtime: LookaheadRuntime, max_waiting: int = 64, policy: str = "fair", **settings: Any
+    runtime: LookaheadRuntime,
+    max_waiting: int = 64,
+    policy: str = "fair",
+    tracing: Tracing | None = None,
+    ping_seconds: float = PING_SECONDS,
+    **settings: Any,
 ) -> Iterator[tuple[str, Scheduler]]:
-    """Serve a runtime's model under the name `demo`.
+    """Serve a runtime's model under the name `demo`, for any Host header.
 
     Args:
-        runtime: what decodes.
-        max_waiting: see Scheduler.
-        policy: see Scheduler.
-        settings: further settings of ServerSettings, GateRules and HttpLimits.
+        settings: of ServeConfig; `api_keys` is a dict of keys by the client's name.
 
     Yields:
         base URL and scheduler of the server.
     """
-    with Scheduler(runtime, max_waiting, policy) as scheduler:
-        gate = GateRules(**_fields_of(GateRules, settings))
-        server_settings = ServerSettings("demo", gate, **_fields_of(ServerSettings, settings))
-        routes = Server(runtime, scheduler, server_settings, load_tokenizer(runtime.config.model))
+    with Scheduler(runtime, max_waiting, policy) as scheduler, tempfile.NamedTemporaryFile("w") as keys:
+        if "api_keys" in settings:
+            keys.writelines(f"{name} {key}\n" for name, key in settings["api_keys"].items())
+            keys.flush()
+            settings["api_keys"] = keys.name
+        config = ServeConfig(model=runtime.config.model, served_name="demo", host="0.0.0.0", **settings)
+        routes = Server(runtime, scheduler, config, tracing, ping_seconds)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        server = http_server(routes, HttpLimits(**_fields_of(HttpLimits, settings)))
+        server = HttpServer(routes, scheduler, config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
@@ -61,11 +65,6 @@ def served(
         finally:
             server.should_exit = True
             thread.join()
-
-
-def _fields_of(kind: type, settings: dict[str, Any]) -> dict[str, Any]:
-    """Those of some settings that are fields of a dataclass."""
-    return {each.name: settings[each.name] for each in fields(kind) if each.name in settings}
 
 
 def demo_model_that_chats(folder: Path, template: str = TEMPLATE) -> Path:

@@ -13,9 +13,8 @@ from typing import Any
 
 import jsonschema
 
-from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.chat_format import ChatFormat, Tool, ToolUse
 from lp_runtime.chat.formats import FORMATS
-from lp_runtime.chat.tool_use import Tool, ToolUse
 from lp_runtime.model.chat_template import ChatTemplate
 from support.constrained_texts import texts_of
 from support.tool_formats import SAMPLES

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from lp_runtime.errors import RequestError
+from lp_runtime.server.openai.parts import OpenPart
 
 BILLING_HEADER = "x-anthropic-billing-header:"  # begins a system block of Claude Code that is not for the model
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as in Claude Code's own messages to the model
@@ -20,36 +21,24 @@ TYPES = {
 }
 
 
-class Part(BaseModel):
-    """Base of parts of a body; unknown fields are ignored, because clients send back parts of earlier answers."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
-
-class TextBlock(Part):
-    """A text."""
-
+class TextBlock(OpenPart):
     type: Literal["text"]
     text: str
 
 
-class ThinkingBlock(Part):
-    """The reasoning of an earlier answer."""
-
+class ThinkingBlock(OpenPart):
     type: Literal["thinking"]
     thinking: str
 
 
-class ToolUseBlock(Part):
-    """A call of an earlier answer."""
-
+class ToolUseBlock(OpenPart):
     type: Literal["tool_use"]
     id: str
     name: str
     input: dict[str, Any]
 
 
-class ToolResultBlock(Part):
+class ToolResultBlock(OpenPart):
     """The result of a call; `is_error` has no effect, because templates have no place for it."""
 
     type: Literal["tool_result"]
@@ -57,14 +46,11 @@ class ToolResultBlock(Part):
     content: str | list[Block] | None = None
 
 
-class OtherBlock(Part):
-    """A block of another type."""
-
+class OtherBlock(OpenPart):
     type: str
 
 
 def _tag(block: Any) -> str:
-    """Return a block's union tag; because of its brackets, server/errors.py keeps it out of messages."""
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
     return f"[{kind}]" if kind in ("text", "thinking", "tool_use", "tool_result") else "[other]"
 
@@ -79,9 +65,7 @@ Block = Annotated[
 ]
 
 
-class Turn(Part):
-    """A message of a conversation."""
-
+class Turn(OpenPart):
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
 
@@ -106,15 +90,14 @@ def conversation_of(system: str | Sequence[Block], turns: Sequence[Turn]) -> lis
             # Results come first: they have to follow their calls.
             messages += [_result_of(block, names, place) for block in blocks if isinstance(block, ToolResultBlock)]
             if text := _text_of(blocks):
-                is_first = not messages or messages[-1]["role"] == "system"
-                _append(messages, _message_of(turn.role, text, is_first))
+                _append(messages, {"role": turn.role, "content": text})
     if not messages:
         raise RequestError("messages: have no text")
     return messages
 
 
 def _checked(content: str | Sequence[Block], role: str, place: str) -> Sequence[Block]:
-    """Return a message's content as blocks, whose types are those of the role."""
+    """Return a message's content as blocks; refuse types that the role does not have."""
     blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
     for block in blocks:
         if block.type not in TYPES[role]:
@@ -135,15 +118,7 @@ def _text_of(blocks: Sequence[Block]) -> str:
     return "".join(block.text for block in blocks if isinstance(block, TextBlock))
 
 
-def _message_of(role: str, text: str, is_first: bool) -> dict[str, Any]:
-    """Return the message of a text of the user or the system; `is_first`: whether only system messages precede it."""
-    if role == "system" and not is_first:
-        return {"role": "user", "content": REMINDER.format(text)}
-    return {"role": role, "content": text}
-
-
 def _answer_of(blocks: Sequence[Block]) -> dict[str, Any]:
-    """Return the message of an earlier answer."""
     message: dict[str, Any] = {"role": "assistant", "content": _text_of(blocks)}
     if thinking := "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock)):
         message["reasoning_content"] = thinking
@@ -166,6 +141,8 @@ def _result_of(block: ToolResultBlock, names: dict[str, str], place: str) -> dic
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:
     """Append a message, or join it to the last one if that has the same role."""
+    if message["role"] == "system" and messages and messages[-1]["role"] != "system":
+        message = {"role": "user", "content": REMINDER.format(message["content"])}
     if not messages or messages[-1]["role"] != message["role"]:
         messages.append(message)
         return

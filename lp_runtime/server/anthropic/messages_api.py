@@ -6,18 +6,26 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.anthropic.blocks import Block, Part, Turn, conversation_of
-from lp_runtime.server.chat.tools import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, Tool, choose_tools
+from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of
+from lp_runtime.server.openai.parts import (
+    MAX_TOOLS,
+    NAME_PATTERN,
+    NamedFunction,
+    OpenPart,
+    ResponseFormat,
+    choose_tools,
+    constraint_of,
+    refuse,
+)
 from lp_runtime.server.openai.protocol import Conversation, check_stops
-from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class AnthropicTool(Part):
+class AnthropicTool(OpenPart):
     """A tool that the client runs; tools that Anthropic's servers run have other types."""
 
     type: str | None = None
@@ -28,37 +36,31 @@ class AnthropicTool(Part):
 
     @property
     def is_own(self) -> bool:
-        """Whether the client describes the tool."""
         return self.type in (None, "custom")
 
-    def tool(self) -> Tool:
-        """Convert the tool to the form of /v1/chat/completions."""
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
         if self.input_schema is None:
             raise RequestError(f"tool {self.name!r}: must have an input_schema")
-        parameters, strict = self.input_schema, self.strict
-        return Tool(
-            function=Function(name=self.name, description=self.description, parameters=parameters, strict=strict)
-        )
+        function = {"name": self.name, "description": self.description, "parameters": self.input_schema}
+        known = {name: value for name, value in (function | {"strict": self.strict}).items() if value is not None}
+        return {"type": "function", "function": known}
 
 
-class ToolChoice(Part):
-    """Which tools the answer may or must call."""
-
+class ToolChoice(OpenPart):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(Part):
+class OutputConfig(OpenPart):
     """Settings of the answer; `effort` is the template's variable `reasoning_effort`."""
 
     effort: str | None = None
     format: ResponseFormat | None = None
 
 
-class Thinking(Part):
-    """Whether and how long the model reasons."""
-
+class Thinking(OpenPart):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=0)
 
@@ -93,65 +95,45 @@ class Messages(Conversation):
     workspace_id: str | None = None
 
     def unknown_fields(self) -> list[str]:
-        """Return the names of unknown fields, and of tools that are left out."""
-        hosted = [f"tools[{tool.type}]" for tool in self.tools if not tool.is_own]
-        return [*super().unknown_fields(), *hosted]
-
-    def check(self) -> None:
-        """Raise RequestError if a field asks for something that is not supported."""
-        refused = {
-            f"n={self.n}: must be 1": self.n != 1,
-            "stop: is not a field of messages; give stop_sequences": self.stop is not None,
-            "trace: is not supported in messages": self.trace,
-            "mcp_servers: is not supported; leave it out or give []": bool((self.model_extra or {}).get("mcp_servers")),
-        }
-        for message, is_refused in refused.items():
-            if is_refused:
-                raise RequestError(message)
+        return [*super().unknown_fields(), *(f"tools[{tool.type}]" for tool in self.tools if not tool.is_own)]
 
     def effort(self) -> str | None:
-        """Return how much the model is to reason; None if not given."""
         return None if self.output_config is None else self.output_config.effort
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the chat template that the body gives."""
         given = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
         return {**given, **super().template_kwargs()}
 
     def reasoning_budget(self) -> int | None:
-        """Return how many tokens the reasoning part may have; None for no limit."""
         own = super().reasoning_budget()
         return self.thinking.budget_tokens if own is None and self.thinking is not None else own
 
     @property
     def continues_message(self) -> bool:
-        """Whether the answer continues the last message."""
         return self.messages[-1].role == "assistant"
 
     def stops(self) -> list[str] | None:
-        """Return the stop strings; None if none are given."""
         return None if self.stop_sequences is None else check_stops("stop_sequences", self.stop_sequences)
 
     def constraint(self) -> ConstraintConfig | None:
-        """Return the constraint of the answer's text; None for any text."""
         form = self.output_format if self.output_config is None else self.output_config.format or self.output_format
         return super().constraint() if form is None else constraint_of(form, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the conversation as the messages that chat templates expect."""
-        self.check()
+        has_mcp = bool((self.model_extra or {}).get("mcp_servers"))
+        refuse(
+            {
+                f"n={self.n}: must be 1": self.n != 1,
+                "stop: is not a field of messages; give stop_sequences": self.stop is not None,
+                "trace: is not supported in messages": self.trace,
+                "mcp_servers: is not supported; leave it out or give []": has_mcp,
+            }
+        )
         return conversation_of(self.system, self.messages)
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call."""
-        choice, tools = self.tool_choice, [tool.tool() for tool in self.tools if tool.is_own]
-        if choice.type == "any" and not tools:
+        asked, tools = self.tool_choice, [tool.plain() for tool in self.tools if tool.is_own]
+        if asked.type == "any" and not tools:
             raise RequestError("tool_choice=any: there are no tools")
-        is_parallel = not choice.disable_parallel_tool_use
-        if choice.type == "tool":
-            return choose_tools(tools, NamedFunction(name=choice.name or ""), is_parallel)
-        return choose_tools(tools, CHOICES[choice.type], is_parallel)
-
-    def length(self) -> int | None:
-        """Return how many tokens to generate at most; None for the default."""
-        return self.max_tokens
+        choice = NamedFunction(name=asked.name or "") if asked.type == "tool" else CHOICES[asked.type]
+        return choose_tools(tools, choice, not asked.disable_parallel_tool_use)

@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pydantic_core import from_json
 
 from lp_runtime.chat.chat_parser import Piece
-from lp_runtime.server.anthropic.error_body import error_body
-from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event
+from lp_runtime.server.http.errors import ApiError, anthropic_error
+from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event
 from lp_runtime.text.token_text import TokenTexts
 
 
 @dataclass
 class OutputBlock:
-    """A block of an answer, which grows while the answer is decoded.
+    """A block of an answer, which grows while the answer is decoded."""
 
-    Attributes:
-        piece: the block's first piece, which determines its type.
-        text: text of all pieces so far; of a call, the JSON of its input.
-    """
-
-    piece: Piece
-    text: str = ""
+    piece: Piece  # the first one, which determines the block's type
+    text: str = ""  # of all pieces so far; of a call, the JSON of its input
 
     def body(self) -> dict[str, object]:
         """Return the block as JSON. Nothing verifies reasoning that is sent back, so its signature is empty."""
@@ -37,7 +32,6 @@ class OutputBlock:
         return {"type": "tool_use", "id": piece.call_id, "name": piece.name, "input": _object_of(self.text)}
 
     def delta(self, text: str) -> dict[str, object]:
-        """Return the delta that appends a text."""
         if self.piece.kind == "reasoning":
             return {"type": "thinking_delta", "thinking": text}
         if self.piece.kind == "content":
@@ -48,14 +42,12 @@ class OutputBlock:
 class MessagesForm(Form):
     """The form of answers to POST /v1/messages.
 
-    Args:
-        max_tokens: the request's, or the server's limit; an answer with a lower limit had no more room in the context.
-        max_calls: calls that an answer shows at most; None for no limit.
+    `max_tokens` is the request's, or the server's limit; an answer with a lower limit had no more room in the context.
     """
 
-    def __init__(self, model: str, texts: TokenTexts, max_tokens: int | None, max_calls: int | None = None):
+    def __init__(self, model: str, texts: TokenTexts, max_tokens: int | None):
         super().__init__(model, texts)
-        self._max_tokens, self._max_calls = max_tokens, max_calls
+        self._max_tokens = max_tokens
         self._id = f"msg_{uuid.uuid4().hex}"
         self._blocks: list[OutputBlock] = []
 
@@ -76,8 +68,6 @@ class MessagesForm(Form):
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         for piece in choice.pieces(text):
-            if self._max_calls is not None and piece.call >= self._max_calls:
-                continue
             if not self._blocks or piece.kind != self._blocks[-1].piece.kind or piece.name is not None:
                 yield from self._end_block()
                 block = OutputBlock(piece)
@@ -96,15 +86,10 @@ class MessagesForm(Form):
         yield _event("message_delta", delta=end, usage=usage, metrics=acceptance_of(choices))
         yield _event("message_stop")
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the event for an error after the answer began."""
-        details = error["error"]
-        assert isinstance(details, Mapping)  # the body of an ApiError
-        status = 400 if details["type"] == "invalid_request_error" else 500
-        yield event(error_body(status, str(details["message"])), "error")
+    def failure(self, error: ApiError) -> Iterator[str]:
+        yield event(anthropic_error(400 if error.status == 400 else 500, str(error)), "error")
 
     def _end_block(self) -> Iterator[str]:
-        """End the current block, if there is one."""
         if not self._blocks:
             return
         if self._blocks[-1].piece.kind == "reasoning":
@@ -121,16 +106,15 @@ class MessagesForm(Form):
 
     def _end(self, choice: Choice) -> dict[str, object]:
         """Return the fields that are known at the end of a choice."""
-        stop = choice.stop
-        return {"stop_reason": self._stop_reason(choice), "stop_sequence": stop, "usage": _usage_of(choice)}
-
-    def _stop_reason(self, choice: Choice) -> str:
         if choice.reason == "length":
             is_capped = self._max_tokens is not None and choice.job.request.max_new_tokens < self._max_tokens
-            return "model_context_window_exceeded" if is_capped else "max_tokens"
-        if choice.stop is not None:
-            return "stop_sequence"
-        return "tool_use" if any(block.piece.kind == "arguments" for block in self._blocks) else "end_turn"
+            reason = "model_context_window_exceeded" if is_capped else "max_tokens"
+        elif choice.stop is not None:
+            reason = "stop_sequence"
+        else:
+            has_calls = any(block.piece.kind == "arguments" for block in self._blocks)
+            reason = "tool_use" if has_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": choice.stop, "usage": _usage_of(choice)}
 
 
 def _event(kind: str, **fields: object) -> str:
@@ -138,10 +122,7 @@ def _event(kind: str, **fields: object) -> str:
 
 
 def _usage_of(choice: Choice) -> dict[str, object]:
-    """Return Anthropic's `usage`, whose input_tokens leave out those that were read from the cache.
-
-    How many those are is known at the end only.
-    """
+    """Return Anthropic's `usage`; its input_tokens leave out the cached ones, which are known at the end only."""
     num_prompt, generation = len(choice.job.request.prompt_ids), choice.job.generation
     num_cached = 0 if generation is None else generation.cached_tokens
     return {

@@ -5,28 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Tag
+from pydantic import Discriminator, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.messages import ContentPart, Message, joined
+from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined
 
 
-class _Item(BaseModel):
-    """Base of items; unknown fields are ignored, because clients send back items of earlier answers."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class FunctionCall(_Item):
-    """A call of an earlier answer."""
-
+class FunctionCall(OpenPart):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
 
 
-class FunctionCallOutput(_Item):
+class FunctionCallOutput(OpenPart):
     """The result of a call; without `call_id`, which Codex sends, something that the client has done by itself."""
 
     type: Literal["function_call_output"]
@@ -35,27 +27,20 @@ class FunctionCallOutput(_Item):
     output: str | list[ContentPart]
 
 
-class ReasoningText(_Item):
-    """A part of a reasoning item."""
-
+class ReasoningText(OpenPart):
     text: str
 
 
-class Reasoning(_Item):
-    """The reasoning part of an earlier answer."""
-
+class Reasoning(OpenPart):
     type: Literal["reasoning"]
     content: list[ReasoningText] | None = None
 
 
-class OtherItem(_Item):
-    """An item of a type that is not supported."""
-
+class OtherItem(OpenPart):
     type: str
 
 
 def _tag(item: Any) -> str:
-    """Return an item's union tag; because of its brackets, server/errors.py keeps it out of messages."""
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     known = ("message", "function_call", "function_call_output", "reasoning")
     return f"[{kind}]" if kind in known else "[other]"
@@ -87,14 +72,7 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
         elif isinstance(item, Message):
             _add_message(answers, item)
         else:
-            last = _assistant(answers)
-            if isinstance(item, Reasoning):
-                _add_reasoning(last, item)
-            else:
-                names[item.call_id] = item.name
-                function = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": function}
-                last.setdefault("tool_calls", []).append(call)
+            _add_to_answer(answers, item, names)
     messages = [Message(**each) for each in answers if each.keys() > {"role"}]
     if not messages:
         raise RequestError("input: is empty")
@@ -111,26 +89,23 @@ def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, 
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
 
 
-def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the last message if it is the assistant's; else append a new one of the assistant."""
+def _add_to_answer(messages: list[dict[str, Any]], item: FunctionCall | Reasoning, names: dict[str, str]) -> None:
+    """Add a call or reasoning to the last message if it is the assistant's, else to a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
-    return messages[-1]
-
-
-def _add_reasoning(message: dict[str, Any], item: Reasoning) -> None:
-    """Append an item's text to a message's reasoning; summaries and encrypted items have no text."""
-    if text := "".join(part.text for part in item.content or ()):
-        message["reasoning_content"] = message.get("reasoning_content", "") + text
+    last = messages[-1]
+    if isinstance(item, FunctionCall):
+        names[item.call_id] = item.name
+        function = {"name": item.name, "arguments": item.arguments}
+        last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
+        last["reasoning_content"] = last.get("reasoning_content", "") + text
 
 
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
     """Append a message; the assistant's text after a reasoning item joins that item's message."""
-    given = item.model_dump()
-    for name in ("type", "id", "status", "phase"):
-        given.pop(name, None)
-    is_begun = messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant"
-    if is_begun:
+    given = item.model_dump(exclude={"type", "id", "status", "phase"})
+    if messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant":
         messages[-1].update(given)
     else:
         messages.append(given)

@@ -11,18 +11,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
-from lp_runtime.server.chat.messages import ContentPart, Message, joined
-from lp_runtime.server.chat.tools import MAX_TOOLS, NamedTool, Tool, choose_tools
-from lp_runtime.server.openai.structure import ResponseFormat, StructuredOutputs, constraint_of
+from lp_runtime.server.openai.parts import (
+    MAX_TOOLS,
+    ContentPart,
+    Message,
+    NamedTool,
+    OpenPart,
+    ResponseFormat,
+    StrictPart,
+    StructuredOutputs,
+    Tool,
+    choose_tools,
+    constraint_of,
+    joined,
+)
 
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
@@ -65,10 +76,8 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-class _Body(BaseModel):
-    """Base of bodies and their parts: no unknown fields, no type conversions."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
+class _Body(StrictPart):
+    """Base of bodies and of their parts."""
 
     @model_validator(mode="before")
     @classmethod
@@ -78,8 +87,6 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """Options of a streamed answer."""
-
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False
@@ -96,7 +103,6 @@ class Lookahead(_Body):
     tokens: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
-        """Return the settings, with defaults for those that are missing."""
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
@@ -108,7 +114,7 @@ class Prediction(_Body):
 
 
 class Common(_Body):
-    """Fields that completions, chats and responses share.
+    """Fields that all bodies share.
 
     Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
     include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens, max_time,
@@ -176,12 +182,17 @@ class Common(_Body):
         """Return the constraint of the answer's text; None for any text."""
         return constraint_of(self.response_format, self.structured_outputs)
 
+    def length(self) -> int | None:
+        """Return how many tokens to generate at most; None for the default."""
+        return self.max_tokens
+
     def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
         """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, as many as leave room for one new token."""
         num = self.truncate_prompt_tokens
-        if num is None or (num == -1 and context_length is None):
+        if num == -1:
+            num = None if context_length is None else context_length - 1
+        if num is None:
             return ids
-        num = context_length - 1 if num == -1 and context_length is not None else num
         if num == 0:
             raise RequestError("truncate_prompt_tokens=0: must be -1, or at least 1")
         return ids[-num:]
@@ -199,6 +210,8 @@ class Common(_Body):
         """
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options: only with stream=true")
+        if self.trace and not self.stream:
+            raise RequestError("trace: only with stream=true")
         options = RequestOptions(
             eos=not self.ignore_eos,
             sampling=self._sampling(sampling, defaults),
@@ -207,15 +220,12 @@ class Common(_Body):
             constraint=self.constraint(),
             stop_token_ids=self.stop_token_ids,
             skip_special_tokens=self.skip_special_tokens,
+            trace=self.trace,
         )
         if self.prediction is not None:
             options["prediction"] = joined(self.prediction.content)
         if self.allowed_token_ids is not None:
             options["processors"] = [AllowedTokens(self.allowed_token_ids)]
-        if self.trace:
-            if not self.stream:
-                raise RequestError("trace: only with stream=true")
-            options["trace"] = True
         if self.lookahead is not None:
             options["lookahead"] = self.lookahead.resolve()
         return options
@@ -238,7 +248,7 @@ class Common(_Body):
         return replace(sampling, **given)
 
     def _given_sampling(self) -> dict[str, Any]:
-        """Return the body's sampling settings, converted to this package's ranges."""
+        """Return the body's settings, converted to this package's ranges."""
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.seed is not None and self.seed in OPENAI_SEEDS:
             given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
@@ -267,7 +277,6 @@ def _same(value: object, other: object) -> bool:
 
 
 def _token_id(text: str) -> int:
-    """Parse a key of logit_bias; raise RequestError if it is not a token id."""
     if not text.isascii() or not text.isdigit() or len(text) > MAX_TOKEN_DIGITS:
         raise RequestError(f"logit_bias of {text!r}: keys must be token ids")
     return int(text)
@@ -283,7 +292,6 @@ class Completion(Common):
     best_of: int | None = None
 
     def prompts(self) -> Sequence[str | list[int]]:
-        """Return the prompts, as texts or token ids."""
         if self.suffix and not isinstance(self.prompt, str):
             raise RequestError("suffix: only with one prompt, as text")
         if self.best_of not in (None, self.n):
@@ -299,7 +307,7 @@ class Completion(Common):
         return self.prompt
 
     def length(self) -> int | None:
-        """Return how many tokens to generate at most; None for the default.
+        """Return the limit of new tokens.
 
         With `echo`, a client may ask for 0 new tokens; one is generated nevertheless, and not shown (`shows_new`).
         """
@@ -311,8 +319,24 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
+class Tokenize(OpenPart):
+    """The body of POST /tokenize: a prompt or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class Detokenize(OpenPart):
+    model: str | None = None
+    tokens: list[int]
+
+
 class Conversation(Common):
-    """Fields that chats and responses share: how the chat template is rendered, and how long the model reasons.
+    """Fields that conversations share: how the chat template is rendered, and how long the model reasons.
 
     `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
     """
@@ -330,11 +354,8 @@ class Conversation(Common):
         return None
 
     def template_kwargs(self) -> dict[str, Any]:
-        """Return the variables of the chat template that the body gives."""
         effort = self.effort()
-        given: dict[str, Any] = {}
-        if effort is not None:
-            given["reasoning_effort"] = effort
+        given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if effort == "none" or self.enable_thinking is not None:
             given["enable_thinking"] = bool(self.enable_thinking)
         return {**given, **self.chat_template_kwargs}
@@ -345,7 +366,6 @@ class Conversation(Common):
 
     @property
     def continues_message(self) -> bool:
-        """Whether the answer continues the last message."""
         return self.continue_final_message
 
     def rendering(self) -> dict[str, bool]:
@@ -373,7 +393,6 @@ class Chat(Conversation):
         return self.reasoning_effort
 
     def length(self) -> int | None:
-        """Return how many tokens to generate at most; None for the default."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def num_top_logprobs(self) -> int | None:
@@ -383,10 +402,8 @@ class Chat(Conversation):
         return self.top_logprobs or 0 if self.logprobs else None
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call."""
         choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        return choose_tools(self.tools, choice, self.parallel_tool_calls)
+        return choose_tools([tool.plain() for tool in self.tools], choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the messages as the dicts that chat templates expect."""
         return [message.plain() for message in self.messages]

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from lp_runtime.chat.tool_use import ToolUse
+from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.errors import RequestError
-from lp_runtime.server.chat.messages import Message
-from lp_runtime.server.chat.tools import MAX_TOOLS, FunctionTool, NamedFunctionTool, ResponsesTool, choose_tools
 from lp_runtime.server.openai.input_items import InputItem, messages_of
+from lp_runtime.server.openai.parts import (
+    MAX_TOOLS,
+    FunctionTool,
+    Message,
+    NamedFunctionTool,
+    OpenPart,
+    ResponseFormat,
+    ResponsesTool,
+    StrictPart,
+    choose_tools,
+    constraint_of,
+    refuse,
+)
 from lp_runtime.server.openai.protocol import Conversation
-from lp_runtime.server.openai.structure import ResponseFormat, constraint_of
 
 VERBOSITIES = (None, "medium")
 NO_EFFECT = ("reasoning.encrypted_content",)  # of `include`: reasoning is always sent, in plain text
 
 
-class TextSettings(BaseModel):
-    """Settings of the answer's text."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
-
+class TextSettings(StrictPart):
     format: ResponseFormat | None = None
     verbosity: str | None = None
 
 
-class ReasoningSettings(BaseModel):
-    """Settings of the answer's reasoning part."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-
+class ReasoningSettings(OpenPart):
     effort: str | None = None
 
 
@@ -57,37 +58,29 @@ class Responses(Conversation):
         return None if self.reasoning is None else self.reasoning.effort
 
     def unknown_fields(self) -> list[str]:
-        """Return the names of fields without effect, and of tools that are left out."""
         hosted = [f"tools[{tool.type}]" for tool in self.tools if not isinstance(tool, FunctionTool)]
         has_verbosity = self.text is not None and self.text.verbosity not in VERBOSITIES
         return [*super().unknown_fields(), *hosted, *(["text.verbosity"] if has_verbosity else [])]
 
-    def check(self) -> None:
-        """Raise RequestError if a field asks for something that is not supported."""
-        refused = {
-            "previous_response_id: is not supported, responses are not stored; send the whole conversation": (
-                self.previous_response_id is not None
-            ),
-            "background=true: is not supported": self.background,
-            f"include={self.include}: is not supported; leave it out": bool(set(self.include or ()) - set(NO_EFFECT)),
-            f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
-            f"n={self.n}: must be 1": self.n != 1,
-            "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
-            "input: is empty": not self.input,
-        }
-        for message, is_refused in refused.items():
-            if is_refused:
-                raise RequestError(message)
-
     def constraint(self) -> ConstraintConfig | None:
-        """Return the constraint of the answer's text; None for any text."""
         if self.text is None or self.text.format is None:
             return super().constraint()
         return constraint_of(self.text.format, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
-        """Return the conversation as the messages that chat templates expect."""
-        self.check()
+        refers = self.previous_response_id is not None
+        refuse(
+            {
+                "previous_response_id: is not supported, responses are not stored; send the whole conversation": refers,
+                "background=true: is not supported": self.background,
+                f"include={self.include}: is not supported; leave it out": not set(self.include or ())
+                <= set(NO_EFFECT),
+                f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
+                f"n={self.n}: must be 1": self.n != 1,
+                "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
+                "input: is empty": not self.input,
+            }
+        )
         given = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
         if isinstance(self.input, str):
             given.append(Message(role="user", content=self.input))
@@ -96,13 +89,8 @@ class Responses(Conversation):
         return [message.plain() for message in given]
 
     def tool_use(self) -> ToolUse:
-        """Return which tools the answer may or must call."""
-        return choose_tools(
-            [tool.tool() for tool in self.tools if isinstance(tool, FunctionTool)],
-            self.tool_choice,
-            self.parallel_tool_calls,
-        )
+        tools = [tool.plain() for tool in self.tools if isinstance(tool, FunctionTool)]
+        return choose_tools(tools, self.tool_choice, self.parallel_tool_calls)
 
     def length(self) -> int | None:
-        """Return how many tokens to generate at most; None for the default."""
         return self.max_output_tokens

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from lp_runtime.chat.chat_parser import Piece
-from lp_runtime.server.openai.responses import Choice, Form, acceptance_of, event, usage_of
+from lp_runtime.server.http.errors import ApiError
+from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.text.token_text import TokenTexts
 
@@ -21,15 +22,10 @@ PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
 
 @dataclass
 class OutputItem:
-    """An item of an answer, which grows while the answer is decoded.
+    """An item of an answer, which grows while the answer is decoded."""
 
-    Attributes:
-        piece: the item's first piece, which determines its type.
-        text: text of all pieces so far; of a call, its arguments.
-    """
-
-    piece: Piece
-    text: str = ""
+    piece: Piece  # the first one, which determines the item's type
+    text: str = ""  # of all pieces so far; of a call, its arguments
     item_id: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,14 +55,12 @@ class OutputItem:
 class ResponsesForm(Form):
     """The form of answers to POST /v1/responses.
 
-    Args:
-        body: the request's body; the answer repeats its settings.
-        max_calls: calls that an answer shows at most; None for no limit.
+    `body` is the request's body, whose settings the answer repeats.
     """
 
-    def __init__(self, model: str, texts: TokenTexts, body: Responses, max_calls: int | None = None):
+    def __init__(self, model: str, texts: TokenTexts, body: Responses):
         super().__init__(model, texts)
-        self._body, self._max_calls = body, max_calls
+        self._body = body
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -85,8 +79,6 @@ class ResponsesForm(Form):
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
         for piece in choice.pieces(text):
-            if self._max_calls is not None and piece.call >= self._max_calls:
-                continue
             if not self._items or piece.kind != self._items[-1].piece.kind or piece.name is not None:
                 yield from self._end_item("completed")
                 yield from self._begin_item(piece)
@@ -102,25 +94,19 @@ class ResponsesForm(Form):
         response = self._ended(choice)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the event for an error after the answer began."""
-        details = error["error"]
-        assert isinstance(details, Mapping)  # the body of an ApiError
-        reported = {"code": "server_error", "message": details["message"]}
+    def failure(self, error: ApiError) -> Iterator[str]:
+        reported = {"code": "server_error", "message": str(error)}
         yield self._event("response.failed", response=self._response("failed") | {"error": reported})
 
     def _begin_item(self, piece: Piece) -> Iterator[str]:
-        """Begin a new item with a piece."""
         item = OutputItem(piece)
         self._items.append(item)
-        yield self._event(
-            "response.output_item.added", output_index=len(self._items) - 1, item=item.body("in_progress", False)
-        )
+        body = item.body("in_progress", False)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=body)
         if piece.kind != "arguments":
             yield self._event("response.content_part.added", **self._place(), part=item.part())
 
     def _end_item(self, status: str) -> Iterator[str]:
-        """End the current item, if there is one."""
         if not self._items:
             return
         item, place = self._items[-1], self._place()
@@ -150,7 +136,6 @@ class ResponsesForm(Form):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _ended(self, choice: Choice) -> dict[str, object]:
-        """Return the final response of a choice that has ended."""
         status, usage = _status(choice), usage_of([choice])
         last = len(self._items) - 1
         bodies = [item.body(status if place == last else "completed") for place, item in enumerate(self._items)]
@@ -207,5 +192,4 @@ class ResponsesForm(Form):
 
 
 def _status(choice: Choice) -> str:
-    """Return the status of a choice that has ended."""
     return "incomplete" if choice.reason == "length" else "completed"

@@ -14,7 +14,7 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.openai.responses import Choice
+from lp_runtime.server.openai.forms import Choice
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"]}}</tool_call>'
 TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"
@@ -24,9 +24,10 @@ TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 
 def answered(text=TEXT, max_calls=None, reason="stop"):
     """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
-    form = MessagesForm("demo", TEXTS, 1000, max_calls)
+    form = MessagesForm("demo", TEXTS, 1000)
     request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000)
-    choice = Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(()), reason=reason)
+    job = SimpleNamespace(request=request, generation=None)
+    choice = Choice(0, job, StopTrimmer(()), max_calls=max_calls, reason=reason)
     choice.text, choice.tokens = text, [ord(each) for each in text]
     choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
     return form, choice

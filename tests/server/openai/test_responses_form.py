@@ -12,7 +12,7 @@ from support.serving import answering
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.responses import Choice
+from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 
@@ -24,9 +24,9 @@ TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 
 def answered(max_calls=None, reason="stop"):
     """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
-    form = ResponsesForm("demo", TEXTS, Responses(input="x", tools=[TOOL]), max_calls)
+    form = ResponsesForm("demo", TEXTS, Responses(input="x", tools=[TOOL]))
     job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3], prediction=None), generation=None)
-    choice = Choice(0, job, StopTrimmer(()), tokens=[ord(each) for each in TEXT], reason=reason)
+    choice = Choice(0, job, StopTrimmer(()), max_calls=max_calls, tokens=[ord(each) for each in TEXT], reason=reason)
     choice.parser = ChatFormat("</think>", "hermes").parser(True, "")
     return form, choice
 

@@ -8,7 +8,8 @@ import logging
 
 import pytest
 
-from lp_runtime.server.gate import PROBES, Gate, GateRules
+from lp_runtime.config.serving import ServeConfig
+from lp_runtime.server.http.gate import PROBES, Gate
 
 SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "client": ("127.0.0.1", 1)}
 
@@ -16,8 +17,8 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "client": 
 class Recorder:
     """A client of the gate, and the application behind it, which reads the body and answers 200."""
 
-    def __init__(self, rules: GateRules):
-        self._gate = Gate(self._app, rules)
+    def __init__(self, api_keys: dict[str, str] | None = None, **settings):
+        self._gate = Gate(self._app, ServeConfig(host="0.0.0.0", **settings), api_keys or {})
         self.sent: list[dict] = []
         self.request_id = None
 
@@ -61,11 +62,11 @@ class Recorder:
     ],
 )
 def test_hosts(host, status):
-    rules = GateRules(allowed_hosts=("localhost", "127.0.0.1", "[::1]", "*.example.org"))
-    assert Recorder(rules).ask(host=host)[0] == status
-    assert Recorder(GateRules()).ask(host=host)[0] == 200
+    hosts = ["localhost", "127.0.0.1", "[::1]", "*.example.org"]
+    assert Recorder(allowed_hosts=hosts).ask(host=host)[0] == status
+    assert Recorder().ask(host=host)[0] == 200
     for path in PROBES:  # probes ask by address
-        assert Recorder(rules).ask(host=host, path=path)[0] == 200
+        assert Recorder(allowed_hosts=hosts).ask(host=host, path=path)[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -83,7 +84,7 @@ def test_hosts(host, status):
 )
 def test_pages_of_elsewhere_may_not_ask(origin, more, status):
     headers = more if origin is None else more | {"origin": origin}
-    recorder = Recorder(GateRules(cors_origins=["https://friend.org"]))
+    recorder = Recorder(cors_origins=["https://friend.org"])
     assert recorder.ask(host="localhost:8000", **headers)[0] == status
 
 
@@ -101,7 +102,7 @@ def test_pages_of_elsewhere_may_not_ask(origin, more, status):
     ],
 )
 def test_keys(authorization, status):
-    recorder = Recorder(GateRules(api_keys={"first": "alpha", "second": "beta"}))
+    recorder = Recorder({"first": "alpha", "second": "beta"})
     answer, headers = recorder.ask(authorization=authorization)
     assert answer == status
     assert (headers.get("www-authenticate") == "Bearer") == (status == 401)
@@ -112,7 +113,7 @@ def test_keys(authorization, status):
 
 
 def test_request_ids_and_the_access_log(caplog):
-    recorder = Recorder(GateRules(api_keys={"first": "alpha"}, logs_access=True))
+    recorder = Recorder({"first": "alpha"}, access_log=True)
     with caplog.at_level(logging.INFO, "lp_runtime.access"):
         _, headers = recorder.ask(authorization="Bearer alpha", x_request_id="my-id.7")
         assert headers["x-request-id"] == recorder.request_id == "my-id.7"
@@ -125,7 +126,7 @@ def test_request_ids_and_the_access_log(caplog):
 
 
 def test_no_page_may_frame_an_answer():
-    _, headers = Recorder(GateRules()).ask(method="GET", path="/")
+    _, headers = Recorder().ask(method="GET", path="/")
     assert headers["x-frame-options"] == "DENY" and headers["x-content-type-options"] == "nosniff"
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
 
@@ -134,7 +135,7 @@ def test_a_body_that_does_not_come():
     async def nothing():
         await asyncio.Event().wait()
 
-    recorder = Recorder(GateRules(body_timeout=0.01))
+    recorder = Recorder(body_timeout=0.01)
     with pytest.raises(Exception, match="did not arrive within 0.01 seconds") as caught:
         recorder.ask(nothing)
     assert caught.value.status_code == 408
@@ -161,5 +162,5 @@ def test_a_body_that_comes_in_time_is_waited_for_only_once():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Gate(app, GateRules(body_timeout=0.01))(SCOPE | {"headers": []}, receive, send))
+    asyncio.run(Gate(app, ServeConfig(host="0.0.0.0", body_timeout=0.01), {})(SCOPE | {"headers": []}, receive, send))
     assert sent[0]["status"] == 200

@@ -266,7 +266,7 @@ def test_a_seed_gives_one_text_at_any_parallelism(runtime):
     ],
 )
 def test_constraints_begin_behind_reasoning(form, end, text, allowed):
-    config = form.behind_reasoning(ConstraintConfig(choice=["ab"]), end)
+    config = form.after_reasoning(ConstraintConfig(choice=["ab"]), end)
     texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
     info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
     matcher = xgrammar.GrammarMatcher(load_compiled(compile_constraint(config, info), info))

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LengthError, LookaheadError, RequestError
-from lp_runtime.server.anthropic.error_body import error_body
 
 STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 503}  # by error class; others are 503
 # OpenAI's codes by error class; the code of others is the name of their class.
@@ -18,51 +18,68 @@ ANTHROPIC_PATH = "/v1/messages"  # of the routes of Anthropic's API: this one, a
 MAX_MESSAGE_CHARS = 500  # a message may quote a value that is as long as the request
 
 
+# Anthropic's `error.type` by HTTP status; others are invalid_request_error below 500, else api_error.
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
 class ApiError(Exception):
-    """An error response.
+    """An error response; callers may add to its headers.
 
-    Args:
-        message: joined into one line and shortened to about MAX_MESSAGE_CHARS.
-        kind: OpenAI's `error.type`.
-
-    Attributes:
-        body: in OpenAI's format.
-        headers: additional headers of the response; callers may add to them.
+    `kind` is OpenAI's `error.type`, and `body` is in OpenAI's format.
     """
 
     def __init__(self, status: int, message: str, kind: str = "invalid_request_error", code: str | None = None):
-        message = " ".join(message.encode(errors="backslashreplace").decode().split())
-        message = (
-            message
-            if len(message) <= MAX_MESSAGE_CHARS
-            else f"{message[: MAX_MESSAGE_CHARS // 2]} ... {message[-MAX_MESSAGE_CHARS // 2 :]}"
-        )
+        message = " ".join(message.encode(errors="backslashreplace").decode().split())  # one line
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = f"{message[: MAX_MESSAGE_CHARS // 2]} ... {message[-MAX_MESSAGE_CHARS // 2 :]}"
         super().__init__(message)
         self.status = status
         self.body = {"error": {"message": message, "type": kind, "param": None, "code": code}}
         self.headers: dict[str, str] = {"Retry-After": "1"} if status in (429, 503) else {}
 
     @classmethod
-    def of(cls, error: LookaheadError) -> ApiError:
-        """Convert one of this package's errors."""
+    def of(cls, error: Exception) -> ApiError:
+        """Convert an error; of an unexpected one the details are in the log only."""
+        if not isinstance(error, LookaheadError):
+            message = f"{type(error).__name__}: the answer has failed; the server's log has details"
+            return cls(500, message, "server_error")
         status = next((status for kind, status in STATUS.items() if isinstance(error, kind)), 503)
         kind = "invalid_request_error" if status == 400 else "server_error"
-        code = CODES.get(type(error), type(error).__name__)
-        return cls(status, str(error), kind, code)
-
-    @classmethod
-    def unforeseen(cls, error: Exception) -> ApiError:
-        """Convert an unexpected error to status 500; its details are in the log only."""
-        return cls(500, f"{type(error).__name__}: the answer has failed; the server's log has details", "server_error")
+        return cls(status, str(error), kind, CODES.get(type(error), type(error).__name__))
 
     def response(self, path: str) -> JSONResponse:
-        """Build the HTTP response to a request of a path, in the format of that path's API.
-
-        With status 429 or 503 it asks clients to retry.
-        """
+        """Build the HTTP response to a request of a path, in the format of that path's API."""
         is_anthropic = path == ANTHROPIC_PATH or path.startswith(f"{ANTHROPIC_PATH}/")
-        body = error_body(self.status, str(self)) if is_anthropic else self.body
-        return JSONResponse(body, self.status, self.headers)
+        return JSONResponse(
+            anthropic_error(self.status, str(self)) if is_anthropic else self.body, self.status, self.headers
+        )
+
+
+def anthropic_error(status: int, message: str) -> dict[str, object]:
+    """Return an error body in Anthropic's format; in a stream, `status` is that of the error before the stream."""
+    kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": message}}
+
+
+async def handle(request: Request, error: Exception) -> JSONResponse:
+    """Answer a request that raised an error; FastAPI's handler of all exceptions."""
+    if isinstance(error, RequestValidationError):  # a malformed body
+        error = ApiError(400, in_words(error.errors()))
+    elif isinstance(error, HTTPException):  # of FastAPI or the gate
+        headers = error.headers or {}
+        error = ApiError(error.status_code, str(error.detail))
+        error.headers.update(headers)
+    elif not isinstance(error, ApiError):
+        error = ApiError.of(error)
+    return error.response(request.url.path)
 
 
 # Wording of pydantic's error types for the client; pydantic's `ctx` fills the braces.
@@ -90,32 +107,28 @@ WORDS = {
     "json_invalid": "is not valid JSON: {error}",
 }
 MAX_SHOWN_CHARS = 60  # a message leaves out longer values
-
-
-async def invalid(request: Request, error: Exception) -> JSONResponse:
-    """Answer a malformed body with status 400 and its first validation error, in one line."""
-    assert isinstance(error, RequestValidationError)  # FastAPI calls this handler for this class only
-    return ApiError(400, in_words(error.errors())).response(request.url.path)
+TRIED_TYPES = ("str", "int", "float", "bool")  # pydantic's names of union branches
 
 
 def in_words(errors: Sequence[Mapping]) -> str:
     """Describe the first field that pydantic rejects, with its name and value.
 
     A field of a union type has one error per branch, and the message joins them with "or". A tagged item of a list
-    (input_items.py) is the exception: only the error of the branch that its tag selects is reported.
+    (see parts.py) is the exception: only the error of the branch that its tag selects is reported.
     """
     where = _place(errors[0])
     inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]
     if inside:
         errors, where = inside, _place(inside[0])
-    found = [each for each in errors if _place(each) == where]
-    if errors[0]["type"] in ("missing", "extra_forbidden"):
-        found = found[:1]
-    meanings = dict.fromkeys(_meaning(each) for each in found)
+    has_value = errors[0]["type"] not in ("missing", "extra_forbidden")
+    found = [each for each in errors if _place(each) == where][: None if has_value else 1]
+    meanings = dict.fromkeys(
+        WORDS[each["type"]].format(**each.get("ctx", {})) if each["type"] in WORDS else str(each["msg"])
+        for each in found
+    )
     what = " or ".join(meanings).replace(" or must be ", " or ")
-    value = errors[0].get("input")
-    is_shown = where != "body" and errors[0]["type"] not in ("missing", "extra_forbidden")
-    return f"{where}{_shown(value) if is_shown else ''}: {what}"
+    shown = _shown(errors[0].get("input")) if has_value and where != "body" else ""
+    return f"{where}{shown}: {what}"
 
 
 def _shown(value: object) -> str:
@@ -124,14 +137,8 @@ def _shown(value: object) -> str:
     return shown if len(shown) <= MAX_SHOWN_CHARS + 1 else ""
 
 
-def _meaning(error: Mapping) -> str:
-    """Return the wording of one pydantic error."""
-    known = WORDS.get(error["type"])
-    return str(error["msg"]) if known is None else known.format(**error.get("ctx", {}))
-
-
 def _is_tagged(error: Mapping) -> bool:
-    """Whether an error's location has a tag of a union, which input_items.py writes as [message]."""
+    """Whether an error's location has a tag of a union, which parts.py writes as [message]."""
     return any(str(part).startswith("[") for part in error["loc"])
 
 
@@ -145,6 +152,3 @@ def _place(error: Mapping) -> str:
     if error["type"] == "json_invalid":
         names = []
     return ".".join(names) or "body"
-
-
-TRIED_TYPES = ("str", "int", "float", "bool")  # pydantic's names of union branches

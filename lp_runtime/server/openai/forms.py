@@ -9,11 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lp_runtime.chat.answer import message_of, parts_of
 from lp_runtime.chat.chat_parser import ChatParser, Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
+from lp_runtime.server.http.errors import ApiError
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 
@@ -25,37 +27,26 @@ COMMENT = ": waiting\n\n"  # clients ignore it; without it, fetch of Node.js end
 
 @dataclass
 class Choice:
-    """One text of an answer, which grows while its job decodes.
-
-    Attributes:
-        prefix: text to show before the new text: the prompt with `echo`, else empty.
-        prefix_texts: texts of the prompt's tokens, which join to the prefix; only with `echo` and log-probabilities.
-        is_prefix_shown: whether the prefix has been shown; streamed answers show it once, with the first text.
-        offset: number of characters of the tokens shown with log-probabilities so far; None before the first.
-        text: text so far; only in answers that are not streamed.
-        logprobs, found_by, sources: of the new tokens so far, if asked for: see StepOutput.
-        token_texts: texts of the new tokens, up to the first one that is not final; only with log-probabilities.
-        reason: OpenAI's finish_reason; None before the end.
-        stop: the stop string that ended the text; None before the end, and without one.
-        parser: splits the text into reasoning, content and tool calls; None for plain text.
-    """
+    """One text of an answer, which grows while its job decodes."""
 
     index: int
     job: Job
     trimmer: StopTrimmer
-    prefix: str = ""
-    prefix_texts: Sequence[str] = ()
-    is_prefix_shown: bool = False
-    offset: int | None = None
-    text: str = ""
+    prefix: str = ""  # shown before the new text: the prompt with `echo`
+    prefix_texts: Sequence[str] = ()  # of the prompt's tokens; only with `echo` and log-probabilities
+    is_prefix_shown: bool = False  # streamed answers show the prefix once, with the first text
+    offset: int | None = None  # characters of the tokens shown with log-probabilities so far; None before the first
+    text: str = ""  # only in answers that are not streamed
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # like the next two of the new tokens, if asked for
     found_by: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
-    token_texts: list[str] = field(default_factory=list)
-    reason: str | None = None
-    stop: str | None = None
-    parser: ChatParser | None = None
+    token_texts: list[str] = field(default_factory=list)  # up to the first that is not final; with log-probabilities
+    reason: str | None = None  # OpenAI's finish_reason; None before the end
+    stop: str | None = None  # the stop string that ended the text
+    parser: ChatParser | None = None  # None for plain text
+    max_calls: int | None = None  # that the answer shows
+    num_shown: int = 0  # new tokens that events have shown
 
     @property
     def num_final(self) -> int:
@@ -81,11 +72,11 @@ class Choice:
         """Split new text into pieces of the answer; once the choice has ended, return all remaining pieces."""
         if self.parser is None:
             return [Piece("content", text)] if text else []
-        return self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
+        pieces = self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
+        return [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
 
 
 def event(body: Mapping[str, object], name: str | None = None) -> str:
-    """Format a body as a server-sent event."""
     line = f"data: {to_json(body)}\n\n"
     return line if name is None else f"event: {name}\n{line}"
 
@@ -141,18 +132,12 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 
 
 class Form(ABC):
-    """The format of an answer: of a completion, a chat or a response.
-
-    Attributes:
-        shows_tokens: whether new tokens make an event even if they add no text, as with log-probabilities.
-        counts_each: whether every chunk of a stream has the usage so far, in forms that have chunks.
-    """
+    """The format of an answer."""
 
     def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
-        self.model = model
-        self.texts = texts
-        self.counts_each = False
-        self.shows_tokens = shows_tokens
+        self.model, self.texts = model, texts
+        self.counts_each = False  # whether every chunk of a stream has the usage so far, in forms that have chunks
+        self.shows_tokens = shows_tokens  # whether new tokens make an event even if they add no text
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:
@@ -174,27 +159,21 @@ class Form(ABC):
         """Return an event that keeps a stream's connection open until there is new text; by default a comment."""
         return COMMENT
 
-    def failure(self, error: Mapping[str, object]) -> Iterator[str]:
-        """Yield the events for an error after the answer began; `error` is the body of an ApiError."""
-        yield event(error)
+    def failure(self, error: ApiError) -> Iterator[str]:
+        """Yield the events for an error after the answer began."""
+        yield event(error.body)
         yield LAST_EVENT
 
 
 class ChoicesForm(Form):
     """Base of the formats of completions and chats.
 
-    Args:
-        num_top: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
-
-    Attributes:
-        prefix: prefix of the answer's id.
-        kind: `object` of an answer that is not streamed.
-        chunk_kind: `object` of a chunk of a streamed answer.
+    `num_top`: how many of the likeliest tokens each log-probability comes with; None without log-probabilities.
     """
 
-    prefix: str
-    kind: str
-    chunk_kind: str
+    prefix: str  # of the answer's id
+    kind: str  # `object` of an answer that is not streamed
+    chunk_kind: str  # `object` of a chunk of a streamed answer
 
     def __init__(self, model: str, texts: TokenTexts, num_top: int | None):
         super().__init__(model, texts, num_top is not None)
@@ -202,7 +181,6 @@ class ChoicesForm(Form):
         self.num_top = num_top
 
     def chunk(self, *choices: Mapping[str, object], **more: object) -> str:
-        """Return a chunk of a streamed answer as an event."""
         return event({**self._head, "object": self.chunk_kind, "choices": list(choices), **more})
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:
@@ -268,11 +246,9 @@ class CompletionForm(ChoicesForm):
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[tuple[int, str, float | None]]) -> dict[str, object]:
-        """Return log-probabilities in the format of completions, and advance `choice.offset` past the tokens.
+        """Return log-probabilities of (id, text, log-probability), and advance `choice.offset` past the tokens.
 
-        Args:
-            tokens: id, text and log-probability of each. With `echo` they begin with the prompt's, the
-                first without a log-probability.
+        With `echo` they begin with the prompt's tokens, the first without a log-probability.
         """
         ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
         if tokens:
@@ -297,3 +273,47 @@ class CompletionForm(ChoicesForm):
             is_taken = label in top or (label == text and other != token)
             top[f"token_id:{other}" if is_taken else label] = each
         return {**top, text: float(value)}
+
+
+class ChatForm(ChoicesForm):
+    """The form of answers to POST /v1/chat/completions."""
+
+    prefix, kind, chunk_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, choices: list[Choice]) -> Iterator[str]:
+        for choice in choices:
+            delta = {"role": "assistant", "content": ""}
+            yield self.chunk({"index": choice.index, "delta": delta, "finish_reason": None})
+
+    def choice(self, choice: Choice) -> dict[str, object]:
+        return self._body(choice, "message", message_of(choice.pieces(choice.text)), slice(None))
+
+    def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
+        return self._body(choice, "delta", parts_of(choice.pieces(text)), new)
+
+    def _body(self, choice: Choice, name: str, parts: dict[str, object], new: slice) -> dict[str, object]:
+        """Return a choice whose text has been parsed to `parts`, which are its message or delta."""
+        has_calls = choice.parser is not None and choice.parser.num_calls
+        reason = "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
+        return {"index": choice.index, name: parts, "logprobs": self._logprobs(choice, new), "finish_reason": reason}
+
+    def _logprobs(self, choice: Choice, new: slice) -> dict[str, object] | None:
+        if self.num_top is None:
+            return None
+        content = []
+        tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=True)
+        for place, (token, text, value) in enumerate(tokens, start=new.start or 0):
+            entry = {"token": text, "logprob": float(value), "bytes": list(self._bytes(choice, token, place == 0))}
+            top = value.top if isinstance(value, Logprob) else ()
+            entries = [entry if other == token else self._entry(other, each) for other, each in top]
+            content.append({**entry, "top_logprobs": entries})
+        return {"content": content}
+
+    def _bytes(self, choice: Choice, token: int, is_first: bool) -> bytes:
+        """Return the bytes that a token of the answer has added to its text."""
+        if choice.job.request.skip_special_tokens and token in self.texts.special_ids:
+            return b""
+        return self.texts.bytes_at_start(token) if is_first else self.texts.bytes_of(token)
+
+    def _entry(self, token: int, value: float) -> dict[str, object]:
+        return {"token": self.texts.label(token), "logprob": value, "bytes": list(self.texts.bytes_of(token))}

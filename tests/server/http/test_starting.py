@@ -18,9 +18,9 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime, Scheduler
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError
-from lp_runtime.server.connections import HttpLimits
-from lp_runtime.server.serve import allowed_hosts, http_limits, http_server, make_server, open_port, read_api_keys
-from lp_runtime.server.starting import StartingServer
+from lp_runtime.server.app import Server
+from lp_runtime.server.http.settings import allowed_hosts, listen, read_api_keys
+from lp_runtime.server.serve import HttpServer, StartingServer
 
 
 def status_and_body(url: str, data: bytes | None = None, **options) -> tuple[int, dict]:
@@ -34,7 +34,7 @@ def status_and_body(url: str, data: bytes | None = None, **options) -> tuple[int
 
 def test_a_server_that_is_starting_says_so_and_hands_over():
     config = ServeConfig(port=0)
-    starting = open_port(config)
+    starting = StartingServer(listen(config), config)
     port = starting.port
     url = f"http://127.0.0.1:{port}"
     assert status_and_body(f"{url}/live") == (200, {"status": "ok"})
@@ -46,7 +46,7 @@ def test_a_server_that_is_starting_says_so_and_hands_over():
     waiting.sendall(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     runtime_config = RuntimeConfig(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none"))
     with LookaheadRuntime.from_config(runtime_config) as runtime, Scheduler(runtime) as scheduler:
-        server = http_server(make_server(runtime, scheduler, config), http_limits(config))
+        server = HttpServer(Server(runtime, scheduler, config), scheduler, config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         waiting.settimeout(PATIENCE)
@@ -62,7 +62,7 @@ def test_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"host=127.0.0.1 port={port}: Address already in use"):
-            open_port(ServeConfig(port=port))
+            listen(ServeConfig(port=port))
 
 
 def test_https(tmp_path):
@@ -70,7 +70,7 @@ def test_https(tmp_path):
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost", *files], check=True, capture_output=True)
     config = ServeConfig(port=0, ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
-    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), http_limits(config))
+    starting = StartingServer(listen(config), config)
     trust = ssl.create_default_context(cafile=config.ssl_certfile)
     url = f"https://localhost:{starting.port}/live"
     assert status_and_body(url, context=trust) == (200, {"status": "ok"})
@@ -79,7 +79,8 @@ def test_https(tmp_path):
 
 def test_a_silent_connection_does_not_keep_the_port():
     """The real server takes over though a client of the first has sent nothing."""
-    starting = StartingServer(socket.create_server(("127.0.0.1", 0)), HttpLimits(header_timeout=10 * PATIENCE))
+    config = ServeConfig(port=0, header_timeout=10 * PATIENCE)
+    starting = StartingServer(listen(config), config)
     with socket.create_connection(("127.0.0.1", starting.port)) as silent:
         silent.settimeout(PATIENCE)
         wait_until(lambda: status_and_body(f"http://127.0.0.1:{starting.port}/live")[0] == 200)

@@ -9,14 +9,15 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lp_runtime.server.errors import ApiError
+from lp_runtime.config.serving import ServeConfig
+from lp_runtime.server.http.errors import ApiError
+from lp_runtime.server.http.settings import allowed_hosts
 
 access_log = logging.getLogger("lp_runtime.access")
 
@@ -38,33 +39,16 @@ SECURITY_HEADERS = (
 )
 
 
-@dataclass(frozen=True)
-class GateRules:
-    """Rules for accepting requests.
+class Gate:
+    """ASGI middleware that checks a request before its body is read, and gives it an id.
 
-    Attributes:
-        api_keys: accepted API keys by the client's name; empty if none is required.
-        allowed_hosts: accepted Host headers, without port; "*.NAME" allows subdomains; empty for any.
-        cors_origins: origins of web pages, in addition to this server's own, whose scripts may send requests; "*" for
-            any.
-        body_timeout: seconds for a request's body to arrive.
-        logs_access: whether each request is logged, as one line of JSON.
+    `api_keys` are the accepted keys by the client's name; empty if none is required.
     """
 
-    api_keys: Mapping[str, str] = field(default_factory=dict)
-    allowed_hosts: Sequence[str] = ()
-    cors_origins: Sequence[str] = ()
-    max_body_bytes: int = 1 << 20
-    body_timeout: float = 30.0
-    logs_access: bool = False
-
-
-class Gate:
-    """ASGI middleware that checks a request before its body is read, and gives it an id."""
-
-    def __init__(self, app: ASGIApp, rules: GateRules):
-        self._app, self._rules = app, rules
-        self._keys = {name: key.encode() for name, key in rules.api_keys.items()}
+    def __init__(self, app: ASGIApp, config: ServeConfig, api_keys: Mapping[str, str]):
+        self._app, self._config = app, config
+        self._keys = {name: key.encode() for name, key in api_keys.items()}
+        self._hosts = [host.lower() for host in allowed_hosts(config)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request, or refuse it with status 400, 401, 403, 408 or 413."""
@@ -94,7 +78,7 @@ class Gate:
             else:
                 await self._app(scope, self._bounded(receive), named)
         finally:
-            if self._rules.logs_access:
+            if self._config.access_log:
                 _log(scope, request_id, client, status, time.perf_counter() - started)
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], client: str | None) -> ApiError | None:
@@ -110,18 +94,14 @@ class Gate:
             error.headers["WWW-Authenticate"] = "Bearer"
             return error
         declared = headers.get(b"content-length", b"0")
-        if not declared.isdigit() or int(declared[:20]) > self._rules.max_body_bytes:
+        if not declared.isdigit() or int(declared[:20]) > self._config.max_body_bytes:
             return ApiError(413, self._too_large())
         return None
 
     def _is_host_allowed(self, host: str) -> bool:
-        allowed = self._rules.allowed_hosts
-        if not allowed:
-            return True
         name = re.sub(r":\d*$", "", host).lower()
-        return any(
-            name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in map(str.lower, allowed)
-        )
+        is_known = any(name == each or (each.startswith("*.") and name.endswith(each[1:])) for each in self._hosts)
+        return is_known or not self._hosts
 
     def _is_origin_allowed(self, headers: Mapping[bytes, bytes], host: str) -> bool:
         """Whether a request comes from an allowed web page, from this server's own page, or from no page."""
@@ -129,7 +109,7 @@ class Gate:
             return True
         origin = headers[b"origin"].decode("latin-1")
         own = origin.partition("://")[2] == host and bool(host)
-        return own or "*" in self._rules.cors_origins or origin in self._rules.cors_origins
+        return own or "*" in self._config.cors_origins or origin in self._config.cors_origins
 
     def _client(self, headers: Mapping[bytes, bytes]) -> str | None:
         """Return the client whose key a request has; "" if no key is required, None if it is wrong.
@@ -145,11 +125,11 @@ class Gate:
         return matches[0] if matches else None
 
     def _too_large(self) -> str:
-        return f"the request is too large: must be at most {self._rules.max_body_bytes} bytes"
+        return f"the request is too large: must be at most {self._config.max_body_bytes} bytes"
 
     def _bounded(self, receive: Receive) -> Receive:
         """Wrap `receive` to raise an HTTPException if the body is too large or arrives too slowly."""
-        deadline = time.monotonic() + self._rules.body_timeout
+        deadline = time.monotonic() + self._config.body_timeout
         size, is_whole = 0, False
 
         async def bounded() -> Message:
@@ -159,11 +139,11 @@ class Gate:
             try:
                 message = await asyncio.wait_for(receive(), max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                what = f"the request's body did not arrive within {self._rules.body_timeout:g} seconds"
+                what = f"the request's body did not arrive within {self._config.body_timeout:g} seconds"
                 raise HTTPException(408, what, {"Connection": "close"}) from None
             size += len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
-            if size > self._rules.max_body_bytes:
+            if size > self._config.max_body_bytes:
                 raise HTTPException(413, self._too_large())
             return message
 
@@ -171,7 +151,6 @@ class Gate:
 
 
 def _log(scope: Scope, request_id: str, client: str | None, status: int, seconds: float) -> None:
-    """Log a request as one line of JSON."""
     line = {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "request_id": request_id,

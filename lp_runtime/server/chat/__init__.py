@@ -1,1 +1,0 @@
-"""Messages and tools as clients send them."""

@@ -1,0 +1,1 @@
+"""HTTP plumbing: limits on connections, access checks, error bodies, and the settings for them."""

@@ -1,0 +1,211 @@
+"""Parts of request bodies that the APIs share: messages, tools, and constraints of the answer.
+
+Tags of unions are in brackets, by which http/errors.py keeps them out of messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+
+from lp_runtime.chat.chat_format import ToolUse
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.errors import ConstraintError, RequestError
+
+MAX_TOOLS = 128
+NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
+ANY_OBJECT = {"type": "object"}
+
+
+class StrictPart(BaseModel):
+    """Base of bodies and their parts: no unknown fields, no type conversions."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class OpenPart(BaseModel):
+    """Base of parts whose unknown fields are ignored, because clients send back parts of earlier answers."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+
+class ContentPart(StrictPart):
+    """A part of a message's content; only text is supported."""
+
+    type: Literal["text", "input_text", "output_text"]
+    text: str
+    cache_control: dict[str, object] | None = None
+    annotations: list[object] | None = None
+    logprobs: list[object] | None = None
+
+
+class Message(BaseModel):
+    """A message of a conversation; unknown fields are passed to the model's chat template."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[ContentPart] | None = None
+
+    def plain(self) -> dict[str, object]:
+        """Convert the message to the dict that chat templates expect, with its content as one string."""
+        more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
+        return {**more, "role": self.role, "content": joined(self.content or "")}
+
+
+def joined(content: str | list[ContentPart]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class Function(StrictPart):
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(StrictPart):
+    """A tool of /v1/chat/completions."""
+
+    type: Literal["function"] = "function"
+    function: Function
+    cache_control: dict[str, object] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tool as chat templates expect it."""
+        return self.model_dump(exclude_none=True, exclude={"cache_control"})
+
+
+class _Typed(StrictPart):
+    """The field `type`, in a separate base class so that pydantic checks it first."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _Typed):
+    """A tool of /v1/responses, with the function's fields next to `type`."""
+
+    def plain(self) -> dict[str, Any]:
+        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type"})}
+
+
+class HostedTool(BaseModel):
+    """A tool of /v1/responses that OpenAI's servers run, or one that is not a function; the model is not shown it."""
+
+    type: str
+
+
+def _tag(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    return "[hosted]" if isinstance(kind, str) and kind != "function" else "[function]"
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[HostedTool, Tag("[hosted]")], Discriminator(_tag)
+]
+
+
+class NamedFunction(StrictPart):
+    name: str
+
+
+class NamedTool(StrictPart):
+    """A tool_choice that names a tool."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class NamedFunctionTool(NamedFunction, _Typed):
+    """A tool_choice of /v1/responses that names a tool."""
+
+
+def choose_tools(
+    tools: Sequence[Mapping[str, Any]],
+    choice: Literal["none", "auto", "required"] | NamedFunction,
+    is_parallel: bool,
+) -> ToolUse:
+    """Return which tools an answer may or must call; a named `choice` requires one call of that tool."""
+    if choice == "none":
+        return ToolUse((), False, is_parallel)
+    if isinstance(choice, NamedFunction):
+        named = [tool for tool in tools if tool["function"]["name"] == choice.name]
+        if not named:
+            raise RequestError(f"tool_choice: {choice.name!r} is not the name of any of the tools")
+        return ToolUse(named, True, False)
+    if choice == "required" and not tools:
+        raise RequestError("tool_choice=required: there are no tools")
+    return ToolUse(tools, choice == "required", is_parallel)
+
+
+def refuse(refused: dict[str, bool]) -> None:
+    """Raise a RequestError with the first message whose condition holds."""
+    for message, is_refused in refused.items():
+        if is_refused:
+            raise RequestError(message)
+
+
+class NamedSchema(StrictPart):
+    name: str = ""
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(StrictPart):
+    """OpenAI's response_format, or text.format of /v1/responses, with the schema's fields next to `type`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: NamedSchema | None = None
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def constraint(self) -> ConstraintConfig:
+        """Return the constraint; its `kind` is None for plain text."""
+        if self.type == "text":
+            return ConstraintConfig()
+        if self.type == "json_object":
+            return ConstraintConfig(json_schema=ANY_OBJECT)
+        schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        if schema is None:
+            raise ConstraintError("response_format.json_schema.schema: is missing")
+        return ConstraintConfig(json_schema=schema)
+
+
+class StructuredOutputs(StrictPart):
+    """vLLM's structured_outputs."""
+
+    json_: str | dict[str, Any] | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+    disable_any_whitespace: bool = True
+    disable_additional_properties: bool = False
+
+    def constraint(self) -> ConstraintConfig:
+        """Return the constraint; its `kind` is None if none is given."""
+        if self.json_object and self.json_ is not None:
+            raise ConstraintError("structured_outputs: json and json_object are given; give one of them")
+        return ConstraintConfig(
+            json_schema=ANY_OBJECT if self.json_object else self.json_,
+            regex=self.regex,
+            choice=self.choice,
+            grammar=self.grammar,
+            structural_tag=self.structural_tag,
+            whitespace="fixed" if self.disable_any_whitespace else "any",
+        )
+
+
+def constraint_of(formatted: ResponseFormat | None, outputs: StructuredOutputs | None) -> ConstraintConfig | None:
+    """Return the constraint that a body asks for, in at most one of both forms; None without one."""
+    asked = [each.constraint() for each in (formatted, outputs) if each is not None]
+    given = [each for each in asked if each.kind is not None]
+    if len(given) > 1:
+        raise ConstraintError("response_format and structured_outputs: give one of them")
+    return given[0] if given else None
