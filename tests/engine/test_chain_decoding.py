@@ -26,11 +26,11 @@ def test_the_drop_in_gives_the_tokens_of_generate(model_type):
     assert outcome.kind == "exact", outcome.reason
 
 
-@pytest.mark.parametrize("num_replicas", thinned(3, [2, 1, 3]))
-def test_texts_do_not_depend_on_settings_and_replicas(num_replicas):
+@pytest.mark.parametrize(("num_replicas", "model_type"), thinned(6, [2, 1, 3], ["bamba", "qwen3_next"]))
+def test_texts_do_not_depend_on_settings_and_replicas(num_replicas, model_type):
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
-    plain = decode(Group.alone(), model_of("qwen3_next"), [replace(each, lookahead=PLAIN) for each in requests])
-    for found in run_ranks(decode_type, num_replicas, "qwen3_next", requests):
+    plain = decode(Group.alone(), model_of(model_type), [replace(each, lookahead=PLAIN) for each in requests])
+    for found in run_ranks(decode_type, num_replicas, model_type, requests):
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
 
 

@@ -17,7 +17,7 @@ from lp_runtime.prefill.prefix import MAX_POINTS, make_prefix_cache
 from lp_runtime.request.request import Request
 
 PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
-KINDS = ("qwen3_next", "falcon_h1", "mamba2")  # states beside attention, in a layer with attention, and nothing else
+KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in a layer with attention, in other layers, no attention
 MAX_BYTES = 1 << 30
 SETTINGS = LookaheadConfig(budget=5, prior="none")
 

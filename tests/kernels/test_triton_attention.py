@@ -40,14 +40,14 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, gro
 }
 
 
-ALWAYS = (("words", 132), ("one to a head", 132), ("batch", 1), ("batch with windows", 132))  # what differs most
+ALWAYS = (("words", 12), ("one to a head", 12), ("batch", 1), ("batch with windows", 12))  # what differs most
 
 
 @pytest.mark.parametrize(
     ("case", "num_processors", "dtype"),
     [
         pytest.param(*each, marks=() if each[:2] in ALWAYS and each[2] == torch.float32 else pytest.mark.slow)
-        for each in itertools.product(CASES, [1, 132], TOLERANCES)
+        for each in itertools.product(CASES, [1, 12, 132], TOLERANCES)
     ],
 )
 def test_attention(case, num_processors, dtype):
@@ -88,16 +88,18 @@ def test_sinks(case, num_processors):
 
 
 @pytest.mark.parametrize(
-    ("num_cached", "num_written"),
+    ("num_cached", "num_written", "num_processors", "num_parts"),
     [
-        (20, 1),
-        pytest.param(100, 2, marks=pytest.mark.slow),
-        pytest.param(32 * 127, 32, marks=pytest.mark.slow),
-        pytest.param(32 * 255, 64, marks=pytest.mark.slow),
+        (140, 2, 4, 6),
+        pytest.param(20, 1, 132, triton_attention.MAX_PARTS, marks=pytest.mark.slow),
+        pytest.param(32 * 127, 32, 132, triton_attention.MAX_PARTS, marks=pytest.mark.slow),
+        pytest.param(32 * 255, 64, 132, triton_attention.MAX_PARTS, marks=pytest.mark.slow),
     ],
 )
-def test_parts_without_keys_are_neither_written_nor_read(num_cached, num_written, monkeypatch):
-    """In a cache that has room for 64 parts and more: so many as hold keys are, whatever the capacity."""
+def test_parts_without_keys_are_neither_written_nor_read(
+    num_cached, num_written, num_processors, num_parts, monkeypatch
+):
+    """In a cache with a capacity of more than 64 parts, only the parts that hold keys are."""
     made = []
 
     def unwritten(*args, **options):
@@ -112,10 +114,10 @@ def test_parts_without_keys_are_neither_written_nor_read(num_cached, num_written
     positions, owners, table, words = inputs.device_inputs
     kernels.write(key, value, owners, table, LAYER)
     monkeypatch.setattr(torch, "empty", lambda shape, **options: unwritten(shape, **options))
-    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, 132, None)
+    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, num_processors, None)
     monkeypatch.undo()
     _, output, total, num_used = made
-    assert len(total) == triton_attention.MAX_PARTS
+    assert len(total) == num_parts
     assert total[:, 0].isnan().all(1).logical_not().sum() == num_written == num_used[0, 0]
     assert output[num_written:].isnan().all() and total[:, 1].isnan().all() and num_used[1].eq(0).all()
     torch.testing.assert_close(actual.double(), expected_of(query, [one], 1, 0.3), rtol=4e-3, atol=4e-3)
