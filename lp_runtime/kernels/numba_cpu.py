@@ -37,10 +37,7 @@ def supports(states: torch.Tensor) -> bool:
 
 
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
-    """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon).
-
-    `supports(states)` must hold; the weight is [E] float32.
-    """
+    """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon)."""
     rows = states.numpy()
     normed = np.empty_like(rows)
     _kernels()[0](rows.reshape(-1, len(weight)), weight, epsilon, normed.reshape(-1, len(weight)))
@@ -50,10 +47,7 @@ def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tens
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: np.ndarray, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each.
-
-    `supports` must hold for both tensors.
-    """
+    """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each."""
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)
     shape = (-1, len(weight))
@@ -79,8 +73,7 @@ def rotate_and_write(
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
 
     Args:
-        query: [1, T, heads, D]; query, key and value may be the same array, holding the heads of all three in turn.
-        key, value: [1, T, heads, D].
+        query, key, value: [1, T, heads, D]; may be the same array, holding the heads of all three in turn.
         first: index of the first head of queries, keys and values in their arrays.
         sizes: (g H, H).
         cos, sin: [1, T, D].
@@ -187,7 +180,6 @@ def _rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write `rotated`, `keys` and `values`; arguments and shapes as for `rotate_and_write`."""
     half = query.shape[3] // 2
     for token in range(query.shape[1]):
         at = start + token

@@ -243,7 +243,7 @@ def attend(
         scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
         GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1, HAS_SINKS=sinks is not None,
-        num_warps=num_warps(block, query.element_size()), num_stages=num_stages(block, query.element_size()),
+        num_warps=num_warps(query.element_size()), num_stages=num_stages(block, query.element_size()),
         **block, **early_launch(query.device),
     )  # fmt: skip
     if num_parts > 1:
@@ -258,8 +258,7 @@ def attend(
 
 
 @attend.register_fake
-def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return an empty tensor of the shape of `attend`'s result, for torch.compile."""
+def attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
 
@@ -267,7 +266,7 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
     """Return the block sizes of `_attend_part` (rows, keys, dimensions of a program) as keyword arguments.
 
     They fit the registers and shared memory of GPUs of compute capability 8.0 and higher. `num_rows` is g B, `size` is
-    D, and `num_bytes` is the size of an element.
+    D.
     """
     block_size = max(MIN_BLOCK, triton.next_power_of_2(size))
     max_rows = (MAX_ROWS if size <= MAX_SIZE else MAX_LARGE_ROWS) if num_bytes == 2 else MAX_FLOAT_ROWS
@@ -281,10 +280,7 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
 def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_bytes: int) -> int:
     """Return into how many parts the keys are split: as many as run at once, because more would need a second round.
 
-    Args:
-        block: of `blocks`.
-        num_programs: tiles of all key/value heads: the programs of `_attend_part` with one part.
-        num_bytes: size of an element.
+    `num_programs` are the tiles of all key/value heads: the programs of `_attend_part` with one part.
     """
     is_large = block["BLOCK_ROWS"] == MAX_ROWS or block["BLOCK_SIZE"] > MAX_SIZE or num_bytes == 4
     at_once = num_processors * (LARGE_PROGRAMS if is_large else PROGRAMS)
@@ -292,15 +288,9 @@ def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_
 
 
 def num_stages(block: dict[str, int], num_bytes: int) -> int:
-    """Return how many stages the loops of `_attend_part` have, by its blocks and the size of an element."""
     return 3 if block["BLOCK_KEYS"] * block["BLOCK_SIZE"] * num_bytes <= STAGED_BYTES else 2
 
 
-def num_warps(block: dict[str, int], num_bytes: int) -> int:
-    """Return how many warps a program of `_attend_part` needs, so that no registers spill.
-
-    Args:
-        block: of `blocks`.
-        num_bytes: size of an element.
-    """
+def num_warps(num_bytes: int) -> int:
+    """Return how many warps a program of attention needs so that no registers spill, by the size of an element."""
     return 8 if num_bytes == 4 else 4

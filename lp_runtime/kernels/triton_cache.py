@@ -117,7 +117,6 @@ def head_blocks(half: int, num_queries: int) -> tuple[int, int]:
 
 @rotate_and_write.register_fake
 def _rotate_and_write_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return an empty tensor of the shape of `rotate_and_write`'s result, for torch.compile."""
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

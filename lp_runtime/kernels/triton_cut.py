@@ -152,8 +152,7 @@ def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None
     Args:
         logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
         inverse_temperature: factor of the logits, in float32.
-        top_k: tokens to keep; None for all.
-        top_p: probability mass to keep, at most 1 - MIN_CUT_MASS; None for all.
+        top_p: probability mass to keep, at most 1 - MIN_CUT_MASS.
     """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and can_cut(logits.dtype, top_p)

@@ -51,10 +51,7 @@ def can_add_and_norm(states: torch.Tensor, added: torch.Tensor, weight: torch.Te
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two tensors, apply RMS norm in float32, and return (sum, normalized sum), [..., T, E] each.
-
-    `can_add_and_norm` must hold for the arguments; `epsilon` is added to the mean square.
-    """
+    """Add two tensors, apply RMS norm in float32, and return (sum, normalized sum), [..., T, E] each."""
     size = weight.numel()
     total, normed = torch.empty_like(states), torch.empty_like(states)
     block = triton.next_power_of_2(size)
@@ -66,5 +63,4 @@ def add_and_norm(
 
 
 def num_norm_warps(block: int) -> int:
-    """Return the number of warps for a row of `block` elements, a power of two."""
     return max(1, min(MAX_WARPS, block // WARP_ELEMENTS))

@@ -17,6 +17,7 @@ from lp_runtime.kernels.types import Noise, Packing
 from lp_runtime.lookahead import philox
 
 CHUNK = 2048  # tokens of the vocabulary that a program scans
+Chunks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `_scan`
 
 MULTIPLIER_A, MULTIPLIER_B = map(tl.constexpr, philox.MULTIPLIERS)
 INCREMENT_A, INCREMENT_B = map(tl.constexpr, philox.KEY_INCREMENTS)
@@ -159,10 +160,10 @@ def sample_and_pack(
         logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
         noise: added to the scaled logits before the successor is chosen; None to choose the largest logit.
         inverse_temperature: factor of the logits, in float32.
-        cut: which tokens may be sampled; None for all.
     """
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
-    return _pack(*_scan(logits, packing, noise, inverse_temperature, cut, num_chunks), packing, noise, logits.shape[1])
+    found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
+    return _pack(found, packing, noise, logits.shape[1])
 
 
 def find_in_slice(
@@ -173,28 +174,19 @@ def find_in_slice(
     first: int,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Scan one slice of the vocabulary; `pack_found` combines the results of all slices.
+    """Scan a slice of the vocabulary, [n, v] from id `first` on; `pack_found` combines all slices.
 
     Returns [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower
-    half).
-
-    Args:
-        logits: [n, v] of the slice; dtype and layout as for `sample_and_pack`.
-        first: the slice's first token id.
-        num_tokens: size of the largest slice, so that all slices have the same number of chunks.
+    half). `num_tokens` is the size of the largest slice, so that all slices have the same number of chunks.
     """
     num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
-    found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
-    values, ids, best_values, best_ids = found
+    values, ids, best_values, best_ids = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
     values, ids = torch.cat([values, best_values], 1), torch.cat([ids, best_ids], 1)
     return (values.view(torch.int32).long() << 32) | ids.long()
 
 
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
-    """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
-
-    `found` is [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
-    """
+    """Combine P results of `find_in_slice`, [P, n, width], ordered by token ids, as `sample_and_pack` would."""
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)
     num_chunks = width // (1 + num)
@@ -205,7 +197,8 @@ def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocab
         parts.append((each[..., : num_chunks * num].reshape(num_rows, -1), each[..., num_chunks * num :]))
     (values, best_values), (ids, best_ids) = parts
     best_values, best_ids = (each.reshape(num_rows, -1).contiguous() for each in (best_values, best_ids))
-    return _pack(values.contiguous(), ids.contiguous(), best_values, best_ids, packing, noise, vocabulary_size)
+    chunks = values.contiguous(), ids.contiguous(), best_values, best_ids
+    return _pack(chunks, packing, noise, vocabulary_size)
 
 
 def _scan(
@@ -216,7 +209,7 @@ def _scan(
     cut: Cut | None,
     num_chunks: int,
     first: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Chunks:
     """Find the likeliest tokens of each of C chunks, and the token to be sampled from it.
 
     Returns (values, ids), [n, C max(K, 1)] float32 and int32, and (best_values, best_ids), [n, C] of the same dtypes.
@@ -243,22 +236,13 @@ def _scan(
     return values, ids, best_values, best_ids
 
 
-def _pack(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    best_values: torch.Tensor,
-    best_ids: torch.Tensor,
-    packing: Packing,
-    noise: Noise | None,
-    size: int,
-) -> torch.Tensor:
-    """Pack `_scan`'s results for all V = `size` tokens into [n, width] int64."""
-    num, (num_rows, num_chunks) = packing.num, best_ids.shape
-    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=ids.device)
+def _pack(chunks: Chunks, packing: Packing, noise: Noise | None, size: int) -> torch.Tensor:
+    num, (num_rows, num_chunks) = packing.num, chunks[-1].shape
+    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=chunks[-1].device)
     if not num_rows:
         return packed
     _pack_rows[(num_rows,)](
-        values, ids, best_values, best_ids, packed, num_chunks, size,
+        *chunks, packed, num_chunks, size,
         NUM=num, WIDTH=packing.width, NO_TOKEN=packing.no_token, MARGIN_UNIT=packing.margin_unit,
         MAX_MARGIN=packing.max_margin, HAS_BEST=noise is not None or num == 0,
         BLOCK=triton.next_power_of_2(num_chunks * max(1, num)), BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),

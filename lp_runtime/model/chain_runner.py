@@ -19,7 +19,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
 from lp_runtime.model.forward.passes import FeedChunk, Passes
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
-from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
@@ -31,8 +30,10 @@ from lp_runtime.model.support import check_chain_family
 class ChainPasses(Passes):
     """Passes for a model that builds its own masks and may derive positions from its cache."""
 
-    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, lengths: RotaryLengths):
-        super().__init__(model, masks, None, lengths)
+    can_refeed = False  # a state cannot be taken back
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder):
+        super().__init__(model, masks, None)
         self._accepts_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._scans = FittedScans(model)
 
@@ -71,8 +72,8 @@ class ChainRunner(ModelRunner):
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
         return MaskBuilder(config, attention, self.dtype, self.device, kinds=frozenset())  # the model makes its own
 
-    def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> ChainPasses:
-        return ChainPasses(model, self.masks, lengths)
+    def _make_passes(self, model: PreTrainedModel) -> ChainPasses:
+        return ChainPasses(model, self.masks)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         return StateCache(self._config, capacity)
@@ -109,7 +110,7 @@ class ChainRunner(ModelRunner):
         """Feed a share: pending tokens from `inputs.start` on, and one path of guesses below them.
 
         `commit` is whether certain tokens stay in the slot; False if another share of the same tree follows. `any_size`
-        is not used: it belongs to ModelRunner's interface.
+        is ModelRunner's, and not used.
         """
         slot, tree, nodes, wanted, start = inputs
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)
@@ -124,7 +125,7 @@ class ChainRunner(ModelRunner):
         logits = self.feed(FeedChunk(fed.tolist(), rows.tolist()), [cache])
         slot.undecided = fed.tolist() if commit else []
         if are_certain:
-            self._keep(slot, cache)
+            _keep(slot)
         elif not commit:
             cache.take_back()
         return StepLogits(logits)
@@ -132,19 +133,19 @@ class ChainRunner(ModelRunner):
     def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
         """Commit or undo what was fed last, so that the slot holds `start` tokens."""
         if slot.undecided and start == len(slot.tokens) + len(slot.undecided):
-            self._keep(slot, cache)
+            _keep(slot)
         elif slot.undecided:
             cache.take_back()
             slot.undecided = []
         assert start == len(slot.tokens), f"{start} tokens are committed, and {len(slot.tokens)} held"
 
-    def _keep(self, slot: CacheSlot, cache: StateCache) -> None:
-        """Commit what was fed last."""
-        slot.commit(slot.undecided)
-        slot.undecided = []
+
+def _keep(slot: CacheSlot) -> None:
+    """Commit what was fed last."""
+    slot.commit(slot.undecided)
+    slot.undecided = []
 
 
 def _states(slot: CacheSlot) -> StateCache:
-    """Return the cache of a ChainRunner's slot."""
     assert isinstance(slot.cache, StateCache)
     return slot.cache

@@ -13,17 +13,23 @@ from lp_runtime.errors import ConfigError, RequestError, first_line
 
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
 
+# Tokens of fill-in-the-middle before the prefix, before the suffix, and before the middle, by model family.
+MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # CodeGeeX
+)
+
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt.
+    """Return the token ids of a prompt; RequestError if the text is not encodable Unicode (lone surrogates).
 
-    Raises RequestError if the text is not encodable Unicode (lone surrogates).
-
-    Args:
-        add_special_tokens: whether to add special tokens (such as BOS) as the tokenizer is configured to.
-        split_special_tokens: whether special tokens spelled out in the text are encoded as plain text.
+    `split_special_tokens`: special tokens spelled out in the text are encoded as plain text.
     """
     try:
         text.encode()
@@ -31,6 +37,24 @@ def encode(
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
     options = {"split_special_tokens": True} if split_special_tokens else {}
     return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
+
+
+def encode_infilling(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, splits_special: bool) -> list[int]:
+    """Return the token ids of a prompt whose continuation is the text between a prefix and a suffix.
+
+    Raises RequestError if the model has no tokens for that. With `splits_special`, special tokens spelled out in the
+    texts are encoded as plain text.
+    """
+    vocabulary = tokenizer.get_vocab()
+    marks = next((marks for marks in MARKS if all(mark in vocabulary for mark in marks)), None)
+    if marks is None:
+        raise RequestError("suffix: the model's tokenizer has no tokens for fill-in-the-middle; leave it out")
+    before, between, after = cast(list[int], tokenizer.convert_tokens_to_ids(list(marks)))
+    begin = encode(tokenizer, prefix, split_special_tokens=splits_special)
+    inner = encode(tokenizer, prefix, add_special_tokens=False, split_special_tokens=splits_special)
+    bos = begin[: len(begin) - len(inner)] if begin[len(begin) - len(inner) :] == inner else []
+    end = encode(tokenizer, suffix, add_special_tokens=False, split_special_tokens=splits_special)
+    return [*bos, before, *inner, between, *end, after]
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -104,8 +128,7 @@ def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) 
 def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
     """Return a conversation as messages that end with the user's turn after the last answer.
 
-    `turns` are the user's texts, more than there are answers; `answers` are the assistant's, one for each of the first
-    turns.
+    `turns` are the user's texts, `answers` the assistant's to the first of them.
     """
     said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
     answered = [{"role": "assistant", "content": text} for text in answers]

@@ -127,7 +127,6 @@ class PromptPrefix:
         return num_tokens if num_tokens >= MIN_TOKENS else 0
 
     def keep(self, slot: CacheSlot, tag: int = 0) -> None:
-        """Store the slot's tokens in the prefix cache; `tag` comes from `next_tag` at the end of the sequence."""
         if self._cache is not None:
             salt = self._request.cache_salt
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)

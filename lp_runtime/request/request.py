@@ -22,7 +22,6 @@ class Request:
     It is sent to replicas in the encoding of utils/encoding.py, so a field's type must be one that this can decode.
 
     Attributes:
-        prompt_ids: at least one token id, all in the vocabulary.
         max_new_tokens: upper bound on new tokens, >= 1.
         eos_token_ids: tokens to stop after; empty to ignore end-of-sequence tokens.
         sampling: overrides the model's own defaults; the seed is set if the request samples.

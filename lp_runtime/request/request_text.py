@@ -11,11 +11,7 @@ from lp_runtime.text.stop_strings import StopMatch, StopStrings
 
 
 class RequestText:
-    """The text of one request: deltas that end with the stop string, if any.
-
-    Attributes:
-        stop: the stop string that ended the text; None before, and without one.
-    """
+    """The text of one request: deltas that end with the stop string, `stop`, if any."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer):
         context = request.text_context
@@ -49,7 +45,6 @@ class RequestText:
         return text[: len(text) - min(match.num_after, num_last)]
 
     def _texts(self) -> Sequence[str]:
-        """Return the texts of tokens that are final and were not returned yet."""
         texts = self._detokenizer.token_texts[self._num_texts :]
         self._num_texts += len(texts)
         return texts

@@ -64,8 +64,8 @@ class VocabularySlice:
     def find(self, logits: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
         """Find the slice's token that would be sampled, and its top-k candidates.
 
-        `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
-        and their scores, half an integer each.
+        The logits are [n, v], in the model's dtype. Returns [n, width] int64 with the same width on all slices: token
+        ids and their scores, half an integer each.
         """
         if kernels := kernels_for(self.device):
             if not kernels.can_cut(logits.dtype, None):
@@ -90,10 +90,7 @@ class VocabularySlice:
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
-        """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
-
-        Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
-        """
+        """Merge the results of `find` for all slices, [P, n, width], into packed results without log-probabilities."""
         if kernels := kernels_for(self.device):
             with on(self.device):
                 return kernels.pack_found(found, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size)
@@ -108,7 +105,6 @@ class VocabularySlice:
         return torch.from_numpy(packed)
 
     def _noise(self, key: tuple[int, int]) -> GumbelNoise:
-        """Return this slice's part of a sample's noise, cached."""
         noise = self._noises.pop(key, None) or GumbelNoise(*key, self._size, self.device, self._first)
         self._noises[key] = noise
         if len(self._noises) > MAX_NOISES:
@@ -116,13 +112,11 @@ class VocabularySlice:
         return noise
 
     def _kernel_noise(self, wanted: SampleRequest) -> Noise | None:
-        """Return the noise's parameters for a kernel."""
         return None if wanted.key is None else Noise(*wanted.key, tensor_on(self.device, wanted.positions))
 
 
 @compiles
 def compile_slices() -> None:
-    """Compile finding candidates in slices and packing them, or load the code from disk."""
     ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
     find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
     pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
@@ -134,7 +128,7 @@ class SlicedLogits(StepLogits):
     Args:
         read: gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
         find: runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
-        rows_of_pass: [start, stop) the rows of the n nodes.
+        rows_of_pass: the rows of the n nodes.
     """
 
     def __init__(

@@ -41,7 +41,7 @@ class StopMatch(NamedTuple):
     Attributes:
         num_tokens: of the tokens that were searched, those up to the end of the stop string.
         num_after: characters of the last of them that follow the stop string.
-        string: the stop string; of several that end at the same place, the longest.
+        string: of several that end at the same place, the longest.
     """
 
     num_tokens: int
@@ -52,11 +52,8 @@ class StopMatch(NamedTuple):
 class StopStrings:
     """Search for stop strings, one or more and none empty, in the text of growing token ids.
 
-    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string.
-
-    Args:
-        context: see Detokenizer. No stop string is found in its text, or across its end.
-        reasoning: marks of a chat's reasoning part, in which no stop string is found; None without one.
+    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string. No
+    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part.
     """
 
     def __init__(
@@ -75,9 +72,8 @@ class StopStrings:
         self._only_grows = self._detokenizer.only_appends and not any(REPLACEMENT in string for string in strings)
 
     def __call__(self, committed: Sequence[int]) -> int | None:
-        """Return how many of a step's committed tokens to keep if a stop string ends in them, else None.
-
-        Implements lookahead.state.Stop: `committed` follows the tokens of earlier calls.
+        """Return how many of a step's committed tokens to keep if a stop string ends in them, else None: a Stop of
+        state.py.
         """
         match = self.find(committed)
         return None if match is None else match.num_tokens
@@ -109,14 +105,12 @@ class StopStrings:
 
 
 def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-    """Check that each string occurs in some text of a tokenizer.
-
-    Raises:
-        RequestError: a string does not, for example capital letters if all tokens are of small ones.
+    """Raise RequestError if no text of a tokenizer contains a string: capitals, for example, if all tokens are of small
+    ones.
     """
-    decoding = Decoding(tokenizer)
+    decode = Decoding(tokenizer, skip_special_tokens=False)
     for string in strings:
-        if string in decoding(tokenizer(string, add_special_tokens=False).input_ids, False):
+        if string in decode(tokenizer(string, add_special_tokens=False).input_ids):
             continue
         texts = frozenset(TokenTexts(tokenizer).all_bytes(len(tokenizer)))
         if not _can_be_spelled(string.encode(), texts - {b""}):

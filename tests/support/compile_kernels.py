@@ -74,11 +74,11 @@ def print_strict(capability: int, dtype: str, size: int, groups: int) -> None:
     shared = {"GROUPS": groups, "SIZE": size, "PARTS": strict.NUM_PARTS, "POSITIONS": 64, "WIDTH": 68, **blocks}
     head = shared | {"NUM_ROWS": 17, "BLOCK_TABLE": 32}
     others = dict.fromkeys(["output", "total", "outputs", "totals"], "*fp32")
-    num_warps = attention.num_warps(blocks, TYPES[dtype])
+    num_warps = attention.num_warps(TYPES[dtype])
     print(compile_kernel(strict._attend_head, capability, dtype, others, head, num_stages=2, num_warps=num_warps))
     rows = max(attention.MIN_BLOCK, triton.next_power_of_2(groups))
     tail = shared | {"HAS_SINKS": True, "BLOCK_ROWS": rows}
-    num_warps = strict.tail_warps(TYPES[dtype])
+    num_warps = attention.num_warps(TYPES[dtype])
     print(compile_kernel(strict._attend_tail, capability, dtype, others, tail, num_stages=2, num_warps=num_warps))
 
 
@@ -109,7 +109,7 @@ def main(capabilities: list[int]) -> None:
                         others,
                         constants,
                         num_stages=attention.num_stages(blocks, TYPES[dtype]),
-                        num_warps=attention.num_warps(blocks, TYPES[dtype]),
+                        num_warps=attention.num_warps(TYPES[dtype]),
                     )
                 )
         merged = {"QUERY_HEADS": 32, "SIZE": 128, "HAS_SINKS": True, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}

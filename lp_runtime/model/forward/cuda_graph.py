@@ -26,8 +26,8 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import accepts_attention, attention_of
-from lp_runtime.model.kv_cache.device import DeviceCache
+from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.kv_cache.batch import DeviceCache
 
 MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
@@ -60,11 +60,11 @@ class PassSize(NamedTuple):
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Return why a model's passes cannot be captured; None if they can.
 
-    The model must be on one GPU, use the attention of attention/tree_attention.py or attention/strict.py, and have the
-    same head size for keys and values, which the Triton kernels require.
+    The model must be on one GPU, use our attention, and have the same head size for keys and values, which the Triton
+    kernels require.
     """
     config = model.config.get_text_config()
-    if attention_of(config) not in (TREE, STRICT) or not accepts_attention(model):
+    if attention_of(config) not in (TREE, STRICT) or not model.is_backend_compatible():
         return "the model uses its own attention"
     if getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"
@@ -78,8 +78,7 @@ class FixedPass:
 
     Attributes:
         replay: launches the captured graph; None before the capture.
-        logits: [B, V] of the wanted rows, in the model's dtype and in memory that all sizes share; None before the
-            first run.
+        logits: [B, V] of the wanted rows, in memory that all sizes share; None before the first run.
         presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
     """
 
@@ -133,20 +132,11 @@ class PassSet:
         self._logits: torch.Tensor | None = None  # [rows of the largest pass so far, V], written by every pass
         self._is_strict = is_strict
 
-    @property
-    def num_captures(self) -> int:
-        """Number of graphs captured so far."""
-        return 0 if self._capture is None else self._capture.count
-
     def __contains__(self, size: PassSize) -> bool:
-        """Whether the pass of a size has been made."""
         return size in self._passes
 
     def make(self, size: PassSize) -> None:
-        """Make the pass of a size, and capture it if the options ask for that.
-
-        Raises torch.OutOfMemoryError if there is not enough memory.
-        """
+        """Make the pass of a size, captured if the options ask for that; may raise torch.OutOfMemoryError."""
         masks = self._masks
         columns = 1 + BLOCK if self._is_strict else 0
         inputs = PassInputs(*size, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)

@@ -88,7 +88,7 @@ class LeadingShard:
         self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 
     def run(self, passes: Passes, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Run a pass on all shards; arguments and result are those of Passes.run.
+        """Run a pass on all shards.
 
         If memory runs out on some shards, all of them leave the pass, and this one raises torch.OutOfMemoryError.
         Raises ShardError if they cannot leave it, if a shard is gone, or if the pass fails otherwise on this one.
@@ -122,7 +122,6 @@ class LeadingShard:
                 raise ModelError("it has failed on another GPU of the replica") from error
 
     def _run(self, passes: Passes, order: Announcement, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Announce a pass and run it."""
         self._link.announce(order)
         return run_agreed(self._link, order, lambda: passes.run(order.work, caches))
 
@@ -135,7 +134,6 @@ class LeadingShard:
         return Announcement(work, states, gone, is_captured, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
-        """Return the key of a cache; a new cache gets the next number."""
         key = self._keys.get(cache)
         if key is None:
             key = self._keys[cache] = next(self._numbers)

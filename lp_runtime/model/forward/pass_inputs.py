@@ -20,8 +20,8 @@ import torch
 
 from lp_runtime.model.attention.mask import LayerMasks
 from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.model.kv_cache.batch import DeviceInputs
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.device import DeviceInputs
 from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 4  # integers in a row of the table before the addresses
@@ -52,13 +52,9 @@ class Part(NamedTuple):
 
 
 class _HostBlock:
-    """A block in host memory, and the event that marks the end of its last copy.
+    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks the end of its last copy.
 
-    Attributes:
-        block: 1-D int64, pinned for a GPU.
-        columns: [4 + kinds, B] view of the block, as an array.
-        table: [P, 4 + 2 layers] view.
-        words: [B, words] view.
+    `columns`, [4 + kinds, B], `table`, [P, 4 + 2 layers], and `words`, [B, words], are its views as arrays.
     """
 
     def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
@@ -150,14 +146,12 @@ class PassInputs:
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable]:
-    """Return `_clear` and `_fill`, compiled for the types of their arguments."""
     integers, rows = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, *[rows] * 3, *[0] * 5, *[rows] * 3)
 
 
 @compiles
 def compile_pass_inputs() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _kernels()
 
 

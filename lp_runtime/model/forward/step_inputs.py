@@ -19,8 +19,7 @@ class StepInputs(NamedTuple):
     """A sequence's share of a step's tree, as fed by this replica.
 
     Attributes:
-        slot: holds the sequence's keys and values; the tree's pending tokens are committed to it.
-        tree: its first pending token follows the slot's last committed one.
+        slot: the tree's first pending token follows its last committed one, and the pending tokens are committed to it.
         nodes: [T] ascending indices into the tree of the fed nodes: all pending tokens, and every fed node's ancestors.
         wanted: [n] ascending indices into the tree of the nodes whose logits are returned, a subset of `nodes`.
         start: tokens of the sequence before the first fed one; None for all that the slot holds. A replica that is fed

@@ -33,7 +33,6 @@ class RotaryLengths(NamedTuple):
 
     @property
     def change(self) -> bool:
-        """Whether factors change at all."""
         return self.num_rows > 1
 
     @property

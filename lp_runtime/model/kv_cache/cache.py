@@ -1,7 +1,8 @@
 """KV cache of one sequence: preallocated, holds committed tokens, truncated in O(1).
 
 A forward pass writes its keys and values after the committed ones; committing only changes the length. Implements
-transformers' cache interface. Letters: T tokens fed, H key/value heads, D head size.
+transformers' cache interface. Letters: T tokens fed, H key/value heads, D head size. Keys and values of a layer are [1,
+H, T, D] each.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ class SavedStates:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the snapshot."""
         values = [value for layer in self.layers for value in layer.values()]
         tensors = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
         return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
@@ -51,15 +51,13 @@ class _Length:
 
     @property
     def place(self) -> int:
-        """Index at which the next token is written."""
         return self.value + self.written
 
 
 class TreeCacheLayer(CacheLayerMixin):
     """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
 
-    `length` is shared by all layers of the cache. `arrays` are numpy views of keys and values, on a CPU in float32;
-    else None.
+    `length` is shared by all layers. `arrays` are numpy views of keys and values, on a CPU in float32; else None.
     """
 
     is_sliding = False  # sliding windows are applied by the step's mask
@@ -86,7 +84,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 new[..., :length, :] = before[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the layer's tensors like the given ones, [1, H, any, D], except for their length."""
+        """Allocate the layer's tensors like the given ones, except for their length."""
 
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
@@ -100,10 +98,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of T new tokens, [1, H, T, D] each; ignores transformers' further arguments.
-
-        Returns views of all keys and values up to and including the new ones, [1, H, length, D] each.
-        """
+        """Write keys and values of T new tokens; return views of all up to and including the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self._length.place
@@ -117,11 +112,9 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._length.value + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of committed tokens."""
         return self._length.value
 
     def get_max_length(self) -> int:
-        """Return the capacity in tokens."""
         return self.capacity
 
 
@@ -150,10 +143,7 @@ class TreeCache(Cache):
         return self._length.addresses
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return numpy views of a layer's keys and values, [1, H, capacity, D] each; only on a CPU in float32.
-
-        Allocates the layer's tensors, for `num_heads` heads H of `size` D, if they are not yet.
-        """
+        """Return numpy views of a layer's keys and values, allocated if they are not yet; only on a CPU in float32."""
         tree_layer = self._layers[layer]
         if not tree_layer.is_initialized:
             example = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
@@ -168,11 +158,11 @@ class TreeCache(Cache):
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
 
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the whole keys and values of a layer that has been used, [1, H, capacity, D] each."""
+        """Return the whole keys and values of a layer that has been used, up to its capacity."""
         return self._layers[layer].keys, self._layers[layer].values
 
     def committed(self) -> Iterator[LayerStates]:
-        """Yield (index, keys, values) of each used layer: views, [1, H, committed tokens, D] each."""
+        """Yield (index, keys, values) of each used layer: views of the committed tokens."""
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
@@ -220,7 +210,6 @@ class TreeCache(Cache):
         self.place_at(length, 0)
 
     def grow(self, capacity: int) -> None:
-        """Reallocate for `capacity` tokens, layer by layer, and copy the committed ones."""
         for layer in self._layers:
             layer.grow(capacity)
         self.capacity = capacity
@@ -246,7 +235,6 @@ class CacheCopy:
 
     @staticmethod
     def of(cache: TreeCache) -> CacheCopy:
-        """Copy the contents of a cache."""
         stateful = [
             (index, layer)
             for index, layer in enumerate(cache.layers)
@@ -267,7 +255,6 @@ def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.T
     """Write the caches of a batch's sequences into one empty cache of transformers.
 
     For each row of the batch, `places` has the column of each of its tokens, [tokens] int64; other columns become zero.
-    A row's states are those after its last token.
     """
     longest = max(int(place[-1]) for place in places) + 1
     for layers in zip(*(row.attention for row in rows), strict=True):
@@ -283,7 +270,7 @@ def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.T
 
 
 def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Scatter [1, H, tokens, D] states to `places`, [tokens], of a zero tensor [1, H, length, D]."""
+    """Scatter states to `places` of a zero tensor with room for `length` tokens."""
     spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
     spread[:, :, places] = states
     return spread

@@ -43,9 +43,7 @@ class _Segment:
     Attributes:
         tokens: [n] int64.
         states: (layer, keys, values) of each layer, [1, H, n, D] each; empty for a root.
-        parent: None for a root.
         place: key in the parent's `children`: (number of the parent's tokens before this segment, its first token).
-        children: segments attached below this one, by `place`.
         points: recurrent states, by the number of this segment's tokens they come after; empty without such layers.
         tag: identifies the draft tables of the last sequence that had this segment; 0 for none.
         last_used: time at which the segment was last read or stored, on the PrefixCache's clock.
@@ -93,7 +91,6 @@ class Prefix:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the prefix."""
         return [token for segment, size in self._parts for token in segment.tokens[:size].tolist()]
 
     @torch.inference_mode()
@@ -112,7 +109,7 @@ class PrefixCache:
         memory_bytes: limit of the stored bytes and the slots' memory together.
         token_bytes: bytes of one token in all layers.
         prompt_chunk: tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only
-            whole chunks of prompts are stored and read. None to store and read any number of tokens.
+            whole chunks of prompts are stored and read.
         keeps_states: whether layers carry states; a prefix can then be read only up to a point with stored states.
         lengths: at which the model's rotary factors change; keys with other factors than a prompt's are not read.
     """
@@ -143,9 +140,9 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
+        """Return the longest prefix stored with `salt` that is shorter than the prompt.
 
-        Only tokens stored with the same `salt` are found. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
+        It is empty if too short to be useful. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
         """
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
@@ -196,13 +193,11 @@ class PrefixCache:
             self.clear()
 
     def clear(self) -> None:
-        """Drop all stored prefixes and their memory."""
         self._roots, self.num_bytes = {}, 0
 
     def _store(
         self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int, prompt_length: int
     ) -> None:
-        """Carry out `store`."""
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
         length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)

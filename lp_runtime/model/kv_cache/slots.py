@@ -44,7 +44,6 @@ class CacheSlot:
 
     @property
     def capacity(self) -> int:
-        """Capacity of the slot's memory in tokens; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
     def reset(
@@ -52,11 +51,8 @@ class CacheSlot:
     ) -> None:
         """Empty the slot except for its first `length` tokens, and make `capacity` tokens fit.
 
-        Args:
-            make_cache: returns an empty cache of a capacity in tokens.
-            capacity: in tokens; memory is reallocated only if the current capacity is smaller.
-            length: committed tokens to keep; they are copied if memory is reallocated.
-            prompt_length: P of the next sequence.
+        Memory is reallocated, by `make_cache`, only if the current capacity is smaller. `prompt_length` is P of the
+        next sequence.
         """
         if self.capacity < capacity and length:
             self.cache.truncate(length)
@@ -73,7 +69,6 @@ class CacheSlot:
         self.prompt_length = prompt_length
 
     def drop(self) -> None:
-        """Free the slot's memory and forget its tokens."""
         self._cache = None
         self.tokens, self.undecided = [], []
         self.num_prefilled = 0
@@ -82,10 +77,6 @@ class CacheSlot:
         """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
-
-    def rope_length(self, lengths: RotaryLengths) -> int:
-        """Return the text length whose rotary factors the next pass must use; see RotaryLengths.rope_length."""
-        return lengths.rope_length(self.prompt_length, len(self.tokens))
 
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
         """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""
@@ -128,10 +119,9 @@ class SlotPool:
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
         """Take a slot out of the pool, or make one.
 
-        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
-        smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
-        are dropped, so that their memory can be allocated again. `capacity` is in tokens. `tokens` are those of a
-        sequence that is resumed; empty for a new one.
+        Prefers, in this order: the slot that holds the longest prefix of `tokens`, those of a sequence that is resumed;
+        one that is large enough; the smallest of these, or the largest if none is large enough. If the chosen slot is
+        too small, all other free slots are dropped, so that their memory can be allocated again.
         """
         wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 
@@ -181,7 +171,6 @@ class SlotPool:
             self.prefixes.reserve(self.capacity)
 
     def release(self, slot: CacheSlot) -> None:
-        """Return a slot to the pool."""
         self._in_use.pop(id(slot), None)
         self._free.append(slot)
         if slot.capacity:
@@ -191,7 +180,6 @@ class SlotPool:
 
     @contextmanager
     def borrowed(self, capacity: int = 0, tokens: Sequence[int] = ()) -> Iterator[CacheSlot]:
-        """Acquire a slot for the duration of a `with` block; the arguments are those of `acquire`."""
         slot = self.acquire(capacity, tokens)
         try:
             yield slot

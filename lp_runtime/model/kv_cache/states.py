@@ -74,7 +74,6 @@ def _restore(layer: AnyLayer, attributes: Mapping[str, object]) -> None:
 
 
 def _copy(value: object) -> object:
-    """Clone a tensor; return anything else unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 

@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.device import DeviceCache
 
 
 class FusedNorm(nn.Module):
@@ -65,10 +65,9 @@ class FusedNorm(nn.Module):
         return total, self(total)
 
     def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """Return states + added, [..., E], and keep its normalized form for the next `forward`.
+        """Return states + added, and keep its normalized form for a `forward` that is called with this very sum.
 
         The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
-        `forward` uses the kept result only if it is called with this very sum.
         """
         if torch.compiler.is_compiling():  # torch.compile fuses the two operations itself
             return states + added
@@ -77,10 +76,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F].
-
-    Shares the down projection of the MLP that it replaces.
-    """
+    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F]."""
 
     def __init__(self, mlp: LlamaMLP):
         super().__init__()
@@ -104,7 +100,7 @@ class FusedAttention(nn.Module):
 
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
     where a kernel does that, it also writes keys and values into the cache. Replaces blocks with LlamaAttention's
-    attributes, as Mistral's and Qwen's have, and shares their output projection.
+    attributes, as Mistral's and Qwen's have.
     """
 
     def __init__(self, attention: LlamaAttention):
@@ -130,11 +126,8 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return (output [1, T, E], the attention function's weights), like the block that this one replaces.
 
-        Args:
-            hidden_states: [1, T, E].
-            position_embeddings: cosines and sines, [1, T, D] each.
-            cache: receives keys and values; None: attend without a cache.
-            past_key_values: name of `cache` before transformers 5.24.
+        `position_embeddings` are cosines and sines, [1, T, D] each. Transformers before 5.24 call `cache`
+        `past_key_values`.
         """
         cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
@@ -159,8 +152,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotate queries and keys and write keys and values into the cache, with the CPU kernels.
 
-        Takes `states` of [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and
-        values, [1, H, L + T, D] each.
+        Takes [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and values.
         """
         num_queries, num_keys, _ = self._sizes
         query = key = value = states.numpy()
@@ -227,7 +219,6 @@ class FusedLayer(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the layer's output, [1, T, E]; the arguments are those of `FusedAttention.forward`."""
         assert position_embeddings is not None
         # Call the forward methods directly: nn.Module.__call__ takes as long as some of the blocks.
         normed = self.input_layernorm.forward(hidden_states)

@@ -52,9 +52,9 @@ def fuse_blocks(model: nn.Module) -> int:
     """
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
-        (_is_mlp, FusedMLP, _mlp_input),
-        (_is_norm, FusedNorm, _norm_input),
-        (_is_layer, FusedLayer, _layer_input),
+        (_is_mlp, FusedMLP, lambda mlp: {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}),
+        (_is_norm, FusedNorm, lambda norm: {"hidden_states": _random(norm.weight, len(norm.weight))}),
+        (_is_layer, FusedLayer, lambda layer: _attention_input(layer.self_attn)),
     )
     count = 0
     for is_kind, fused, make_input in kinds:
@@ -90,7 +90,6 @@ def _chain_layers(model: nn.Module) -> None:
 
 
 def _is_attention(module: Block) -> bool:
-    """Whether a module is attention that FusedAttention can replace."""
     names = {name for name, _ in module.named_children()}
     return (
         names in (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
@@ -103,7 +102,6 @@ def _is_attention(module: Block) -> bool:
 
 
 def _is_mlp(module: Block) -> bool:
-    """Whether a module is an MLP that FusedMLP can replace."""
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
@@ -122,7 +120,6 @@ def _is_layer(module: Block) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm that FusedNorm can replace."""
     return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
 
 
@@ -154,7 +151,6 @@ def _global(module: nn.Module, name: str) -> Callable | None:
 
 
 def _attention_input(attention: Block) -> dict[str, object]:
-    """Return random arguments for an attention block."""
     weight = next(attention.parameters())
     cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
     return {
@@ -162,21 +158,6 @@ def _attention_input(attention: Block) -> dict[str, object]:
         "position_embeddings": (cos, sin),
         "attention_mask": None,
     }
-
-
-def _mlp_input(mlp: Block) -> dict[str, object]:
-    """Return random arguments for an MLP."""
-    return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
-
-
-def _norm_input(norm: Block) -> dict[str, object]:
-    """Return random arguments for a norm."""
-    return {"hidden_states": _random(norm.weight, len(norm.weight))}
-
-
-def _layer_input(layer: Block) -> dict[str, object]:
-    """Return random arguments for a decoder layer."""
-    return _attention_input(layer.self_attn)
 
 
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:

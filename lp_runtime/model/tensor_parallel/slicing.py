@@ -67,7 +67,7 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
     """Raise ModelError, naming what cannot be divided, if a configuration rules out P shards."""
     text = config.get_text_config()
     what = f"gpus_per_replica={num_shards}: {text.model_type}"
-    if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
+    if is_quantized(config):
         raise ModelError(f"{what}: a quantized model cannot be sliced; only with gpus_per_replica=1")
     plan = own_plan(config) or getattr(text, "base_model_tp_plan", None)
     if not plan:
@@ -76,6 +76,11 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
     for name, number in _divided(text, plan).items():
         if number and number % num_shards:
             raise ModelError(f"{what}: {name}={number}: must be a multiple of gpus_per_replica")
+
+
+def is_quantized(config: PreTrainedConfig) -> bool:
+    parts = (config, config.get_text_config())
+    return any(getattr(each, "quantization_config", None) is not None for each in parts)
 
 
 def splits_keys(config: PreTrainedConfig) -> bool:
@@ -88,10 +93,7 @@ def splits_keys(config: PreTrainedConfig) -> bool:
 
 
 def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None:
-    """Return the dimension in which shards divide a parameter; None if every shard holds it whole.
-
-    The plan maps names of modules and parameters, with * for layer numbers, to styles.
-    """
+    """Return the dimension in which shards divide a parameter; None if every shard holds it whole."""
     pattern = LAYER_NUMBER.sub("*", name)
     style = plan.get(pattern)
     if style is None:
@@ -184,5 +186,4 @@ def _add_biases_once(module: nn.Module, place: ShardPlace) -> None:
 
 
 def _sum_output(reducer: Reducer, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    """Forward hook that sums the outputs of all shards."""
     return reducer.all_reduce(output)
