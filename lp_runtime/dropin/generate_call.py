@@ -75,16 +75,7 @@ def arguments_of_generate() -> GenerateArguments:
 
 
 class GenerateCall:
-    """A checked call of `generate`: its prompts, limits, processors and wanted outputs.
-
-    Attributes:
-        rows: the prompts, without padding.
-        samples: for each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
-        criteria: stopping criteria other than length, time and end-of-sequence.
-        wants_scores, wants_logits: whether the output includes processed and raw logits.
-        cache: to be filled with keys, values and states of all tokens except the last; None if the caller would not see
-            it, or if layers of the model hold more than these.
-    """
+    """A checked call of `generate`: its prompts, limits, processors and wanted outputs."""
 
     def __init__(
         self,
@@ -102,24 +93,29 @@ class GenerateCall:
         _check_mode(model, generation_config, assistant)
         self._mask = _check_inputs(input_ids, model_kwargs)
         is_seen = generation_config.return_dict_in_generate or own_cache is not None
+        # To be filled with keys, values and states of all tokens except the last; None if the caller would not see it,
+        # or if layers of the model hold more than these.
         self.cache = cache_to_fill(model.config, model_kwargs, own_cache is not None) if is_seen else None
+        # The prompts, without padding.
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, self._mask, strict=True)]
         if not all(self.rows):
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
         if self.streamer is not None and len(self.rows) > 1:
             raise ConfigError("streamer: must be left out with a batch of prompts")
+        # For each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
         self.samples = [self.rows[:place].count(row) for place, row in enumerate(self.rows)]
         self.do_sample = bool(generation_config.do_sample)
         limits = _limits_of(stopping_criteria, generation_config)
         self.max_new_tokens = limits.max_length - input_ids.shape[1]
         self.eos_token_ids = limits.eos_token_ids
-        self.criteria = limits.others
+        self.criteria = limits.others  # stopping criteria other than length, time and end-of-sequence
         self._limits = limits
         if self.max_new_tokens < 1:
             raise RequestError(
                 f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
                 " tokens of the prompt"
             )
+        # Whether the output includes processed logits, and raw ones.
         self.wants_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
 
@@ -214,17 +210,13 @@ def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch
 
 
 class _Limits(NamedTuple):
-    """The stopping criteria of a call, by kind.
+    """The stopping criteria of a call, by kind."""
 
-    Attributes:
-        max_length: upper bound on the tokens of a row, including prompt and padding.
-        pads_rows: whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
-    """
-
-    max_length: int
+    max_length: int  # upper bound on the tokens of a row, including prompt and padding
     eos_token_ids: frozenset[int]
     times: list[MaxTimeCriteria]
     others: list[StoppingCriteria]
+    # Whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
     pads_rows: bool
 
 

@@ -192,16 +192,13 @@ def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
 
 
 class _NewTokens(NamedTuple):
-    """New tokens of one row.
-
-    Attributes:
-        scores, logits: per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
-        held: keys, values and states of the row's tokens except the last; None if the call fills no cache.
-    """
+    """New tokens of one row."""
 
     tokens: list[int]
+    # Per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
     scores: list[torch.Tensor]
     logits: list[torch.Tensor]
+    # Keys, values and states of the row's tokens except the last; None if the call fills no cache.
     held: CacheCopy | None = None
 
 

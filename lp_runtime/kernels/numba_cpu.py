@@ -60,13 +60,13 @@ def rotate_and_write(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
-    first: tuple[int, int, int],
-    sizes: tuple[int, int],
-    cos: np.ndarray,
-    sin: np.ndarray,
-    start: int,
-    keys: np.ndarray,
-    values: np.ndarray,
+    first: tuple[int, int, int],  # index of the first head of queries, keys and values in their arrays
+    sizes: tuple[int, int],  # (g H, H)
+    cos: np.ndarray,  # [1, T, D]
+    sin: np.ndarray,  # [1, T, D]
+    start: int,  # index of the first token in the cache
+    keys: np.ndarray,  # [1, H, capacity, D], written to
+    values: np.ndarray,  # [1, H, capacity, D], written to
 ) -> torch.Tensor:
     """Write rotated keys, and values, to a cache; return rotated queries, [1, g H, T, D] float32.
 
@@ -74,11 +74,6 @@ def rotate_and_write(
 
     Args:
         query, key, value: [1, T, heads, D]; may be the same array, holding the heads of all three in turn.
-        first: index of the first head of queries, keys and values in their arrays.
-        sizes: (g H, H).
-        cos, sin: [1, T, D].
-        start: index of the first token in the cache.
-        keys, values: [1, H, capacity, D], written to.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]

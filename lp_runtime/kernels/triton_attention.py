@@ -202,30 +202,20 @@ def _merge_parts(
 
 @torch.library.custom_op("lp_runtime::attend", mutates_args=())
 def attend(
-    query: torch.Tensor,
-    num_heads: int,
-    lowest: torch.Tensor,
-    positions: torch.Tensor,
+    query: torch.Tensor,  # [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
+    num_heads: int,  # H
+    lowest: torch.Tensor,  # [B] int64, the lowest position that each token may see
+    positions: torch.Tensor,  # [B] int64, absolute
+    # [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its sequence.
     words: torch.Tensor,
-    table: torch.Tensor,
+    table: torch.Tensor,  # [P, 4 + 2 layers] int64; the tree's keys and values must have been written
     layer: int,
     scale: float,
-    num_processors: int,
+    num_processors: int,  # multiprocessors of the GPU; determines into how many parts the keys are split
+    # [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
-
-    Args:
-        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
-        num_heads: H.
-        lowest: [B] int64, the lowest position that each token may see.
-        positions: [B] int64, absolute.
-        words: [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its
-            sequence.
-        table: [P, 4 + 2 layers] int64; the tree's keys and values must have been written.
-        num_processors: multiprocessors of the GPU; determines into how many parts the keys are split.
-        sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
-    """
+    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding."""
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
     _, num_queries, num_tokens, size = query.shape

@@ -27,15 +27,10 @@ LEAST_KEY = tl.constexpr(-2139095041)  # `_key` of -inf
 
 
 class Cut(NamedTuple):
-    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it.
+    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it."""
 
-    Attributes:
-        thresholds: [n] float32: scaled scores if the logits are float32, else unscaled logits.
-        first_ids: [n] int32; of the tokens at the threshold, those from this id on may be sampled.
-    """
-
-    thresholds: torch.Tensor
-    first_ids: torch.Tensor
+    thresholds: torch.Tensor  # [n] float32: scaled scores if the logits are float32, else unscaled logits
+    first_ids: torch.Tensor  # [n] int32; of the tokens at the threshold, those from this id on may be sampled
 
 
 @triton.jit

@@ -146,20 +146,16 @@ def _pack_rows(
 
 
 def sample_and_pack(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [n, V] float32, bfloat16 or float16; the last dimension contiguous
     packing: Packing,
+    # Added to the scaled logits before the successor is chosen; None to choose the largest logit.
     noise: Noise | None = None,
-    inverse_temperature: float = 1.0,
+    inverse_temperature: float = 1.0,  # factor of the logits, in float32
     cut: Cut | None = None,
 ) -> torch.Tensor:
     """Sample each row's successor; pack it with top-k candidates and their margins, [n, width] int64.
 
     A token whose score is -inf is never a candidate.
-
-    Args:
-        logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
-        noise: added to the scaled logits before the successor is chosen; None to choose the largest logit.
-        inverse_temperature: factor of the logits, in float32.
     """
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)

@@ -47,34 +47,23 @@ class ModelRunner:
     """A Hugging Face causal LM, its KV-cache slots and its forward passes.
 
     Raises ModelError if the model cannot be fed a tree, or its attention does not accept a tree's mask.
-
-    Args:
-        model: in eval mode, on one device. Its rotary embeddings may be replaced permanently (modules/rotary.py).
-        prefill_chunk: prompt tokens fed at once.
-        strict_tokens: tokens of every tree pass, for exactness=strict; a larger tree takes several passes. A token's
-            logits, keys and values are then bit for bit independent of what else is fed (attention/strict.py). None:
-            one pass of any size per tree.
-        own_attention: whether attention/tree_attention.py may permanently replace the model's attention
-            (attention/choice.py).
-        leading: runs every pass on the replica's other shards, too; None if there are none.
-
-    Attributes:
-        num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
-        fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
-        feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
-        why_not_captured: reason given to `disable_graphs`; None if it was not called.
-        timer: times passes on a GPU, which runs asynchronously to the host; None on a CPU.
     """
 
-    feeds_chains = False
-    why_not_captured: str | None = None
+    feeds_chains = False  # whether a share is fed as one path, pending tokens included, from `StepInputs.start` on
+    why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def __init__(
         self,
+        # In eval mode, on one device. Its rotary embeddings may be replaced permanently (modules/rotary.py).
         model: PreTrainedModel,
-        prefill_chunk: int,
+        prefill_chunk: int,  # prompt tokens fed at once
+        # Tokens of every tree pass, for exactness=strict; a larger tree takes several passes. A token's logits, keys
+        # and values are then bit for bit independent of what else is fed (attention/strict.py). None: one pass of any
+        # size per tree.
         strict_tokens: int | None = None,
+        # Whether attention/tree_attention.py may permanently replace the model's attention (attention/choice.py)
         own_attention: bool = False,
+        # Runs every pass on the replica's other shards, too; None if there are none.
         leading: LeadingShard | None = None,
     ):
         self._check_family(model)
@@ -94,10 +83,12 @@ class ModelRunner:
         self.passes = self._make_passes(model)
         self.context_length = context_length(config, self.passes.lengths)
         self.leading = leading
-        self.num_prefilled_tokens = 0
+        self.num_prefilled_tokens = 0  # tokens of prompts and of resumed sequences fed so far
         self.slots = SlotPool(self.padded_capacity)
+        # Feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         self.fixed_passes: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
+        # Times passes on a GPU, which runs asynchronously to the host; None on a CPU.
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
     def _check_family(self, model: PreTrainedModel) -> None:

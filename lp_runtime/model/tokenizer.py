@@ -66,22 +66,19 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
+    # Each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
     messages: Sequence[Mapping[str, Any]],
+    # Whether special tokens spelled out in the messages are encoded as plain text; those of the template always stay
+    # special.
     split_special_tokens: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),  # functions that the model may call, each in the OpenAI API's format
+    # Variables of the chat template, such as `enable_thinking`, and transformers' `add_generation_prompt` (default
+    # true) and `continue_final_message`.
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
     Raises RequestError if the model has no chat template, or the template rejects the messages.
-
-    Args:
-        messages: each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
-        split_special_tokens: whether special tokens spelled out in the messages are encoded as plain text; those of the
-            template always stay special.
-        tools: functions that the model may call, each in the OpenAI API's format.
-        template_kwargs: variables of the chat template, such as `enable_thinking`, and transformers'
-            `add_generation_prompt` (default true) and `continue_final_message`.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")

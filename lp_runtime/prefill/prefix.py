@@ -71,9 +71,7 @@ class PromptPrefix:
     nothing is read.
 
     Attributes:
-        tag: names the draft tables to continue with; 0 for none.
         num_read: prompt tokens that were read; 0 before `read_into`.
-        num_shared: prompt tokens that all replicas have from other sequences, readable or not.
     """
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
@@ -99,8 +97,8 @@ class PromptPrefix:
             self._agreed = known.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
         else:
             self._agreed = known.cut(min(lengths[0]))
-        self.num_shared = min(shared)
-        self.tag = tag if len(set(tags)) == 1 else 0
+        self.num_shared = min(shared)  # prompt tokens that all replicas have from other sequences, readable or not
+        self.tag = tag if len(set(tags)) == 1 else 0  # names the draft tables to continue with; 0 for none
 
     def read_into(self, slot: CacheSlot) -> None:
         """Commit the prefix to an empty slot."""

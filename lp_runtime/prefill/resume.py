@@ -38,20 +38,15 @@ class Resume:
 
     def in_step(
         self,
-        capacity: int,
-        should_cancel: Callable[[], bool],
+        capacity: int,  # tokens that must fit into the slot
+        should_cancel: Callable[[], bool],  # asked after each chunk; if it is true on any replica, all stop
+        # Calls a function that feeds a chunk; returns its result, or the error that ends the request on all replicas.
         attempt: Callable[[Callable[[], bool | None]], bool | LookaheadError | None],
     ) -> Generator[None, None, bool]:
         """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.
 
         Yields between chunks, when other slots may be fed. Returns True once all replicas are done; False if they
         stopped early.
-
-        Args:
-            capacity: tokens that must fit into the slot.
-            should_cancel: asked after each chunk; if it is true on any replica, all stop.
-            attempt: calls a function that feeds a chunk; returns its result, or the error that ends the request on all
-                replicas.
         """
         chunks = self._chunks(capacity)
         while True:

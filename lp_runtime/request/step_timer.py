@@ -17,18 +17,13 @@ def pack_clock(forward_seconds: float, overhead_seconds: float) -> int:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a request's steps on this replica, by part, without the prefill.
+    """Seconds of a request's steps on this replica, by part, without the prefill."""
 
-    Attributes:
-        forward: preparing inputs, forward passes and sampling; on a GPU, until the device has finished them.
-        exchange: the exchange, including the wait for slower replicas; on a GPU, from the end of the pass until the
-            results are on the host.
-        other: verifying, advancing, proposing and partitioning.
-    """
-
-    forward: float
+    forward: float  # preparing inputs, forward passes and sampling; on a GPU, until the device has finished them
+    # The exchange, including the wait for slower replicas; on a GPU, from the end of the pass until the results are on
+    # the host.
     exchange: float
-    other: float
+    other: float  # verifying, advancing, proposing and partitioning
 
 
 class StepTimer:

@@ -71,10 +71,6 @@ class TreeProcessors:
     Args:
         processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V].
         reports: whether a processor's exceptions are the request's fault and are raised as RequestError.
-
-    Attributes:
-        are_ordered: whether a processor must be called once per committed token, in order: use `process_next` only.
-        truncation: the processors' effect, if it is limited to temperature, top_k and top_p; else None.
     """
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
@@ -83,8 +79,10 @@ class TreeProcessors:
         self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
+        # Whether a processor must be called once per committed token, in order: use `process_next` only.
         self.are_ordered = any(map(is_ordered, self._processors))
         self._needs_prefixes = any(type(each) not in (*CONTEXT_FREE, GrammarMask) for each in self._processors)
+        # The processors' effect, if it is limited to temperature, top_k and top_p; else None.
         self.truncation = truncation_of(self._processors)
 
     @property

@@ -28,18 +28,12 @@ MAX_NOISES = 64  # cached noises: at least one for each request that is decoded 
 
 
 class SampleRequest(NamedTuple):
-    """Sampling parameters for the successors of n nodes; can be sent to another process.
-
-    Attributes:
-        truncation: its temperature scales the logits; it has no cutoffs.
-        key: (seed, sample) of the noise; None for greedy decoding.
-        positions: [n] absolute positions of the tokens to be sampled.
-    """
+    """Sampling parameters for the successors of n nodes; can be sent to another process."""
 
     packing: Packing
-    truncation: Truncation
-    key: tuple[int, int] | None
-    positions: Sequence[int]
+    truncation: Truncation  # its temperature scales the logits; it has no cutoffs
+    key: tuple[int, int] | None  # (seed, sample) of the noise; None for greedy decoding
+    positions: Sequence[int]  # [n] absolute positions of the tokens to be sampled
 
 
 class VocabularySlice:
@@ -123,20 +117,16 @@ def compile_slices() -> None:
 
 
 class SlicedLogits(StepLogits):
-    """Logits that stay on the shards, a slice on each, until all of them are needed.
-
-    Args:
-        read: gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
-        find: runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
-        rows_of_pass: the rows of the n nodes.
-    """
+    """Logits that stay on the shards, a slice on each, until all of them are needed."""
 
     def __init__(
         self,
         vocabulary: VocabularySlice,
+        # Gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
         read: Callable[[int, int], torch.Tensor],
+        # Runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
         find: Callable[[int, int, SampleRequest], torch.Tensor],
-        rows_of_pass: range,
+        rows_of_pass: range,  # the rows of the n nodes
         presampled: torch.Tensor | None = None,
     ):
         super().__init__(torch.empty(0), presampled)

@@ -20,11 +20,7 @@ CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_o
 
 
 class Decoding:
-    """Decodes token ids as `tokenizer.decode` does, and finds the part of a text that is final.
-
-    Attributes:
-        only_appends: whether another token never changes text before it, except incomplete characters at the end.
-    """
+    """Decodes token ids as `tokenizer.decode` does, and finds the part of a text that is final."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool):
         self._tokenizer = tokenizer
@@ -37,6 +33,7 @@ class Decoding:
         is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
         self._probes = [] if is_byte_level else _probes(tokenizer)
         self._byte_tokens = frozenset() if is_byte_level else _byte_tokens(tokenizer)
+        # Whether another token never changes text before it, except incomplete characters at the end.
         self.only_appends = not (self._probes or self._cleans_up)
 
     def __call__(self, token_ids: Sequence[int]) -> str:

@@ -24,22 +24,15 @@ class Detokenizer:
 
     It decodes a window: the last tokens of the sequence, from a place at which decoding can begin. The first tokens of
     the window have been returned; they are decoded again because the text of a token may depend on what precedes it.
-
-    Args:
-        context: the prompt that the text continues; empty if the text begins with the first new token, as a chat's
-            answer.
-        splits_tokens: whether to fill `token_texts`, at the cost of decoding after each token.
-
-    Attributes:
-        token_texts: text of each new token, in order, up to the first that is not final. Joined, they equal the text.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        # The prompt that the text continues; empty if the text begins with the first new token, as a chat's answer.
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
-        splits_tokens: bool = False,
+        splits_tokens: bool = False,  # whether to fill `token_texts`, at the cost of decoding after each token
     ):
         self._decode = Decoding(tokenizer, skip_special_tokens)
         self._ids = list(context)  # of the window
@@ -48,6 +41,7 @@ class Detokenizer:
         self._num_returned: int | None = None  # characters of `_text` that were returned; None before the first
         self._returned = ""  # these characters
         self._max_window = max(MAX_WINDOW_TOKENS, 2 * len(self._ids))
+        # Text of each new token, in order, up to the first that is not final. Joined, they equal the text.
         self.token_texts: list[str] = []
         self._splits_tokens = splits_tokens
         self._unsplit: list[str] = []  # the window's text after each token that is not in `token_texts` yet

@@ -14,12 +14,9 @@ from lp_runtime.text.token_text import TokenTexts
 
 
 class Reasoning(NamedTuple):
-    """The marks between which the reasoning part of a chat's answer lies.
+    """The marks between which the reasoning part of a chat's answer lies."""
 
-    Attributes:
-        begin: None if the prompt has begun the part; else an answer that does not begin with it has no such part.
-    """
-
+    # None if the prompt has begun the part; else an answer that does not begin with it has no such part.
     begin: str | None
     end: str
 
@@ -36,17 +33,11 @@ class Reasoning(NamedTuple):
 
 
 class StopMatch(NamedTuple):
-    """The end of a text by a stop string.
+    """The end of a text by a stop string."""
 
-    Attributes:
-        num_tokens: of the tokens that were searched, those up to the end of the stop string.
-        num_after: characters of the last of them that follow the stop string.
-        string: of several that end at the same place, the longest.
-    """
-
-    num_tokens: int
-    num_after: int
-    string: str
+    num_tokens: int  # of the tokens that were searched, those up to the end of the stop string
+    num_after: int  # characters of the last of them that follow the stop string
+    string: str  # of several that end at the same place, the longest
 
 
 class StopStrings:

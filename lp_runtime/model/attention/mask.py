@@ -27,17 +27,11 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 
 class MaskForm(Enum):
-    """Form of the masks that an attention function accepts.
+    """Form of the masks that an attention function accepts."""
 
-    Attributes:
-        BOOLEAN: [1, 1, T, S] bool, True where a token sees a key.
-        ADDITIVE: [1, 1, T, S] in the model's dtype, added to the scores.
-        TREE_ONLY: [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens.
-    """
-
-    BOOLEAN = "boolean"
-    ADDITIVE = "additive"
-    TREE_ONLY = "tree only"
+    BOOLEAN = "boolean"  # [1, 1, T, S] bool, True where a token sees a key
+    ADDITIVE = "additive"  # [1, 1, T, S] in the model's dtype, added to the scores
+    TREE_ONLY = "tree only"  # [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens
 
 
 def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -85,38 +79,31 @@ def _mark_hidden(parents, num_cached, lowest, mask):
 
 
 class MaskBuilder:
-    """Builder of 4-D masks in the form that a model's attention accepts.
-
-    Args:
-        attention: name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones
-            and silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other
-            devices for the tree alone.
-        kinds: kinds of layers; None to read them from the configuration, and check them.
-
-    Attributes:
-        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
-        is_own: whether the attention is that of tree_attention.py.
-        limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
-    """
+    """Builder of 4-D masks in the form that a model's attention accepts."""
 
     def __init__(
         self,
         config: PreTrainedConfig,
+        # Name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones and
+        # silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other devices
+        # for the tree alone.
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
-        kinds: Set[str] | None = None,
+        kinds: Set[str] | None = None,  # kinds of layers; None to read them from the configuration, and check them
     ):
         compile_masks()
-        self.is_own = attention == TREE
+        self.is_own = attention == TREE  # whether the attention is that of tree_attention.py
         self.form = _form_of(attention, device)
         self._dtype, self._device = dtype, device
         self._sliding_window: int = getattr(config, "sliding_window", None) or 0
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         kinds = layer_kinds(config) if kinds is None else kinds
         # transformers' models with several kinds of layers need a dictionary of masks, others one mask.
+        # Whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
+        # (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
         self.limits_by_kind = {
             kind: (self._sliding_window if kind == SLIDING else 0, self._chunk if kind == CHUNKED else 0)
             for kind in self._kinds

@@ -124,22 +124,20 @@ def strict_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor,  # [1, 1, B, KEYS + TAIL] int64, from `tail_table`
     scaling: float | None = None,
     softcap: float | None = None,
+    # [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
     s_aux: torch.Tensor | None = None,
+    # Given in a pass of a fixed size, whose keys and values are already in their caches. The mask is then that of the
+    # pass, and only the shape of `key` is read.
     device_cache: DeviceAttention | None = None,
-    **kwargs: object,
+    **kwargs: object,  # of other attention functions, ignored: the mask contains what they would say
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, B, g H, D], None), like transformers: attention by blocks of absolute positions.
 
     Args:
         query, key, value: [1, g H, B, D], and [1, H, S, D] each.
-        attention_mask: [1, 1, B, KEYS + TAIL] int64, from `tail_table`.
-        s_aux: [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
-        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
-            then that of the pass, and only the shape of `key` is read.
-        **kwargs: of other attention functions, ignored: the mask contains what they would say.
     """
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads

@@ -57,25 +57,24 @@ def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    # Additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With `chunk_mask` the
+    # tokens are a chunk of a prompt: each sees the L tokens and those before itself, or a sliding window of them. With
+    # any other mask, or none, this is transformers' sdpa.
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    # Given in a pass of a fixed size, whose keys and values are already in their caches. The mask is then that of the
+    # pass, and only the shapes of `key` and `value` are read.
     device_cache: DeviceAttention | None = None,
+    # Keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the shape of
+    # `value` is.
     batch: AttentionBatch | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,  # [g H] attention sinks (sinks.py); None for none
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
 
     Args:
         query, key, value: [1, g H, T, D], and [1, H, L + T, D] each.
-        attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
-            `chunk_mask` the tokens are a chunk of a prompt: each sees the L tokens and those before itself, or a
-            sliding window of them. With any other mask, or none, this is transformers' sdpa.
-        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
-            then that of the pass, and only the shapes of `key` and `value` are read.
-        batch: keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the
-            shape of `value` is.
-        s_aux: [g H] attention sinks (sinks.py); None for none.
     """
     if batch is not None:
         return _attend_batch(module, query, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None

@@ -33,21 +33,14 @@ MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of fixed-size passes.
+    """Options of fixed-size passes."""
 
-    Attributes:
-        capture: whether passes are captured as CUDA graphs.
-        compiled: whether the model is compiled by torch.compile.
-        refuses_waits: as in GraphCapture.
-        batches: whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
-        max_tokens: tokens of the largest pass.
-    """
-
-    capture: bool
-    compiled: bool = False
-    refuses_waits: bool = True
+    capture: bool  # whether passes are captured as CUDA graphs
+    compiled: bool = False  # whether the model is compiled by torch.compile
+    refuses_waits: bool = True  # as in GraphCapture
+    # Whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
     batches: bool = True
-    max_tokens: int = 1
+    max_tokens: int = 1  # tokens of the largest pass
 
 
 class PassSize(NamedTuple):
@@ -74,41 +67,31 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
 
 
 class FixedPass:
-    """A pass of one size, for one sequence or several.
-
-    Attributes:
-        replay: launches the captured graph; None before the capture.
-        logits: [B, V] of the wanted rows, in memory that all sizes share; None before the first run.
-        presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
-    """
+    """A pass of one size, for one sequence or several."""
 
     def __init__(self, inputs: PassInputs, cache: DeviceCache):
         self.inputs, self.cache = inputs, cache
-        self.replay: Callable[[], None] | None = None
+        self.replay: Callable[[], None] | None = None  # launches the captured graph; None before the capture
+        # [B, V] of the wanted rows, in memory that all sizes share; None before the first run.
         self.logits: torch.Tensor | None = None
+        # [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
         self.presampled: torch.Tensor | None = None
 
 
 class PassSet:
-    """The passes of fixed sizes of a model: makes, captures and runs them.
-
-    Args:
-        model: a Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
-            `is_strict`.
-        sample: returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait
-            for the device.
-
-    Attributes:
-        presampled: [n, width] greedy samples of the last run's logits, valid until the next run.
-    """
+    """The passes of fixed sizes of a model: makes, captures and runs them."""
 
     def __init__(
         self,
+        # A Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
+        # `is_strict`.
         model: PreTrainedModel,
         masks: MaskBuilder,
         options: GraphOptions,
         keeps_logits: bool,
         cache_name: str,
+        # Returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait for
+        # the device.
         sample: Callable[[torch.Tensor, ModuleType], torch.Tensor],
         is_strict: bool = False,
     ):
@@ -121,6 +104,7 @@ class PassSet:
         self._keeps_logits = keeps_logits
         self._sample = sample
         self._cache_name = cache_name
+        # [n, width] greedy samples of the last run's logits, valid until the next run.
         self.presampled: torch.Tensor | None = None
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device

@@ -25,33 +25,23 @@ log = logging.getLogger(__name__)
 
 
 class CacheState(NamedTuple):
-    """State of one of shard 0's caches before a pass.
+    """State of one of shard 0's caches before a pass."""
 
-    Attributes:
-        key: identifies the cache; never reused.
-        length: committed tokens.
-        written: tokens that earlier passes of the step have written after the committed ones.
-    """
-
-    key: int
+    key: int  # identifies the cache; never reused
     capacity: int
-    length: int
-    written: int
+    length: int  # committed tokens
+    written: int  # tokens that earlier passes of the step have written after the committed ones
 
 
 class Announcement(NamedTuple):
-    """An announcement of a forward pass.
-
-    Attributes:
-        gone: keys of caches that shard 0 has freed.
-        is_captured: whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
-        may_fail: whether the replica outlives any failure of the pass. It always outlives that memory runs out.
-    """
+    """An announcement of a forward pass."""
 
     work: Pass
     caches: list[CacheState]
-    gone: list[int]
+    gone: list[int]  # keys of caches that shard 0 has freed
+    # Whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
     is_captured: bool = False
+    # Whether the replica outlives any failure of the pass. It always outlives that memory runs out.
     may_fail: bool = False
 
 

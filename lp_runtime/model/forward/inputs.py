@@ -16,19 +16,12 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 
 
 class InputLayout(NamedTuple):
-    """A share of a tree as flat int64 arrays.
+    """A share of a tree as flat int64 arrays."""
 
-    Attributes:
-        tokens: [T] token ids.
-        positions: [T] absolute positions.
-        parents: [T] row of each token's parent; -1 for the first token.
-        rows: [n] rows of the wanted nodes.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    parents: np.ndarray
-    rows: np.ndarray
+    tokens: np.ndarray  # [T] token ids
+    positions: np.ndarray  # [T] absolute positions
+    parents: np.ndarray  # [T] row of each token's parent; -1 for the first token
+    rows: np.ndarray  # [n] rows of the wanted nodes
 
 
 def lay_out(

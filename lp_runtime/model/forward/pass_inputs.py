@@ -32,18 +32,12 @@ NO_PATHS = np.zeros((0, 1), np.int64)
 
 
 class Part(NamedTuple):
-    """The tokens of one sequence that a pass feeds.
-
-    Attributes:
-        layout: T tokens; its rows and parents are indices among them.
-        place: index in the cache at which the first of them is written.
-        paths: [T, columns] the tokens' paths, with exactness=strict; otherwise without rows.
-    """
+    """The tokens of one sequence that a pass feeds."""
 
     cache: TreeCache
-    layout: InputLayout
-    place: int
-    paths: np.ndarray = NO_PATHS
+    layout: InputLayout  # T tokens; its rows and parents are indices among them
+    place: int  # index in the cache at which the first of them is written
+    paths: np.ndarray = NO_PATHS  # [T, columns] the tokens' paths, with exactness=strict; otherwise without rows
 
     @classmethod
     def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
@@ -80,29 +74,17 @@ class _HostBlock:
 
 
 class PassInputs:
-    """Device inputs of the passes of one size.
-
-    Args:
-        size: B.
-        num_sequences: P - 1, the largest number of sequences.
-        limits: (sliding window, chunk) in tokens for each kind of layer; 0 for none.
-        num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
-
-    Attributes:
-        ids, positions: [B] views of the block.
-        wanted: [B] view: rows whose logits are wanted, sequence by sequence, then zeros.
-        masks: passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
-    """
+    """Device inputs of the passes of one size."""
 
     def __init__(
         self,
-        size: int,
-        num_sequences: int,
+        size: int,  # B
+        num_sequences: int,  # P - 1, the largest number of sequences
         num_layers: int,
-        limits: Mapping[str, tuple[int, int]],
+        limits: Mapping[str, tuple[int, int]],  # (sliding window, chunk) in tokens for each kind of layer; 0 for none
         by_kind: bool,
         device: torch.device,
-        num_path_columns: int = 0,
+        num_path_columns: int = 0,  # columns of a path, with exactness=strict; 0 for mask words
     ):
         num_columns, shape = OWNERS + 1 + len(limits), (num_sequences + 1, HEADER + 2 * num_layers)
         num_words = num_path_columns or -(-size // WORD_BITS)
@@ -114,10 +96,11 @@ class PassInputs:
         columns = self.block[:start].view(num_columns, size)
         table, words = self.block[start:end].view(shape), self.block[end:].view(size, -1)
         ids, positions, wanted, owners = columns[: OWNERS + 1]
-        self.ids = ids
+        self.ids = ids  # a [B] view, like the next two
         self.positions = positions
-        self.wanted = wanted
+        self.wanted = wanted  # rows whose logits are wanted, sequence by sequence, then zeros
         by_name = {name: columns[LOWEST + i].view(1, 1, 1, size) for i, name in enumerate(limits)}
+        # Passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
         self.masks: LayerMasks = by_name if by_kind else next(iter(by_name.values()))
         self.device_inputs = DeviceInputs(self.positions, owners, table, words)
 

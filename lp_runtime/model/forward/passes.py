@@ -52,13 +52,6 @@ class Passes:
 
     Every pass writes keys and values after the tokens in its caches, and commits nothing. Rotary embeddings whose
     factors change with the text length are replaced permanently (modules/rotary.py).
-
-    Attributes:
-        lengths: at which these factors change.
-        made: passes of fixed sizes; None before `BeginFixed`.
-        tree_model: the model that trees are fed to; with `strict_tokens` a view of `model`.
-        keeps_logits: whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
-        cache_name: keyword by which the model's forward accepts a cache.
     """
 
     can_refeed = True  # whether the caller can feed a whole text again at the length at which `generate` does
@@ -68,12 +61,15 @@ class Passes:
         self.masks = masks
         self.device = model.device
         self.strict_tokens = strict_tokens
+        # The text lengths at which the model's rotary factors change.
         self.lengths = replace_rotaries(model, may_refeed=self.can_refeed and strict_tokens is None)
-        self.made: PassSet | None = None
+        self.made: PassSet | None = None  # passes of fixed sizes; None before `BeginFixed`
         self._prompt_view: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it
+        # The model that trees are fed to; with `strict_tokens` a view of `model`.
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
+        # Whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.cache_name = cache_name(model) or CACHE_NAMES[0]
+        self.cache_name = cache_name(model) or CACHE_NAMES[0]  # keyword by which the model's forward accepts a cache
 
     @property
     def are_captured(self) -> bool:

@@ -75,20 +75,17 @@ class BatchedCache(_StandInCache):
         sizes: [P] tokens fed of each sequence, T_p; the input holds the sequences one after another.
         masks: [P], made by MaskBuilder.
         num_padding: padding tokens after all sequences, whose logits are not used.
-
-    Attributes:
-        sizes: [P + 1] tokens fed of each sequence, then number of padding tokens.
-        states: [P] keys and values, [1, H, L_p + T_p, D] each, of the layer that wrote last.
-        mask: placeholder to pass to the model as its mask, or one per kind of layer; `masks_of` maps each to P masks.
     """
 
     def __init__(
         self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_padding: int = 0
     ):
-        self.sizes = [*sizes, num_padding]
+        self.sizes = [*sizes, num_padding]  # [P + 1] tokens fed of each sequence, then number of padding tokens
+        # [P] keys and values, [1, H, L_p + T_p, D] each, of the layer that wrote last.
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._caches = caches
         self._masks: dict[int, list[torch.Tensor]] = {}
+        # Placeholder to pass to the model as its mask, or one per kind of layer; `masks_of` maps each to P masks.
         self.mask = self._stand_in(masks)
         super().__init__(len(caches[0].layers))
 
@@ -114,19 +111,13 @@ class BatchedCache(_StandInCache):
 
 
 class DeviceInputs(NamedTuple):
-    """Inputs of attention in a fixed-size pass, on the device; all int64.
+    """Inputs of attention in a fixed-size pass, on the device; all int64."""
 
-    Attributes:
-        positions: [B] absolute positions.
-        owners: [B] each token's row in `table`.
-        table: [sequences + 1, 4 + 2 layers], see kernels/triton_attention.py.
-        words: [B, W] bit mask: which fed tokens of its sequence each token sees. With exactness=strict: the tokens'
-            paths, see kernels/triton_strict.py.
-    """
-
-    positions: torch.Tensor
-    owners: torch.Tensor
-    table: torch.Tensor
+    positions: torch.Tensor  # [B] absolute positions
+    owners: torch.Tensor  # [B] each token's row in `table`
+    table: torch.Tensor  # [sequences + 1, 4 + 2 layers], see kernels/triton_attention.py
+    # [B, W] bit mask: which fed tokens of its sequence each token sees. With exactness=strict: the tokens' paths, see
+    # kernels/triton_strict.py.
     words: torch.Tensor
 
 

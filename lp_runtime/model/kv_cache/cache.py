@@ -34,19 +34,14 @@ class SavedStates:
 
 
 class _Length:
-    """Number of tokens in a cache, and the addresses of its tensors; shared by all its layers.
-
-    Attributes:
-        value: committed tokens.
-        written: tokens after the committed ones that the next pass must not overwrite.
-        addresses: [layers, 2] int64, addresses of each layer's keys and values; 0 before they are allocated.
-    """
+    """Number of tokens in a cache, and the addresses of its tensors; shared by all its layers."""
 
     __slots__ = ("value", "written", "addresses")
 
     def __init__(self, num_layers: int) -> None:
-        self.value = 0
-        self.written = 0
+        self.value = 0  # committed tokens
+        self.written = 0  # tokens after the committed ones that the next pass must not overwrite
+        # [layers, 2] int64, addresses of each layer's keys and values; 0 before they are allocated.
         self.addresses = np.zeros((num_layers, 2), np.int64)
 
     @property
@@ -221,15 +216,11 @@ class TreeCache(Cache):
 
 @dataclass(frozen=True)
 class CacheCopy:
-    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them.
-
-    Attributes:
-        attention: (index, keys, values) of each layer that has keys.
-        conv, recurrent: (index of the layer, index of the state in the layer, state [1, ...]).
-    """
+    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them."""
 
     num_tokens: int
-    attention: tuple[LayerStates, ...]
+    attention: tuple[LayerStates, ...]  # (index, keys, values) of each layer that has keys
+    # (index of the layer, index of the state in the layer, state [1, ...])
     conv: tuple[tuple[int, int, torch.Tensor], ...]
     recurrent: tuple[tuple[int, int, torch.Tensor], ...]
 

@@ -21,19 +21,14 @@ OVERHEAD_TOKENS = 2560
 
 @dataclass
 class CacheSlot:
-    """Memory for one sequence's keys and values, and the tokens that it holds.
-
-    Attributes:
-        tokens: token ids whose keys and values are committed in `cache`.
-        num_prefilled: number of leading `tokens` that were fed as a prompt, not as a tree.
-        prompt_length: P, prompt tokens of the sequence, including those not fed yet; see model/hf/rotary_lengths.py.
-        undecided: token ids fed after `tokens` as a chain of guesses; the next pass commits them or takes them back.
-    """
+    """Memory for one sequence's keys and values, and the tokens that it holds."""
 
     _cache: TreeCache | None = None
-    tokens: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
+    tokens: list[int] = field(default_factory=list)  # token ids whose keys and values are committed in `cache`
+    num_prefilled: int = 0  # number of leading `tokens` that were fed as a prompt, not as a tree
+    # P, prompt tokens of the sequence, including those not fed yet; see model/hf/rotary_lengths.py.
     prompt_length: int = 0
+    # Token ids fed after `tokens` as a chain of guesses; the next pass commits them or takes them back.
     undecided: list[int] = field(default_factory=list)
 
     @property

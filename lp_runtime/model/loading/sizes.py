@@ -32,24 +32,16 @@ HEADER_LENGTH = struct.Struct("<Q")  # first field of a safetensors file: the le
 
 
 class ModelSize(NamedTuple):
-    """Memory needs of a model, in bytes, from which those of each GPU are computed.
-
-    Attributes:
-        parts: for pipeline parallelism; empty if the layers are not in one list.
-        split: (bytes of a row or column, number of them) of each parameter that shards divide.
-        whole: bytes of all tensors that every shard holds in full.
-        token_bytes: of one token's keys and values in all layers, not divided.
-        pass_bytes: of the logits of the largest step, which captured passes keep allocated.
-        context_tokens: prompt and output tokens, together, that a replica must be able to hold.
-    """
+    """Memory needs of a model, in bytes, from which those of each GPU are computed."""
 
     config: PreTrainedConfig
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # for pipeline parallelism; empty if the layers are not in one list
+    # (bytes of a row or column, number of them) of each parameter that shards divide.
     split: tuple[tuple[int, int], ...]
-    whole: int
-    token_bytes: int
-    pass_bytes: int
-    context_tokens: int
+    whole: int  # bytes of all tensors that every shard holds in full
+    token_bytes: int  # of one token's keys and values in all layers, not divided
+    pass_bytes: int  # of the logits of the largest step, which captured passes keep allocated
+    context_tokens: int  # prompt and output tokens, together, that a replica must be able to hold
 
     def weight_bytes(self, num_shards: int) -> int:
         """Return the bytes of weights on each of P GPUs; if they are not divided evenly, on the fullest."""

@@ -42,10 +42,10 @@ class RotaryByLength(nn.Module):
 
     Attributes:
         library: a copy of the module, whose forward reads the factors from `inv_freq` only; `forward` sets that first.
-        factors: [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
         prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
     """
 
+    # [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
     factors: torch.Tensor
 
     def __init__(self, library: Rotary):
