@@ -203,16 +203,13 @@ class _NewTokens(NamedTuple):
 
 
 class _Recorder:
-    """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer.
-
-    `scores` and `logits` have the [V] processed and the model's [V] logits of each accepted token.
-    """
+    """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer."""
 
     def __init__(self, vocabulary_size: int, group: Group):
         self._size, self._group = vocabulary_size, group
         self._num_merged = 0
-        self.scores: list[torch.Tensor] = []
-        self.logits: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []  # processed, [V] for each accepted token
+        self.logits: list[torch.Tensor] = []  # the model's own, likewise
 
     def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
         """Record the accepted nodes of a step. Rows of nodes that another rank owns are -inf until `merge`."""

@@ -71,9 +71,7 @@ def rotate_and_write(
     """Write rotated keys, and values, to a cache; return rotated queries, [1, g H, T, D] float32.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
-
-    Args:
-        query, key, value: [1, T, heads, D]; may be the same array, holding the heads of all three in turn.
+    `query`, `key` and `value`, [1, T, heads, D], may be the same array, holding the heads of all three in turn.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]
@@ -101,10 +99,7 @@ def _can_run() -> bool:
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable, Callable]:
-    """Return the kernels (norm, add and norm, rotate and write), bound to the types of their arguments.
-
-    Numba's type dispatch at every call would take longer than some of the calls.
-    """
+    """Return the kernels, bound to types: Numba's dispatch would take longer than some of the calls."""
     row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
     return (
         bound(_norm, rows, row, 0.0, rows),

@@ -64,12 +64,10 @@ def find_tile(
 
 @triton.jit
 def add_block(q, k, v, seen, scale, largest, weight_sum, sums):
-    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum).
-
-    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867).
-    """
+    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
+    # An online softmax (Milakov and Gimelshein, arXiv 1805.02867).
     larger = tl.maximum(largest, tl.max(scores, 1))
     shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
     weights = tl.exp(scores - shift[:, None])
@@ -177,10 +175,7 @@ def _merge_parts(
     QUERY_HEADS: tl.constexpr, SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, the query of one token and head; one program per row.
-
-    Parts without keys were never written, so they are not read.
-    """
+    """Merge the parts of one row that were written, the query of one token and head; one program per row."""
     if EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)

@@ -153,10 +153,7 @@ def sample_and_pack(
     inverse_temperature: float = 1.0,  # factor of the logits, in float32
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor; pack it with top-k candidates and their margins, [n, width] int64.
-
-    A token whose score is -inf is never a candidate.
-    """
+    """Sample each row's successor; pack it with the top-k candidates, of scores above -inf: [n, width] int64."""
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
     return _pack(found, packing, noise, logits.shape[1])

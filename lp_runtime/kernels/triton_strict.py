@@ -46,10 +46,7 @@ def _attend_head(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of the head; one program per key/value head, part and tile.
-
-    A part without a block for any of the tile's tokens is not written.
-    """
+    """Attend to one part of the head, if it has a block; one program per key/value head, part and tile."""
     head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
     own_row, own_tile = find_tile(table, tile, WIDTH, NUM_ROWS, BLOCK_TABLE, GROUPS, BLOCK_ROWS)

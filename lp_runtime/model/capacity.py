@@ -24,13 +24,10 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class PassBytes(NamedTuple):
-    """GPU memory, in bytes, that a pass and its sampling need in addition to weights, keys and values, as measured.
-
-    `per_token` is for each token of the text that the pass attends to.
-    """
+    """GPU memory, in bytes, that a pass and its sampling need in addition to weights, keys and values, as measured."""
 
     fixed: int
-    per_token: float
+    per_token: float  # for each token of the text that the pass attends to
 
 
 def free_bytes(device: torch.device) -> int | None:

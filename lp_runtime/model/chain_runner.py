@@ -53,10 +53,7 @@ class ChainPasses(Passes):
 
 
 class ChainRunner(ModelRunner):
-    """A Hugging Face causal LM that is fed one path of a tree per step, and its slots.
-
-    Refuses a model that has no cache that it can continue from.
-    """
+    """A Hugging Face causal LM that is fed one path of a tree per step, and its slots."""
 
     feeds_chains = True
     passes: ChainPasses
@@ -80,12 +77,9 @@ class ChainRunner(ModelRunner):
 
     @torch.inference_mode()
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
-        """Make a slot hold a prompt and the tokens committed after it, except the last one.
-
-        A state cannot be truncated, so the slot's content is reused only if all of it is a prefix of the wanted text.
-        """
         tokens = [*prompt, *committed[:-1]]
         num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)
+        # A state cannot be truncated: the slot is reused only if all of it is a prefix of the wanted text.
         if not slot.tokens or num_known < len(slot.tokens):
             self.begin(slot, capacity, prompt_length=len(prompt))
         else:
@@ -99,18 +93,14 @@ class ChainRunner(ModelRunner):
 
     @torch.inference_mode()
     def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], text: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each appended separately to a text.
-
-        The slot is not used: the n texts have the same length and are fed as a batch.
-        """
+        """Return the logits of n tokens, each appended to a text; they are fed as a batch, without the slot."""
         return StepLogits(self.passes.logits_of_texts([[*text, token] for token in tokens]))
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Feed a share: pending tokens from `inputs.start` on, and one path of guesses below them.
 
-        `commit` is whether certain tokens stay in the slot; False if another share of the same tree follows. `any_size`
-        is ModelRunner's, and not used.
+        `commit` is whether certain tokens stay in the slot; False if another share of the same tree follows.
         """
         slot, tree, nodes, wanted, start = inputs
         nodes, wanted = np.asarray(nodes), np.asarray(wanted)

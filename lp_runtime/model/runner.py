@@ -151,10 +151,7 @@ class ModelRunner:
         self.supports_batching |= is_strict
 
     def feed(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor:
-        """Run a pass on all shards; return its tensor, usually [n, V] logits.
-
-        `caches`, one per sequence, receive the pass's keys and values.
-        """
+        """Run a pass on all shards; return its tensor, usually [n, V] logits."""
         if self.leading is not None:
             return self.leading.run(self.passes, work, caches)
         return self.passes.run(work, caches)
@@ -191,10 +188,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Feed and commit a chunk of a prompt after a slot's committed tokens; return [n, V] float32 logits.
-
-        `rows` are the [n] indices into the chunk of the tokens whose logits are wanted; None for the last one.
-        """
+        """Feed and commit a chunk of a prompt; return [n, V] float32 logits of `rows`, or of its last token."""
         logits = self.feed(FeedChunk(chunk, rows, self._rope_length(slot)), [slot.cache])
         slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)

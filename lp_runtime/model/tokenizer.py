@@ -27,10 +27,7 @@ MARKS = (
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt; RequestError if the text is not encodable Unicode (lone surrogates).
-
-    `split_special_tokens`: special tokens spelled out in the text are encoded as plain text.
-    """
+    """Return the token ids of a prompt; RequestError if the text is not encodable Unicode (lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -123,10 +120,7 @@ def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) 
 
 
 def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Return a conversation as messages that end with the user's turn after the last answer.
-
-    `turns` are the user's texts, `answers` the assistant's to the first of them.
-    """
+    """Return a user's `turns` and the `answers` to the first of them as messages, up to the next turn."""
     said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
     answered = [{"role": "assistant", "content": text} for text in answers]
     return [message for pair in zip(said, answered, strict=False) for message in pair] + said[len(answers) :]

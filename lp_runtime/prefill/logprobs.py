@@ -23,13 +23,10 @@ SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are need
 
 @dataclass
 class PromptScorer:
-    """Prefill of a prompt that records the log-probability of each token, and the `num_top` likeliest ones.
-
-    `slot` is begun and empty.
-    """
+    """Prefill of a prompt that records the log-probability of each token, and the `num_top` likeliest ones."""
 
     model: ModelRunner
-    slot: CacheSlot
+    slot: CacheSlot  # begun and empty
     prompt: Sequence[int]
     num_top: int
     logprobs: list[Logprob] = field(default_factory=list)

@@ -27,12 +27,10 @@ CPU_FRACTION = 0.25  # of the free memory of a CPU that may hold prefixes; the r
 
 
 def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int | None) -> PrefixCache | None:
-    """Return a replica's prefix cache; None if the settings turn it off.
+    """Return a replica's prefix cache; None if the settings turn it off. The model must have run a pass.
 
-    Args:
-        model: must have run a forward pass.
-        max_bytes: size of the cache; 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it).
-        capacity: tokens that fit into the replica's memory; None if unknown: then nothing is kept without `max_bytes`.
+    `max_bytes` is 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it). `capacity` are the tokens
+    that fit into the replica's memory; if unknown, nothing is kept without `max_bytes`.
     """
     if max_bytes == 0:
         return None
@@ -67,15 +65,11 @@ def scope_of(request: Request) -> str | None:
 class PromptPrefix:
     """The part of a request's prompt that all replicas read from their prefix caches.
 
-    Creating one runs a gather, unless there is neither a cache nor a draft table to agree on. Without a cache (None),
-    nothing is read.
-
-    Attributes:
-        num_read: prompt tokens that were read; 0 before `read_into`.
+    Creating one runs a gather, unless there is neither a cache nor a draft table to agree on.
     """
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
-        self.tag = self.num_read = self.num_shared = 0
+        self.tag = self.num_read = self.num_shared = 0  # `num_read` is 0 before `read_into`
         self._cache = cache
         self._request = request
         self._is_alone = group.is_alone

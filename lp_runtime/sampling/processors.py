@@ -66,16 +66,11 @@ def is_ordered(processor: object) -> bool:
 
 
 class TreeProcessors:
-    """A list of logits processors, applied in order to the nodes of trees.
-
-    Args:
-        processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V].
-        reports: whether a processor's exceptions are the request's fault and are raised as RequestError.
-    """
+    """A list of logits processors, applied in order to the nodes of trees."""
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
         self._processors = list(processors)
-        self._reports = reports
+        self._reports = reports  # whether a processor's exceptions are the request's fault: RequestErrors
         self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)

@@ -14,12 +14,11 @@ from lp_runtime.config.sampling import SamplingConfig
 class NewTextPenalty:
     """Lowers the logits of tokens that already occur in the new text, as in the OpenAI API.
 
-    `presence` is subtracted once for each such token, `frequency` for each of its occurrences. Rows are processed
-    independently, so the nodes of a token tree can be processed as one batch.
+    Rows are processed independently, so the nodes of a token tree can be processed as one batch.
     """
 
-    presence: float
-    frequency: float
+    presence: float  # subtracted once for each such token
+    frequency: float  # subtracted for each of its occurrences
     prompt_length: int
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:

@@ -49,15 +49,12 @@ GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
 
 @dataclass
 class Sampler:
-    """Processes logits, adds noise, chooses the largest score, and packs the result.
-
-    `noise` is None for greedy decoding; `num_top_k`, which is K, and `num_top_logprobs` are 0 for none.
-    """
+    """Processes logits, adds noise, chooses the largest score, and packs the result."""
 
     processors: TreeProcessors
-    noise: GumbelNoise | None
+    noise: GumbelNoise | None  # None for greedy decoding
     with_logprobs: bool = False
-    num_top_k: int = 0
+    num_top_k: int = 0  # K; 0 for no top-k candidates
     num_top_logprobs: int = 0
 
     @property
@@ -169,10 +166,7 @@ class Sampler:
         return self._add_logprobs(packed, step_logits)
 
     def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        """Pack the top-k candidates of logits without successors.
-
-        Processors that use a prefix are left out, so the rows may follow any texts.
-        """
+        """Pack the top-k candidates of logits after any texts: processors that use a prefix are left out."""
         scores = self.processors.without_prefixes(logits)
         packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
         return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))

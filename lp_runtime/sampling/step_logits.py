@@ -14,17 +14,13 @@ import torch
 
 
 class StepLogits:
-    """Logits of the wanted nodes, in the buffer that the forward pass has written.
-
-    Args:
-        presampled: [n, width] int64 greedy samples with K top-k candidates, in the layout of sampling/sampler.py, if a
-            captured pass has computed them; valid until the next pass.
-        is_reused: whether the next pass overwrites `rows`, so that `logits` must be a copy.
-    """
+    """Logits of the wanted nodes, in the buffer that the forward pass has written."""
 
     def __init__(self, rows: torch.Tensor, presampled: torch.Tensor | None = None, is_reused: bool = False):
+        # `presampled`, [n, width], are greedy samples with K top-k candidates, in the layout of sampler.py, if a
+        # captured pass has computed them; valid until the next pass.
         self._rows, self.presampled = rows, presampled
-        self._is_reused = is_reused
+        self._is_reused = is_reused  # whether the next pass overwrites `rows`, so that `logits` must be a copy
 
     @property
     def rows(self) -> torch.Tensor:

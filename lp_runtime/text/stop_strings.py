@@ -63,9 +63,7 @@ class StopStrings:
         self._only_grows = self._detokenizer.only_appends and not any(REPLACEMENT in string for string in strings)
 
     def __call__(self, committed: Sequence[int]) -> int | None:
-        """Return how many of a step's committed tokens to keep if a stop string ends in them, else None: a Stop of
-        state.py.
-        """
+        """Return how many committed tokens to keep if a stop string ends in them, else None; see state.Stop."""
         match = self.find(committed)
         return None if match is None else match.num_tokens
 
@@ -96,9 +94,7 @@ class StopStrings:
 
 
 def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-    """Raise RequestError if no text of a tokenizer contains a string: capitals, for example, if all tokens are of small
-    ones.
-    """
+    """Raise RequestError if no text of a tokenizer contains a string: capitals, for example."""
     decode = Decoding(tokenizer, skip_special_tokens=False)
     for string in strings:
         if string in decode(tokenizer(string, add_special_tokens=False).input_ids):

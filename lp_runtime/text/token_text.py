@@ -80,10 +80,7 @@ class TokenTexts:
         return None
 
     def is_at_start(self, context: Sequence[int], differing: int) -> bool:
-        """Whether text after a context begins as a text without context does.
-
-        `differing` is a token whose bytes at the start of a text differ from `bytes_of`.
-        """
+        """Whether text after a context begins as at the start of a text, where `differing` has other bytes."""
         text = Detokenizer(self._tokenizer, context, skip_special_tokens=True).peek([differing])
         return text == self._decode([differing])
 

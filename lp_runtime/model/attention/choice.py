@@ -18,18 +18,14 @@ SINKS = "sinks"  # name of the parameter in attention blocks with attention sink
 
 
 def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
-    """Replace a model's attention by that of tree_attention.py where possible; return the resulting name.
-
-    sdpa is replaced. eager stays, since it may have been configured on purpose, except in models with attention sinks:
-    transformers offers them no other attention. There the replacement is undone unless both give the same logits up to
-    rounding.
-    """
+    """Replace a model's attention by that of tree_attention.py where possible; return the resulting name."""
     attention = attention_of(model.config.get_text_config())
     if attention not in (*ATTENTIONS, TREE):
         raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
     if not own_attention or attention == TREE or not model.is_backend_compatible():
         return attention
     has_sinks = any(isinstance(getattr(module, SINKS, None), nn.Parameter) for module in model.modules())
+    # eager may have been configured on purpose, except with attention sinks: transformers offers these no other.
     if attention == "eager" and not has_sinks:
         return attention
     expected = _logits(model) if has_sinks else None

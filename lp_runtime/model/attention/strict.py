@@ -1,7 +1,7 @@
 """Attention for exactness=strict: a token's result is bit for bit independent of what else is fed.
 
 In half precision the shape of a forward pass changes rounding: other kernels are chosen, sums are taken in another
-order, and near-ties flip. Two measures prevent that. Every pass feeds the same number of tokens (strict_passes.py), so
+order, and near-ties flip. Two measures prevent that. Every pass feeds the same number of tokens (forward/passes.py), so
 matrix products always have the same shape. And attention works on blocks of absolute positions, in an order that
 depends on a token's position p alone:
 
@@ -94,16 +94,12 @@ def _fill_paths(num_cached, parents, positions, table):
 
 
 class _Queries(NamedTuple):
-    """Queries of a pass, [H, g, B, D] float32 and scaled, and the limits of what they see.
-
-    `positions` and `windows`, the tokens' sliding windows (0 for none), are [B] int64. Scores are squashed to
-    +-`softcap`.
-    """
+    """Queries of a pass, [H, g, B, D] float32 and scaled, and the limits of what they see."""
 
     states: torch.Tensor
-    positions: torch.Tensor
-    windows: torch.Tensor
-    softcap: float | None
+    positions: torch.Tensor  # [B] int64
+    windows: torch.Tensor  # [B] int64, sliding window of each token; 0 for none
+    softcap: float | None  # scores are squashed to +-softcap, if given
 
     @property
     def tail_start(self) -> torch.Tensor:
@@ -136,8 +132,7 @@ def strict_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, B, g H, D], None), like transformers: attention by blocks of absolute positions.
 
-    Args:
-        query, key, value: [1, g H, B, D], and [1, H, S, D] each.
+    `query` is [1, g H, B, D], `key` and `value` are [1, H, S, D].
     """
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads

@@ -73,8 +73,7 @@ def tree_attention(
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
 
-    Args:
-        query, key, value: [1, g H, T, D], and [1, H, L + T, D] each.
+    `query` is [1, g H, T, D], `key` and `value` are [1, H, L + T, D].
     """
     if batch is not None:
         return _attend_batch(module, query, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None

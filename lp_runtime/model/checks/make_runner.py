@@ -42,9 +42,9 @@ def make_runner(
 
 
 def check_runner(runner: ModelRunner) -> float:
-    """Self-check a model before its first request, and disable captured passes if only they fail.
+    """Self-check a model before its first request; return the largest relative difference of its logits.
 
-    Returns the largest relative difference of a node's logits.
+    Captured passes are disabled if only they fail.
     """
     if not isinstance(runner, ChainRunner):
         return check_model_or_disable_graphs(runner)

@@ -45,11 +45,7 @@ def largest_size(strict_tokens: int | None, is_compiled: bool, has_followers: bo
 
 
 class FixedPasses:
-    """Passes of fixed sizes for trees, run by `passes` after `BeginFixed`.
-
-    `max_tokens` is the size of the largest pass. A larger share takes a pass of any size; with exactness=strict,
-    several passes.
-    """
+    """Passes of fixed sizes for trees, run by `passes` after `BeginFixed`."""
 
     def __init__(self, passes: Passes, feed: Feed, leading: LeadingShard | None = None):
         assert passes.made is not None
@@ -59,6 +55,7 @@ class FixedPasses:
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
         self._all_sizes = pass_sizes(self._strict_tokens, self.options.compiled)
+        # A larger share takes a pass of any size; with exactness=strict, several passes.
         self.max_tokens = largest_size(self._strict_tokens, self.options.compiled, leading is not None)
 
     @property
@@ -76,10 +73,7 @@ class FixedPasses:
         return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
-        """Make the pass for this many tokens and sequences, if they fit into one; return whether it was missing.
-
-        Raises torch.OutOfMemoryError if there is not enough memory.
-        """
+        """Make the pass for this many tokens and sequences, if they fit into one; return whether it was missing."""
         size = self._size(num_tokens, num_sequences)
         if size in self._made:
             return False
@@ -122,10 +116,7 @@ class FixedPasses:
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, for which `takes` is True, after its committed tokens.
-
-        Returns one StepLogits per share, valid until the next pass.
-        """
+        """Feed one share of each sequence, for which `takes` is True; the results are valid until the next pass."""
         chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(chunks[0])

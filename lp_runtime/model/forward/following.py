@@ -64,16 +64,15 @@ def run_agreed(link: ShardLink, order: Announcement, run: Callable[[], torch.Ten
 
 
 class LeadingShard:
-    """Shard 0's side of the link: runs each pass on all shards.
-
-    `can_capture` tells whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
-    """
+    """Shard 0's side of the link: runs each pass on all shards."""
 
     def __init__(self, link: ShardLink):
         self._link = link
         self._keys: weakref.WeakKeyDictionary[TreeCache, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self.can_capture = link.reducer.can_capture
+        self.can_capture = (
+            link.reducer.can_capture
+        )  # whether passes can be captured as CUDA graphs
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
         self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 

@@ -46,10 +46,7 @@ class Part(NamedTuple):
 
 
 class _HostBlock:
-    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks the end of its last copy.
-
-    `columns`, [4 + kinds, B], `table`, [P, 4 + 2 layers], and `words`, [B, words], are its views as arrays.
-    """
+    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks the end of its last copy."""
 
     def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
         on_gpu = device.type == "cuda"
@@ -58,7 +55,7 @@ class _HostBlock:
         self._copied = torch.cuda.Event() if on_gpu else None
         self.block = torch.zeros(end + size * num_words, dtype=torch.int64, pin_memory=on_gpu)
         array = self.block.numpy()
-        self.columns = array[:start].reshape(num_columns, size)
+        self.columns = array[:start].reshape(num_columns, size)  # a view, as are the next two
         self.table, self.words = array[start:end].reshape(shape), array[end:].reshape(size, num_words)
 
     @property

@@ -132,14 +132,11 @@ class Passes:
 
 
 class FeedChunk(NamedTuple):
-    """Feeds T tokens of a text after the cache; returns the logits of `rows`, or of the last token, [n, V].
-
-    `length` is the text length whose rotary factors the pass must use; 0 if each token uses its own.
-    """
+    """Feeds T tokens of a text after the cache; returns the logits of `rows`, or of the last token, [n, V]."""
 
     tokens: Sequence[int]
     rows: Sequence[int] | None = None
-    length: int = 0
+    length: int = 0  # text length whose rotary factors the pass must use; 0 if each token uses its own
 
     @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
@@ -169,12 +166,11 @@ class FeedEachAlone(NamedTuple):
 class FeedShare(NamedTuple):
     """Feeds a share of a tree; returns the logits of the wanted rows, [n, V].
 
-    With exactness=strict it takes several passes of `strict_tokens` each. `length` is as in `FeedChunk`; strict models
-    never re-feed a text, so they ignore it.
+    With exactness=strict it takes several passes of `strict_tokens` each.
     """
 
     layout: InputLayout
-    length: int = 0
+    length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
 
     @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
@@ -240,13 +236,10 @@ class FeedShares(NamedTuple):
 
 
 class FeedFixed(NamedTuple):
-    """Feeds several sequences' shares in the pass of a fixed size, which has been made; returns [n, V] logits.
-
-    Each piece is a Part without its cache, which is in `caches`.
-    """
+    """Feeds several sequences' shares in the pass of a fixed size, which has been made; returns [n, V] logits."""
 
     size: PassSize
-    pieces: Sequence[tuple]
+    pieces: Sequence[tuple]  # each a Part without its cache, which is in `caches`
 
     @torch.no_grad()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:

@@ -62,13 +62,11 @@ def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
 
 
 def of_text_model(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
-    """Return a model's attention settings, for `set_attn_implementation`, with the text model's attention replaced.
-
-    The model may itself be the text model, or contain it as one of several sub-models.
-    """
+    """Return a model's attention settings, for `set_attn_implementation`, with the text model's replaced."""
     settings = attention_settings(model)
     if isinstance(settings, str):
         return attention
     text = model.config.get_text_config()
+    # The model may itself be the text model.
     name = next((name for name in settings if name and getattr(model.config, name) is text), "")
     return settings | {name: attention}

@@ -69,13 +69,7 @@ class _StandInLayer(CacheLayerMixin):
 
 
 class BatchedCache(_StandInCache):
-    """Cache passed to the model that writes to the caches of P sequences in one forward pass.
-
-    Args:
-        sizes: [P] tokens fed of each sequence, T_p; the input holds the sequences one after another.
-        masks: [P], made by MaskBuilder.
-        num_padding: padding tokens after all sequences, whose logits are not used.
-    """
+    """Cache passed to the model that writes to the caches of P sequences, one after another in the input."""
 
     def __init__(
         self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_padding: int = 0
@@ -143,10 +137,7 @@ class DeviceCache(_StandInCache):
         sin: torch.Tensor,
         layer: int,
     ) -> torch.Tensor:
-        """Rotate queries and keys, write keys and values to the sequences' caches, and return the queries.
-
-        Queries are [1, B, g H, D], keys and values [1, B, H, D], cos and sin [1, B, D].
-        """
+        """Rotate queries and keys, and write keys and values; shapes are those of kernels/triton_cache.py."""
         self._layer = layer
         return self._kernels.rotate_and_write(
             query, key, value, cos, sin, self._inputs.owners, self._inputs.table, layer
@@ -163,8 +154,7 @@ class DeviceCache(_StandInCache):
     ) -> torch.Tensor:
         """Attend to committed tokens and ancestors in the layer that wrote last; return [1, B, g H, D].
 
-        `query` is [1, g H, B, D] and `num_heads` H. `mask`, [1, 1, 1, B] int64, has the lowest position that each token
-        may see. `sinks` are [g H].
+        `query` is [1, g H, B, D]. `mask`, [1, 1, 1, B] int64, has the lowest position that each token may see.
         """
         positions, owners, table, words = self._inputs
         query = query if query.stride(3) == 1 else query.contiguous()

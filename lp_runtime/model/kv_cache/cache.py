@@ -19,12 +19,11 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 
 @dataclass(frozen=True)
 class SavedStates:
-    """Immutable snapshot of the states that recurrent layers carry at one point of a sequence.
+    """Immutable snapshot of the states that recurrent layers carry at one point of a sequence."""
 
-    `layers` has the attributes of each such layer by name; tensors in dictionaries are copies.
-    """
-
-    layers: tuple[Mapping[str, object], ...]
+    layers: tuple[
+        Mapping[str, object], ...
+    ]  # attributes of each layer by name; tensors in dictionaries are copies
 
     @property
     def num_bytes(self) -> int:
@@ -50,10 +49,7 @@ class _Length:
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
-
-    `length` is shared by all layers. `arrays` are numpy views of keys and values, on a CPU in float32; else None.
-    """
+    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch."""
 
     is_sliding = False  # sliding windows are applied by the step's mask
     keys: torch.Tensor
@@ -62,8 +58,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self, capacity: int, length: _Length, index: int):
         super().__init__()
         self.capacity = capacity
-        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
-        self._length, self._index = length, index
+        self.arrays: tuple[np.ndarray, np.ndarray] | None = None  # views of keys and values, on a CPU in float32
+        self._length, self._index = length, index  # `length` is shared by all layers
 
     def grow(self, capacity: int) -> None:
         """Reallocate for `capacity` tokens, and copy the committed ones; unchanged if memory runs out."""

@@ -124,10 +124,7 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest prefix stored with `salt` that is shorter than the prompt.
-
-        It is empty if too short to be useful. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
-        """
+        """Return the longest prefix stored with `salt`, shorter than the prompt; empty if too short to be useful."""
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
         num_tokens, points = self._whole_chunks(num_shared), self._points_of(parts, num_shared)
@@ -158,10 +155,7 @@ class PrefixCache:
         tag: int = 0,  # identifies the sequence's draft tables; 0 for none
         prompt_length: int = 0,  # P of the sequence; tokens with other rotary factors than its prompt's are not stored
     ) -> None:
-        """Copy the tokens of a sequence that are not stored yet, if there is memory for them.
-
-        If the memory does not suffice after all, the cache is emptied.
-        """
+        """Copy the tokens of a sequence that are not stored yet; if memory runs out, the cache is emptied."""
         try:
             self._store(cache, tokens, num_prefilled, salt, tag, prompt_length)
         except Exception as error:

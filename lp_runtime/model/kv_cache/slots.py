@@ -91,17 +91,13 @@ class SlotPool:
 
     A slot begins with room for ROOM_TOKENS of output, and grows. torch.OutOfMemoryError is raised if memory runs out,
     or if several slots in use would have room for more tokens than `limit`.
-
-    `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
-    finished sequences, evicted when slots need the memory; None for no prefix cache. `bytes_per_token` is the size of a
-    token in all layers of a slot; 0 before a slot that has been used is released.
     """
 
     def __init__(self, padded: Callable[[int], int]):
-        self.prefixes: PrefixCache | None = None
+        self.prefixes: PrefixCache | None = None  # evicted when slots need the memory
         self.limit: int | None = None  # tokens of all slots in use; None for no limit
-        self.bytes_per_token = 0
-        self._padded = padded
+        self.bytes_per_token = 0  # of a token in all layers of a slot; 0 before a slot that has been used is released
+        self._padded = padded  # the capacity to allocate, by the number of tokens that must fit
         self._free: list[CacheSlot] = []
         self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id(slot): (slot, tokens that must fit)
 

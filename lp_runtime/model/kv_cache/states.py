@@ -33,10 +33,7 @@ BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAtt
 
 
 class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as transformers' own such layers
-    """Cache layer of a decoder layer that has both attention and a recurrent state.
-
-    Replaces `keys_and_values`, a layer of the same cache, and takes its length and index.
-    """
+    """Cache layer with keys, values and a recurrent state, in place of `keys_and_values` in a cache."""
 
     is_compileable = False
 

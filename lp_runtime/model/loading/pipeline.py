@@ -19,14 +19,10 @@ from lp_runtime.model.loading.loader import load_model, without_memory
 
 
 class Part(NamedTuple):
-    """Modules that stay together on one GPU.
+    """Modules that stay together on one GPU."""
 
-    `names` are of modules, and of parameters and buffers outside of these. `num_bytes` is their size; a tensor shared
-    between parts counts in the first only.
-    """
-
-    names: tuple[str, ...]
-    num_bytes: int
+    names: tuple[str, ...]  # of modules, and of parameters and buffers outside of these
+    num_bytes: int  # of parameters and buffers; a tensor shared between parts counts in the first only
     num_layers: int
 
 

@@ -118,17 +118,13 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, D] each
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | None = None,  # name of `cache` before transformers 5.24
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output [1, T, E], the attention function's weights), like the block that this one replaces.
-
-        `position_embeddings` are cosines and sines, [1, T, D] each. Transformers before 5.24 call `cache`
-        `past_key_values`.
-        """
+        """Return (output [1, T, E], the attention function's weights), like the block that this one replaces."""
         cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)

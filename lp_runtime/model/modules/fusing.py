@@ -46,10 +46,7 @@ FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace a model's known blocks in place, and return how many were replaced.
-
-    Blocks are replaced one by one; the old weights of each are freed before the next.
-    """
+    """Replace a model's known blocks in place, one by one to free their weights; return how many."""
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
         (_is_mlp, FusedMLP, lambda mlp: {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}),
@@ -106,15 +103,13 @@ def _is_mlp(module: Block) -> bool:
 
 
 def _is_layer(module: Block) -> bool:
-    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace.
-
-    On a GPU this requires the Triton kernels: passes are captured there, and FusedLayer without them gains nothing.
-    """
+    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace."""
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
         _runs_code_of(module, llama.LlamaDecoderLayer)
         and blocks == FUSED_BLOCKS
         and not any(map(is_hooked, module.children()))
+        # On a GPU without the Triton kernels nothing is captured, and FusedLayer gains nothing.
         and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
     )
 

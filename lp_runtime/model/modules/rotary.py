@@ -38,19 +38,14 @@ REFEEDS_SINCE = (5, 20)  # version of transformers; earlier ones dropped the cac
 
 
 class RotaryByLength(nn.Module):
-    """Replacement of a rotary embedding, `library`, whose factors change with the text's length.
-
-    Attributes:
-        library: a copy of the module, whose forward reads the factors from `inv_freq` only; `forward` sets that first.
-        prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
-    """
+    """Replacement of a rotary embedding, `library`, whose factors change with the text's length."""
 
     # [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
     factors: torch.Tensor
 
     def __init__(self, library: Rotary):
         super().__init__()
-        self.library, self.prompt_length = _fresh(library), 0
+        self.library, self.prompt_length = _fresh(library), 0  # 0 if each token uses its own length
         self.threshold, table = _table(library)
         self.register_buffer("factors", table, persistent=False)
         self._compute: Callable[..., Any] = inspect.unwrap(type(library).forward)

@@ -54,15 +54,12 @@ class OutputMode:
 
 
 class GatheredLinear(SliceModule):
-    """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
-
-    `sizes` are [P] output features of each shard, the largest first; `out_features` is the size of the whole output.
-    """
+    """Linear layer whose weights are split by output features, and whose output is gathered: the LM head."""
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
         super().__init__(linear, reducer)
         self.in_features, self.out_features = linear.in_features, sum(sizes)
-        self.sizes = sizes
+        self.sizes = sizes  # [P] output features of each shard, the largest first
         self.shard = shard
         self.mode = OutputMode()
 

@@ -84,10 +84,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def splits_keys(config: PreTrainedConfig) -> bool:
-    """Whether the shards of a model divide its keys and values, in addition to its weights.
-
-    Plans of some types (phi3, olmo2) gather queries, keys and values on every shard.
-    """
+    """Whether shards divide keys and values, too: plans of some types (phi3, olmo2) gather them on every shard."""
     plan = own_plan(config) or getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items())
 
