@@ -127,7 +127,6 @@ class GenerateCall:
         return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
 
     def check_length(self, row: int, context_length: int | None) -> None:
-        """Raise RequestError if a row may exceed the model's context; None is an unlimited context."""
         length = len(self.rows[row])
         if context_length is not None and length + self.max_new_tokens > context_length:
             raise RequestError(
@@ -239,7 +238,6 @@ def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Lim
 
 
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
-    """Refuse generation modes other than greedy search and sampling, and unsupported outputs."""
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
     mode = config.get_generation_mode(assistant)

@@ -153,7 +153,6 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Compile a call's constraint; return it with the factory of its state, or (None, None)."""
     if constraint is None or constraint.kind is None:
         return None, None
     if tokenizer is None or not eos_token_ids:
@@ -183,7 +182,6 @@ def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
 
 @contextmanager
 def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
-    """Yield the group of torchrun's ranks, or of this process alone."""
     if share_ranks and started_by_torchrun():
         with existing_or_new_group(device, LauncherConfig.timeout) as group:
             yield group
@@ -266,7 +264,6 @@ class _Rows:
         return rows
 
     def _with_cache(self, row: int, new: _NewTokens) -> _NewTokens:
-        """Return a row's new tokens with a copy of their KV cache, if the call fills a cache."""
         if self.call.cache is None:
             return new
         model, prompt = self.model, self.call.rows[row]

@@ -35,7 +35,6 @@ class Cut(NamedTuple):
 
 @triton.jit
 def _key(score):
-    """Map float32 scores to int32 keys with the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -42,7 +42,6 @@ def _gumbel(pairs, position, sample, key_low, key_high):
 
 @triton.jit
 def _gumbel_of(upper, lower):
-    """Convert two words of 32 random bits to Gumbel noise, float32."""
     bits = ((upper >> UNUSED_BITS).to(tl.int64) << HALF_BITS) | (lower >> UNUSED_BITS).to(tl.int64)
     uniform = (bits.to(tl.float64) + 0.5) * UNIFORM_UNIT
     return (-tl.log(-tl.log(uniform))).to(tl.float32)

@@ -26,7 +26,6 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-        """Return the chat template of a tokenizer; its source is empty if there is none."""
         templates = getattr(tokenizer, "chat_template", None)
         source = templates.get("tool_use") if isinstance(templates, dict) else None
         return cls(

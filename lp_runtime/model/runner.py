@@ -106,7 +106,6 @@ class ModelRunner:
     # Slots.
 
     def padded_capacity(self, capacity: int) -> int:
-        """Return the capacity, in tokens, of a slot allocated for `capacity` tokens."""
         capacity += self.strict_tokens or 0  # strict passes are padded, and padding is written to the cache, too
         return capacity if self.graphs is None else -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
 
@@ -160,7 +159,6 @@ class ModelRunner:
         return self.passes.step_logits(self.feed(work, caches), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
-        """Switch to passes of any size for trees; free the passes of fixed sizes."""
         self.why_not_captured = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None

@@ -68,7 +68,6 @@ def why_chains(model: PreTrainedModel) -> str | None:
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot continue from a cache of transformers' own layers."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     if cache_name(model) is None:
@@ -76,7 +75,6 @@ def check_chain_family(model: PreTrainedModel) -> None:
 
 
 def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
-    """Return why a model cannot be fed a token tree; None if no reason is known."""
     kind: str = getattr(config, "model_type", "")
     if getattr(config, "alibi", False) or kind in ALIBI_MODELS:
         whatever = " (transformers adds them whatever attn_config.alibi says)" if kind == "mpt" else ""
@@ -138,7 +136,6 @@ def _is_integer(value: object) -> bool:
 
 
 def _may_be_length(name: str) -> bool:
-    """Whether a field with this name may count positions or keys."""
     if name in CONTEXTS or name.endswith("_layers"):  # counts layers, e.g. Qwen's max_window_layers
         return False
     return bool(LENGTHS.search(name)) or not SIZES.search(name)

@@ -108,13 +108,11 @@ def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> S
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a model's chat templates; empty without any."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
 
 def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
-    """Return those names that do not occur in a model's chat template."""
     template = chat_template(tokenizer)
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
@@ -127,7 +125,6 @@ def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Refuse a model without a chat template, for chat=true; `location` is for the message only."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"chat=true: the model {location} has no chat template")
 

@@ -95,7 +95,6 @@ class PromptPrefix:
         self.tag = tag if len(set(tags)) == 1 else 0  # names the draft tables to continue with; 0 for none
 
     def read_into(self, slot: CacheSlot) -> None:
-        """Commit the prefix to an empty slot."""
         if self._cache is None or self._request.prompt_logprobs:
             return
         prefix = self._agreed

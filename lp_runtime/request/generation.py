@@ -41,7 +41,6 @@ class Generation(Report):
         stop: str | None = None,
         read_message: Callable[[list[int]], dict[str, Any]] | None = None,
     ) -> Generation:
-        """Combine the deltas and the report of a request; `read_message` parses its tokens as an answer."""
         token_ids = [token for delta in deltas for token in delta.token_ids]
         logprobs = [value for delta in deltas for value in delta.logprobs or ()]
         return cls(

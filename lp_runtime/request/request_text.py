@@ -37,7 +37,6 @@ class RequestText:
         return text, [*self._texts(), *[""] * self._num_hidden]
 
     def _last(self, token_ids: Sequence[int], match: StopMatch) -> str:
-        """Append the last tokens; return their text, without the characters that follow the stop string."""
         self.stop = match.string
         before = self._detokenizer.peek(token_ids[:-1])
         text = self._detokenizer.add(token_ids) + self._detokenizer.finish()

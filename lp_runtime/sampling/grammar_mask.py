@@ -44,7 +44,6 @@ class GrammarMask:
 
 
 def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Return the processors with a GrammarMask inserted before the first warper."""
     masked = list(processors)
     place = next((place for place, each in enumerate(masked) if isinstance(each, WARPERS)), len(masked))
     masked.insert(place, GrammarMask())

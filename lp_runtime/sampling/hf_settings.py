@@ -43,7 +43,6 @@ APPLIED_DEFAULTS = (
 
 
 def defaults_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return the APPLIED_DEFAULTS that a model's generation_config.json sets, by name."""
     values = model.generation_config.to_dict()
     return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
 

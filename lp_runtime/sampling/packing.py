@@ -77,7 +77,6 @@ def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @inlined(makes_arrays=True)
 def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Find the candidates of one row, [V] scores."""
     ids[:] = NO_TOKEN
     values[:] = -np.inf
     smallest = values[num - 1]
@@ -150,7 +149,6 @@ def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
-    """Return the (token id, log-probability) pairs of each row packed by `pack_top_logprobs`."""
     ids = (packed >> HALF_BITS).tolist()
     values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
     return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]

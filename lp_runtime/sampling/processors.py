@@ -219,7 +219,6 @@ def of_row(
 
 
 def _copied(processor: LogitsProcessor) -> LogitsProcessor:
-    """Copy a processor that may keep state, for one row of a batch; ConfigError if that is not possible."""
     name = getattr(processor, "__name__", type(processor).__name__)
     if isinstance(processor, (FunctionType, *ONE_PROMPT)):
         raise ConfigError(
@@ -243,7 +242,6 @@ def _shifted(processor: LogitsProcessor, name: str, padding: int) -> LogitsProce
 
 
 def check_processors(processors: Iterable[object]) -> None:
-    """Raise a ConfigError if a processor is not callable, or needs more than one prompt per call."""
     for processor in processors:
         if not callable(processor):
             raise ConfigError(f"processors: {processor!r} is not a LogitsProcessor")

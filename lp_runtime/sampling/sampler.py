@@ -59,7 +59,6 @@ class Sampler:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether successors must be sampled with `sample_in_order`."""
         return self.processors.are_ordered
 
     @property
@@ -69,7 +68,6 @@ class Sampler:
 
     @property
     def _top_logprobs_column(self) -> int:
-        """Index of the first packed integer with a likeliest token's log-probability."""
         return 1 + -(-self.num_top_k // 2)
 
     @torch.no_grad()
@@ -86,7 +84,7 @@ class Sampler:
 
         Returns packed results, and a function that returns the scores, to be called before the next pass.
         """
-        positions = [] if self.noise is None else _positions(tree, nodes, tokens)
+        positions = self._positions(tree, nodes, tokens)
         kernels, truncation = kernels_for(step_logits.device), self.processors.truncation
         is_greedy = self.noise is None and self.processors.is_empty
         if step_logits.presampled is not None and is_greedy and self.num_top_k <= K:
@@ -106,7 +104,6 @@ class Sampler:
     def _sampled_by(
         self, kernels: ModuleType, step_logits: StepLogits, noise: Noise | None, with_top_k: bool
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample with kernels that apply temperature and cutoffs themselves."""
         truncation, cut = self.processors.truncation, None
         assert truncation is not None
         inverse = truncation.inverse_temperature
@@ -146,7 +143,7 @@ class Sampler:
             row = slice(node - tree.root, node - tree.root + 1)
             scores[row] = self.processors.process_next(logits[row], prefix, None if masks is None else masks[row])
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
-        positions = [] if self.noise is None else _positions(tree, nodes, tokens)
+        positions = self._positions(tree, nodes, tokens)
         return self._sampled(step_logits, scores, positions, with_top_k), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
@@ -180,6 +177,12 @@ class Sampler:
         if self.num_top_logprobs:
             packed = torch.cat([packed, pack_top_logprobs(step_logits.logits, self.num_top_logprobs)], dim=1)
         return packed
+
+    def _positions(self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
+        """Return the absolute positions of n nodes' successors, if their noise is needed; else an empty list."""
+        if self.noise is None:
+            return []
+        return [len(tokens) + tree.depths[node] for node in nodes]
 
     def _noise_of(self, positions: Sequence[int], device: torch.device) -> Noise | None:
         return self.noise and Noise(self.noise.seed, self.noise.sample, tensor_on(device, positions))
@@ -230,11 +233,6 @@ def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
     if not kernels.can_cut(logits.dtype, None):
         logits = logits.float()
     return kernels.sample_and_pack(logits, GREEDY_PACKING)
-
-
-def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
-    """Return the absolute positions of n nodes' successors; the root is token len(tokens) - 1."""
-    return [len(tokens) + tree.depths[node] for node in nodes]
 
 
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -30,7 +30,6 @@ class Truncation(NamedTuple):
 
 
 def temperature_of(processors: Sequence[object]) -> float:
-    """Return the product of all temperatures among a request's logits processors."""
     return math.prod(each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
 
 

@@ -80,7 +80,6 @@ def _probes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=16)
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that stand for one byte, by byte."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return [vocabulary[spelled] for spelled in sorted(filter(BYTE_TOKEN.fullmatch, vocabulary))]
 

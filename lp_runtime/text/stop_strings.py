@@ -81,7 +81,6 @@ class StopStrings:
         return None
 
     def _search(self, tokens: Sequence[int]) -> StopMatch | None:
-        """Return the match in the text, if these were the last tokens."""
         text = self._text + self._detokenizer.peek(tokens)
         if self._reasoning is not None:
             start = self._reasoning.content_start(text)
@@ -105,7 +104,6 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str
 
 
 def _can_be_spelled(wanted: bytes, texts: Collection[bytes]) -> bool:
-    """Whether some sequence of token texts contains the wanted bytes."""
     if any(wanted in text for text in texts):
         return True
     lengths = range(1, len(wanted))

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from lp_runtime.kernels import triton_attention as attention
 from lp_runtime.kernels import triton_cache as cache
-from lp_runtime.kernels import triton_cut, triton_norm, triton_sampling
+from lp_runtime.kernels import triton_cut, triton_sampling
 from lp_runtime.kernels import triton_gpu as kernels
 from lp_runtime.kernels import triton_strict as strict
 
@@ -129,10 +129,10 @@ def main(capabilities: list[int]) -> None:
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
         print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
-        for size in (4096, 8192, triton_norm.MAX_NORM_SIZE):
+        for size in (4096, 8192, kernels.MAX_NORM_SIZE):
             block = {"BLOCK": size}
-            num_warps = triton_norm.num_norm_warps(size)
-            print(compile_kernel(triton_norm._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
+            num_warps = kernels.num_norm_warps(size)
+            print(compile_kernel(kernels._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
         one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
         for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
             for is_odd in (False, True):

@@ -39,7 +39,6 @@ def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
 
 @torch.inference_mode()
 def _logits(model: PreTrainedModel) -> torch.Tensor:
-    """Return [tokens, V] float32 logits of a short text."""
     size = model.config.get_text_config().vocab_size
     ids = torch.arange(1, NUM_TOKENS + 1, device=model.device)[None] % size
     with on(model.device):

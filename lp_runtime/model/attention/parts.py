@@ -178,3 +178,16 @@ def attend_after_prefix(
         output, own_sum = attend_masked(query, *own, mask, scale)
     prefix_weight = torch.sigmoid(prefix_sum - own_sum)[..., None]
     return torch.lerp(output.float(), prefix.float(), prefix_weight), prefix_sum, own_sum
+
+
+def attend_chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the keys up to each token's own, in a sliding window of `window` tokens; 0 for none."""
+    num_tokens = query.shape[2]
+    if window:
+        return attend_window(query, key, value, scale, window)
+    if num_tokens in (1, key.shape[2]):
+        return attend(query, key, value, scale, is_causal=num_tokens > 1)
+    output, *sums = attend_after_prefix(query, key, value, num_tokens, scale, None)
+    return output, torch.logaddexp(*sums)

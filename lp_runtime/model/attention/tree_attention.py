@@ -22,8 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lp_runtime.model.attention.parts import attend, attend_after_prefix, attend_window
-from lp_runtime.model.attention.sinks import attend_with_sinks
+from lp_runtime.model.attention.parts import attend_after_prefix, attend_chunk, attend_masked
 
 NAME = "lp_runtime_tree"  # as `attn_implementation` of a model
 
@@ -68,7 +67,7 @@ def tree_attention(
     # Keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the shape of
     # `value` is.
     batch: AttentionBatch | None = None,
-    s_aux: torch.Tensor | None = None,  # [g H] attention sinks (sinks.py); None for none
+    s_aux: torch.Tensor | None = None,  # [g H] attention sinks, see `_attend_with_sinks`
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
@@ -85,7 +84,7 @@ def tree_attention(
         return device_cache.attend(query, num_heads, attention_mask, scale, s_aux), None
     if s_aux is not None:
         window = kwargs.get("sliding_window")
-        return attend_with_sinks(query, key, value, attention_mask, scale, s_aux, window), None
+        return _attend_with_sinks(query, key, value, attention_mask, scale, s_aux, window), None
     is_additive = attention_mask is not None and attention_mask.dtype == query.dtype
     num_columns = attention_mask.shape[-1] if is_additive else 0
     if num_columns not in (num_tokens, num_keys):
@@ -127,21 +126,47 @@ def _attend_prompt(
     cuDNN's.
     """
     num_tokens, size = query.shape[2:]
-    scale = size**-0.5 if scaling is None else scaling
     window = window_of(attention_mask)
-    if window:
-        output = attend_window(query, key, value, scale, window)[0]
+    is_causal = window is not None or (attention_mask is None and num_tokens in (1, key.shape[2]))
+    if is_causal and (window or size == value.shape[3]):
+        scale = size**-0.5 if scaling is None else scaling
+        output, _ = attend_chunk(query, key, value, scale, window or 0)
         return output.to(query.dtype).transpose(1, 2).contiguous()
-    is_prompt = (attention_mask is None or window is not None) and num_tokens in (1, key.shape[2])
-    if is_prompt and size == value.shape[3]:
-        return attend(query, key, value, scale, is_causal=num_tokens > 1)[0].transpose(1, 2).contiguous()
     if window is not None:
-        if size == value.shape[3]:
-            output = attend_after_prefix(query, key, value, num_tokens, scale, None)[0]
-            return output.to(query.dtype).transpose(1, 2).contiguous()
         shape = (1, 1, num_tokens, key.shape[2])
         attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - num_tokens)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
+
+
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """Return attention with sinks (gpt-oss), [1, T, g H, D], where each head has one more score without a value.
+
+    The output without a sink is scaled by the weight that the sink leaves to the keys: sigmoid(log-sum-exp - sink).
+    `mask` is [1, 1, T, S] boolean or additive, with a sliding `window` of tokens or None; or as in `tree_attention`.
+    """
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.shape[-1] == num_keys:
+        first = 0 if window is None else max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
+        shown = mask[0, 0, :, first:]
+        if shown.dtype == torch.bool:
+            lowest = torch.finfo(torch.float32).min
+            shown = torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, lowest)
+        output, total = attend_masked(query, key[:, :, first:], value[:, :, first:], shown, scale)
+    elif mask is None or mask.shape[-1] == 0:
+        output, total = attend_chunk(query, key, value, scale, window_of(mask) or 0)
+    else:
+        output, *sums = attend_after_prefix(query, key, value, num_tokens, scale, mask[0, 0])
+        total = torch.logaddexp(*sums)
+    left = torch.sigmoid(total - sinks.float()[:, None])[..., None]  # weight left to the keys
+    return (output.float() * left).to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _attend_batch(
@@ -164,7 +189,6 @@ def _attend_batch(
 
 @functools.lru_cache(maxsize=16)  # tensors hash by identity, and all layers of a step get the same masks
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return a mask with its rows repeated g times, [1, 1, g T, S]."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 

@@ -71,7 +71,6 @@ def check_model(model: ModelRunner) -> float:
 
 
 def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
-    """Return the part of an error message that says how a model's tree steps differ from plain text."""
     if math.isnan(worst):
         return f"its logits are NaN{where}; check its weights and dtype"
     reason = likely_reason(model.model)

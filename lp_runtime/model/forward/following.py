@@ -70,9 +70,7 @@ class LeadingShard:
         self._link = link
         self._keys: weakref.WeakKeyDictionary[TreeCache, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self.can_capture = (
-            link.reducer.can_capture
-        )  # whether passes can be captured as CUDA graphs
+        self.can_capture = link.reducer.can_capture  # whether passes can be captured as CUDA graphs
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
         self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 
@@ -117,7 +115,6 @@ class LeadingShard:
     def _order(
         self, work: Pass, caches: Sequence[TreeCache], is_captured: bool = False, may_fail: bool = False
     ) -> Announcement:
-        """Return the announcement of a pass, with the caches that were freed since the last one."""
         gone = [self._gone.pop() for _ in range(len(self._gone))]  # finalizers may append meanwhile
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
         return Announcement(work, states, gone, is_captured, may_fail)
@@ -181,7 +178,6 @@ class Follower:
             log.warning("%s", first_line(error))
 
     def _cache(self, state: CacheState) -> TreeCache:
-        """Return this shard's cache for one of shard 0's, with the same length and capacity."""
         cache = self._caches.get(state.key)
         if cache is None:
             cache = self._caches[state.key] = TreeCache(self._num_layers, state.capacity)

@@ -66,7 +66,6 @@ class GraphCapture:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Raise if the body of a `with` block waits for the device."""
     torch.cuda.current_stream(device).synchronize()
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

@@ -83,8 +83,6 @@ class SlicedPasses(Passes):
 
 
 class ReadRows(NamedTuple):
-    """Gathers the whole logits of some rows: see `SlicedPasses.read`."""
-
     number: int
     start: int
     stop: int
@@ -95,8 +93,6 @@ class ReadRows(NamedTuple):
 
 
 class FindInSlices(NamedTuple):
-    """Gathers what sampling needs from each slice: see `SlicedPasses.find`."""
-
     number: int
     start: int
     stop: int

@@ -41,7 +41,6 @@ class Part(NamedTuple):
 
     @classmethod
     def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
-        """Return a whole share as one part, written after the tokens in its cache."""
         return cls(cache, layout, cache.place)
 
 

@@ -95,7 +95,6 @@ class Passes:
         return {"logits_to_keep": rows} if self.keeps_logits else {}
 
     def plain_model(self) -> PreTrainedModel:
-        """Return the model with transformers' own rotary modules."""
         return library_view(self._model) if self.lengths.change else self._model
 
     def prompt_model(self, length: int) -> PreTrainedModel | None:

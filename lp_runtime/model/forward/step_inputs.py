@@ -31,6 +31,5 @@ class StepInputs(NamedTuple):
 
     @classmethod
     def whole(cls, slot: CacheSlot, tree: TokenTree) -> StepInputs:
-        """Return all nodes of a tree, with logits wanted from the root on."""
         nodes = np.arange(len(tree))
         return cls(slot, tree, nodes, nodes[tree.root :])

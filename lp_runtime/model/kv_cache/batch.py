@@ -28,7 +28,6 @@ class _StandInCache(Cache):
         super().__init__(layers=[_StandInLayer(self, index) for index in range(num_layers)])
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        """Write keys and values of a layer, [1, H, T, D] each, to the sequences' caches."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -90,7 +89,6 @@ class BatchedCache(_StandInCache):
         return self._stand_in_of_kind(cast(Sequence[torch.Tensor], masks))
 
     def _stand_in_of_kind(self, masks: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Register P masks of one kind of layer, and return their placeholder tensor."""
         stand_in = torch.zeros((1, 1, 1, 1), dtype=masks[0].dtype, device=masks[0].device)
         self._masks[stand_in.data_ptr()] = list(masks)
         return stand_in

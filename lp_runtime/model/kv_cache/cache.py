@@ -21,9 +21,7 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 class SavedStates:
     """Immutable snapshot of the states that recurrent layers carry at one point of a sequence."""
 
-    layers: tuple[
-        Mapping[str, object], ...
-    ]  # attributes of each layer by name; tensors in dictionaries are copies
+    layers: tuple[Mapping[str, object], ...]  # attributes of each layer by name; tensors in dictionaries are copies
 
     @property
     def num_bytes(self) -> int:
@@ -120,12 +118,10 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Number of committed tokens."""
         return self._length.value
 
     @property
     def place(self) -> int:
-        """Index at which the next token is written."""
         return self._length.place
 
     @property
@@ -183,7 +179,6 @@ class TreeCache(Cache):
         self._length.written = 0
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens; discard the others."""
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0

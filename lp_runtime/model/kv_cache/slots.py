@@ -80,7 +80,6 @@ class CacheSlot:
             self.tokens += tokens
 
     def restore(self, prefix: Prefix) -> None:
-        """Copy a cached prefix into the empty slot, as if it had been fed as the start of a prompt."""
         prefix.copy_into(self.cache)
         self.tokens = prefix.tokens
         self.num_prefilled = len(self.tokens)
@@ -103,7 +102,6 @@ class SlotPool:
 
     @property
     def capacity(self) -> int:
-        """Capacity in tokens of all slots together, free or in use."""
         in_use = sum(max(slot.capacity, capacity) for slot, capacity in self._in_use.values())
         return in_use + sum(slot.capacity for slot in self._free)
 
@@ -144,7 +142,6 @@ class SlotPool:
                     raise
 
     def drop(self, slot: CacheSlot) -> None:
-        """Free the memory of a slot in use, which loses its tokens."""
         slot.drop()
         self._in_use[id(slot)] = slot, 0
 

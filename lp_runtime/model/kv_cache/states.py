@@ -105,7 +105,6 @@ class StateCache(TreeCache):
         self._saved = self.states()
 
     def take_back(self) -> None:
-        """Undo what was fed since the states were saved."""
         if self._saved is not None:
             self.restore_states(self._saved)
         self.truncate(self.length)

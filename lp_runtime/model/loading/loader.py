@@ -128,7 +128,6 @@ def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; ModelError if it is missing or broken."""
     check_location(config)
     try:
         with QUIET:

@@ -65,7 +65,6 @@ def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
 
 
 def _weights(item: nn.Module | torch.Tensor) -> set[int]:
-    """Return the `id()` of each parameter of a module, or of the tensor itself."""
     return {id(item)} if isinstance(item, torch.Tensor) else {id(each) for each in item.parameters()}
 
 

@@ -48,7 +48,6 @@ class ModelSize(NamedTuple):
         return self.whole + sum(row * -(-number // num_shards) for row, number in self.split)
 
     def cache_bytes_per_token(self, num_shards: int) -> int:
-        """Return the bytes of a token's keys and values on each of P GPUs."""
         return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
 
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:

@@ -42,7 +42,6 @@ class FusedNorm(nn.Module):
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # (sum, normalized sum), set by add_ahead
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., E], in the dtype of the input."""
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
             if total is hidden_states:  # else the model passed on another tensor than the sum
@@ -87,7 +86,6 @@ class FusedMLP(nn.Module):
         self._kernels = kernels_for(self.gate_up_proj.weight.device) if is_silu else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(act(gate(x)) * up(x)), [..., E]."""
         gate_up = self.gate_up_proj(x)
         if self._kernels is not None:
             return self.down_proj(self._kernels.gate(gate_up))
@@ -239,7 +237,6 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(*linears: nn.Linear) -> nn.Linear:
-    """Merge linear layers into one whose output is the concatenation of theirs."""
     first, num_outputs = linears[0], sum(each.out_features for each in linears)
     merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
     merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)

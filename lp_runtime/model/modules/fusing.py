@@ -126,7 +126,6 @@ def _can_merge(*linears: Block) -> bool:
 
 
 def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
-    """Whether a module's forward is, instruction by instruction, that of a known class."""
     return not is_hooked(module) and _same_code(type(module).forward, known.forward)
 
 
@@ -141,7 +140,6 @@ def _same_code(left: Callable | None, right: Callable) -> bool:
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
-    """Look up a global name as a module's forward method sees it; None if it is not defined."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
@@ -156,14 +154,12 @@ def _attention_input(attention: Block) -> dict[str, object]:
 
 
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Return normally distributed numbers, [1, NUM_TOKENS, size], with the dtype and device of `like`."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
 
 
 @torch.inference_mode()
 def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
-    """Whether the outputs of a block and of its replacement differ by rounding only."""
     with on(next(block.parameters()).device):
         outputs = [each(**arguments) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)

@@ -228,7 +228,6 @@ def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
 
 @torch.inference_mode()
 def _agree(linear: nn.Linear, packed: PackedLinear) -> bool:
-    """Whether the outputs of a layer and its packed form differ by rounding only."""
     x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
     expected, actual = linear(x).float(), packed(x).float()
     return bool((actual - expected).norm() <= TOLERANCES[linear.weight.dtype] * expected.norm())

@@ -153,7 +153,6 @@ def _agrees(replacement: RotaryByLength) -> bool:
 
 
 def _parts(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a rotary embedding's output as a tuple: cosines and sines, or complex numbers, [1, T, D]."""
     return output if isinstance(output, tuple) else (output,)
 
 

@@ -69,7 +69,6 @@ class GatheredLinear(SliceModule):
         return self.put_together(part) if self.mode.is_whole else part
 
     def put_together(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather and concatenate all shards' parts of an output, [..., out_features]."""
         parts = self.gather(nn.functional.pad(part, (0, self.sizes[0] - part.shape[-1])))
         return torch.cat([each[..., :size] for each, size in zip(parts, self.sizes, strict=True)], -1)
 

@@ -140,7 +140,6 @@ def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
 
 
 def _keep_slices(module: nn.Module, weights: Weights) -> None:
-    """Replace a module's DTensors by plain parameters with this shard's slices; tied weights stay tied."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if hasattr(parameter, "to_local"):  # a DTensor; importing its class takes seconds
             if id(parameter) not in weights:
@@ -171,7 +170,6 @@ def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace
 
 
 def _chunk(size: int, place: ShardPlace) -> int:
-    """Return the size of each shard's part of a dimension; the last shards may have less."""
     return -(-size // place.num_shards)
 
 
