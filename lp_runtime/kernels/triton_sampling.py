@@ -12,9 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from lp_runtime.kernels import types
 from lp_runtime.kernels.triton_cut import KEY_SHIFTS, Cut
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead import philox
+from lp_runtime.lookahead import philox, top_k
 
 CHUNK = 2048  # tokens of the vocabulary that a program scans
 Chunks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `_scan`
@@ -24,6 +25,8 @@ INCREMENT_A, INCREMENT_B = map(tl.constexpr, philox.KEY_INCREMENTS)
 NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
 HALF_BITS, UNUSED_BITS = tl.constexpr(philox.HALF_BITS), tl.constexpr(philox.WORD_BITS - philox.HALF_BITS)
 UNIFORM_UNIT = tl.constexpr(philox.UNIFORM_UNIT)
+NO_TOKEN = tl.constexpr(types.NO_TOKEN)
+UNITS_PER_NAT, MAX_MARGIN = tl.constexpr(top_k.UNITS_PER_NAT), tl.constexpr(top_k.MAX_MARGIN)
 
 
 @triton.jit
@@ -51,7 +54,7 @@ def _gumbel_of(upper, lower):
 def _scan_chunks(
     logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
     inverse_temperature, key_low, key_high, sample, first, size, stride,
-    NUM: tl.constexpr, NO_TOKEN: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
+    NUM: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
     IS_ODD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find a chunk's NUM largest scores and its largest sum of score and noise; ties go to the lowest id.
@@ -102,8 +105,7 @@ def _scan_chunks(
 @triton.jit
 def _pack_rows(
     values, ids, best_values, best_ids, packed, num_chunks, size,
-    NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
-    HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    NUM: tl.constexpr, WIDTH: tl.constexpr, HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Pack the successor and the NUM largest scores of all chunks with margins; one program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +138,7 @@ def _pack_rows(
                     is_there = best > float("-inf")
                     found = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
                     token = tl.where(is_there, found, token)
-                    below = tl.minimum(tl.floor((top - best) * MARGIN_UNIT + 0.5), MAX_MARGIN)
+                    below = tl.minimum(tl.floor((top - best) * UNITS_PER_NAT + 0.5), MAX_MARGIN)
                     below = tl.where(best == top, 0.0, below)  # both may be infinite, and their difference NaN
                     margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
                     left = tl.where(places == place, float("-inf"), left)
@@ -222,7 +224,7 @@ def _scan(
     _scan_chunks[(num_rows, num_chunks)](
         logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
         inverse_temperature, _word(seed), _word(seed >> 32), _word(sample), first, size, logits.stride(0),
-        NUM=packing.num, NO_TOKEN=packing.no_token, DRAWS=noise is not None, HAS_CUT=cut is not None,
+        NUM=packing.num, DRAWS=noise is not None, HAS_CUT=cut is not None,
         SHIFT=KEY_SHIFTS[logits.dtype], IS_ODD=first % 2 == 1, BLOCK=CHUNK, enable_fp_fusion=False,
     )  # fmt: skip
     return values, ids, best_values, best_ids
@@ -235,8 +237,7 @@ def _pack(chunks: Chunks, packing: Packing, noise: Noise | None, size: int) -> t
         return packed
     _pack_rows[(num_rows,)](
         *chunks, packed, num_chunks, size,
-        NUM=num, WIDTH=packing.width, NO_TOKEN=packing.no_token, MARGIN_UNIT=packing.margin_unit,
-        MAX_MARGIN=packing.max_margin, HAS_BEST=noise is not None or num == 0,
+        NUM=num, WIDTH=packing.width, HAS_BEST=noise is not None or num == 0,
         BLOCK=triton.next_power_of_2(num_chunks * max(1, num)), BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
     )  # fmt: skip
     return packed

@@ -9,6 +9,10 @@ from typing import NamedTuple
 
 import torch
 
+from lp_runtime.lookahead.top_k import ID_BITS
+
+NO_TOKEN = (1 << ID_BITS) - 1  # token id packed for missing candidates of a node with fewer than K
+
 
 class Noise(NamedTuple):
     """Gumbel noise of one sample."""
@@ -23,6 +27,3 @@ class Packing(NamedTuple):
 
     num: int  # K; 0 for no candidates
     width: int  # integers per row, at least 1 + K / 2; unused ones are 0
-    no_token: int  # token id to pack if there are fewer than K tokens
-    margin_unit: int  # units per nat of a margin
-    max_margin: int  # largest margin, in units

@@ -12,11 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from lp_runtime.lookahead.top_k import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.kernels.types import NO_TOKEN
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
-MAX_VOCABULARY = 1 << ID_BITS
-NO_TOKEN = MAX_VOCABULARY - 1  # token id packed for missing candidates of a node with fewer than K
 MARGIN_BITS = 8
 HALF_BITS = 32  # half of a packed integer: a candidate with its margin, or a successor
 HALF_MASK = (1 << HALF_BITS) - 1

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
-from lp_runtime.kernels.types import Noise, Packing
+from lp_runtime.kernels.types import NO_TOKEN, Noise, Packing
 from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
@@ -32,7 +32,6 @@ from lp_runtime.sampling.packing import (
     HALF_BITS,
     HALF_MASK,
     MARGIN_BITS,
-    NO_TOKEN,
     pack_kernel,
     pack_top_logprobs,
     unpack_kernel,
@@ -44,7 +43,7 @@ from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
 
 Scores = Callable[[], torch.Tensor]
-GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)  # of K top-k candidates
+GREEDY_PACKING = Packing(K, 1 + -(-K // 2))  # of K top-k candidates
 
 
 @dataclass
@@ -188,8 +187,7 @@ class Sampler:
         return self.noise and Noise(self.noise.seed, self.noise.sample, tensor_on(device, positions))
 
     def _packing(self, with_top_k: bool) -> Packing:
-        width = self._top_logprobs_column
-        return Packing(self.num_top_k if with_top_k else 0, width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+        return Packing(self.num_top_k if with_top_k else 0, self._top_logprobs_column)
 
     def _pack(self, scores: torch.Tensor, first: torch.Tensor, with_top_k: bool) -> torch.Tensor:
         """Pack [n] successors with top-k candidates; without `with_top_k`, the candidates' columns are zeros."""

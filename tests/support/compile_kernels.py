@@ -133,13 +133,13 @@ def main(capabilities: list[int]) -> None:
             block = {"BLOCK": size}
             num_warps = kernels.num_norm_warps(size)
             print(compile_kernel(kernels._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
-        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
+        one = {"NUM": 8}
         for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
             for is_odd in (False, True):
                 chunk = {**one, "DRAWS": draws, "HAS_CUT": draws and not is_odd, "SHIFT": shift, "IS_ODD": is_odd}
                 chunk["BLOCK"] = triton_sampling.CHUNK
                 print(compile_kernel(triton_sampling._scan_chunks, capability, dtype, SAMPLING, chunk, **EXACT))
-        packing = {"WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512, "BLOCK_CHUNKS": 64}
+        packing = {"WIDTH": 5, "BLOCK": 512, "BLOCK_CHUNKS": 64}
         row = {**one, **packing, "HAS_BEST": True}
         print(compile_kernel(triton_sampling._pack_rows, capability, "fp32", SAMPLING, row))
         for dtype, shift in (("bf16", 16), ("fp32", 0)):

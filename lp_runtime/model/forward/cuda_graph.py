@@ -180,10 +180,7 @@ class PassSet:
     def _allocate_logits(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory for the logits of all sizes; if there is too little for that, for those given, [B, V]."""
         num_rows, size = like.shape
-        for rows in (max(num_rows, self.options.max_tokens), num_rows):
-            try:
-                return torch.empty((rows, size), dtype=like.dtype, device=like.device)
-            except torch.OutOfMemoryError:
-                if rows == num_rows:
-                    raise
-        raise AssertionError("one of them was allocated")
+        try:
+            return torch.empty((max(num_rows, self.options.max_tokens), size), dtype=like.dtype, device=like.device)
+        except torch.OutOfMemoryError:
+            return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)

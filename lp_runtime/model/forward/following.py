@@ -85,7 +85,7 @@ class LeadingShard:
             try:
                 return self._run(passes, order, caches)
             except PassFailedError:
-                pass
+                raise torch.OutOfMemoryError("memory has run out on another GPU of the replica") from None
             except ShardError:
                 raise
             except Exception as error:
@@ -93,7 +93,6 @@ class LeadingShard:
                     raise
                 self._link.close()
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
-        raise torch.OutOfMemoryError("memory has run out on another GPU of the replica")
 
     def attempt(self, passes: Passes, work: Pass) -> None:
         """Run a pass without caches on all shards; if it fails on some, report that but keep the replica.
@@ -163,11 +162,7 @@ class Follower:
         for key in order.gone:
             self._caches.pop(key, None)
         try:
-            run_agreed(
-                self._link,
-                order,
-                lambda: self._passes.run(order.work, [self._cache(each) for each in order.caches]),
-            )
+            run_agreed(self._link, order, lambda: self._passes.run(order.work, list(map(self._cache, order.caches))))
         except PassFailedError:
             return
         except ShardError:
