@@ -282,9 +282,9 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
         raise ConfigError(f"{name}: must be empty; lookahead_generate uses its own cache")
     mask = given.get("attention_mask")
     lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
-    if other := lengths - {
-        length := input_ids.shape[-1]
-    }:  # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+    length = input_ids.shape[-1]
+    # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+    if other := lengths - {length}:
         raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids have {length}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)

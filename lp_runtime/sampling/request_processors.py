@@ -66,8 +66,9 @@ class ReasoningBudget:
             return scores
         part = new[len(self._begin) :]
         num_forced = len(part) - self._num_tokens
-        has_ended = _find(part[: self._num_tokens], self._end, 0) >= 0
-        return only(self._end[num_forced], scores) if 0 <= num_forced < len(self._end) and not has_ended else scores
+        if not 0 <= num_forced < len(self._end) or _find(part[: self._num_tokens], self._end, 0) >= 0:
+            return scores
+        return only(self._end[num_forced], scores)
 
 
 class ChannelBudget:
