@@ -184,7 +184,7 @@ class Sampler:
         return [len(tokens) + tree.depths[node] for node in nodes]
 
     def _noise_of(self, positions: Sequence[int], device: torch.device) -> Noise | None:
-        return self.noise and Noise(self.noise.seed, self.noise.sample, tensor_on(device, positions))
+        return None if self.noise is None else Noise(self.noise.seed, self.noise.sample, tensor_on(device, positions))
 
     def _packing(self, with_top_k: bool) -> Packing:
         return Packing(self.num_top_k if with_top_k else 0, self._top_logprobs_column)

@@ -85,8 +85,9 @@ def tree_attention(
     if s_aux is not None:
         window = kwargs.get("sliding_window")
         return _attend_with_sinks(query, key, value, attention_mask, scale, s_aux, window), None
-    is_additive = attention_mask is not None and attention_mask.dtype == query.dtype
-    num_columns = attention_mask.shape[-1] if is_additive else 0
+    num_columns = 0
+    if attention_mask is not None and attention_mask.dtype == query.dtype:  # an additive mask
+        num_columns = attention_mask.shape[-1]
     if num_columns not in (num_tokens, num_keys):
         return _attend_prompt(module, query, key, value, attention_mask, scaling, **kwargs), None
     assert attention_mask is not None

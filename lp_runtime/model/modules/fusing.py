@@ -159,7 +159,7 @@ def _random(like: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
+def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, Any]) -> bool:
     with on(next(block.parameters()).device):
         outputs = [each(**arguments) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
