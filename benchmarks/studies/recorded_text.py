@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from peers import NUM_SHOWN
 
-from lp_runtime.sampling.packing import NO_TOKEN
+from lp_runtime.kernels.types import NO_TOKEN
 from studies.drafting_bench import Bench
 
 

@@ -32,13 +32,12 @@ from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer
 from lp_runtime.distributed.shards import ShardLink, ShardPlace, shard_group
 from lp_runtime.kernels.types import Packing
-from lp_runtime.lookahead.top_k import MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear
 from lp_runtime.model.tensor_parallel.slicing import slice_model
 from lp_runtime.sampling.gumbel import GumbelNoise
-from lp_runtime.sampling.packing import NO_TOKEN
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.slices import SampleRequest, VocabularySlice
@@ -49,7 +48,7 @@ CPU = torch.device("cpu")
 TIMEOUT_SECONDS = 300.0
 SAMPLE_SECONDS = 0.002
 NUM_SUMS, NUM_TURNS = 50, 6
-PACKING = Packing(K, 1 + K // 2, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+PACKING = Packing(K, 1 + K // 2)
 COLUMNS = ("weights, MiB", "own memory grew by, MiB", "with mapped pages, MiB", "read, MiB")
 
 

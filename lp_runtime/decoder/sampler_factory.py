@@ -12,8 +12,8 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.grammar_mask import with_grammar_mask
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.hf_settings import build_processors
-from lp_runtime.sampling.penalties import penalties_of
 from lp_runtime.sampling.processors import TreeProcessors, is_ordered
+from lp_runtime.sampling.request_processors import penalties_of
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor

@@ -1,13 +1,14 @@
 """A parsed and checked call of transformers' `generate` with `custom_generate=lookahead_generate`.
 
 `generate` has already prepared its processors, criteria and settings. It does not pass on every argument
-(generate_frame.py), and it does not check what a callable supports: unsupported settings are refused here.
+(`GenerateArguments`), and it does not check what a callable supports: unsupported settings are refused here.
 
 Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
 """
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -15,7 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers import (
+    Cache,
     GenerationConfig,
+    GenerationMixin,
     MaxLengthCriteria,
     MaxTimeCriteria,
     PreTrainedModel,
@@ -25,9 +28,9 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from lp_runtime.dropin.generate_frame import arguments_of_generate
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.kv_cache.cache import CacheCopy, fill_cache
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, given_cache, holds_tokens
@@ -41,24 +44,38 @@ CACHE_FIELD = next(each.name for each in fields(GenerateDecoderOnlyOutput) if ea
 OLD_INPUTS = ("cache_position",)  # as KNOWN_INPUTS, in earlier versions of transformers
 INPUT_WORDS = {"mm_encoder_outputs": "images, videos or audio"}  # internal inputs, in words that the caller knows
 MIN_TIME_SECONDS = 1e-9  # for a time limit that has already passed: max_time must be above 0
+MAX_FRAMES = 6  # between this module and `generate`: the callable and its decorators
+
+
+class GenerateArguments(NamedTuple):
+    """Arguments of a call of `generate` that it does not pass on; None if the caller gave none.
+
+    `GenerationMixin._extract_generation_mode_kwargs` (transformers 5.x) only passes a callable those of its keywords
+    that are in `generate`'s **kwargs. `streamer` and `assistant_model` are named parameters, so the callable never
+    receives them. Neither can be ignored: `generate` has already put the prompt into the streamer, whose reader would
+    wait forever if it were never ended, and an assistant model must be refused. So we read both from the stack frame.
+    """
+
+    streamer: BaseStreamer | None = None
+    assistant_model: PreTrainedModel | None = None
+    cache: Cache | None = None
+
+
+def arguments_of_generate() -> GenerateArguments:
+    """Return the arguments of the call of `generate` on the stack; all None if there is no such call."""
+    generate = inspect.unwrap(GenerationMixin.generate).__code__
+    frame = inspect.currentframe()
+    for _ in range(MAX_FRAMES):
+        frame = frame and frame.f_back
+        if frame and frame.f_code is generate:
+            given = frame.f_locals
+            _, cache = given_cache(given.get("kwargs") or {})
+            return GenerateArguments(given.get("streamer"), given.get("assistant_model"), cache)
+    return GenerateArguments()
 
 
 class GenerateCall:
-    """A checked call of `generate`: its prompts, limits, processors and wanted outputs.
-
-    Args:
-        input_ids: [B, L].
-        model_kwargs: keyword arguments that `generate` would pass to the model.
-
-    Attributes:
-        rows: the prompts, without padding.
-        samples: for each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
-        eos_token_ids: tokens after which a row stops.
-        criteria: stopping criteria other than length, time and end-of-sequence.
-        wants_scores, wants_logits: whether the output includes processed and raw logits.
-        cache: to be filled with keys, values and states of all tokens except the last; None if the caller would not see
-            it, or if layers of the model hold more than these.
-    """
+    """A checked call of `generate`: its prompts, limits, processors and wanted outputs."""
 
     def __init__(
         self,
@@ -74,27 +91,31 @@ class GenerateCall:
         self._config = generation_config
         self.streamer, assistant, own_cache = arguments_of_generate()
         _check_mode(model, generation_config, assistant)
-        mask = _check_inputs(input_ids, model_kwargs)
-        self._mask = mask
+        self._mask = _check_inputs(input_ids, model_kwargs)
         is_seen = generation_config.return_dict_in_generate or own_cache is not None
+        # To be filled with keys, values and states of all tokens except the last; None if the caller would not see it,
+        # or if layers of the model hold more than these.
         self.cache = cache_to_fill(model.config, model_kwargs, own_cache is not None) if is_seen else None
-        self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, mask, strict=True)]
+        # The prompts, without padding.
+        self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, self._mask, strict=True)]
         if not all(self.rows):
             raise RequestError("a row of the batch is empty: every prompt must have at least one token")
         if self.streamer is not None and len(self.rows) > 1:
             raise ConfigError("streamer: must be left out with a batch of prompts")
-        self.samples = _repetitions(self.rows)
+        # For each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
+        self.samples = [self.rows[:place].count(row) for place, row in enumerate(self.rows)]
         self.do_sample = bool(generation_config.do_sample)
         limits = _limits_of(stopping_criteria, generation_config)
         self.max_new_tokens = limits.max_length - input_ids.shape[1]
         self.eos_token_ids = limits.eos_token_ids
-        self.criteria = limits.others
+        self.criteria = limits.others  # stopping criteria other than length, time and end-of-sequence
         self._limits = limits
         if self.max_new_tokens < 1:
             raise RequestError(
                 f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
                 " tokens of the prompt"
             )
+        # Whether the output includes processed logits, and raw ones.
         self.wants_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
 
@@ -106,7 +127,6 @@ class GenerateCall:
         return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
 
     def check_length(self, row: int, context_length: int | None) -> None:
-        """Raise RequestError if a row may exceed the model's context; None is an unlimited context."""
         length = len(self.rows[row])
         if context_length is not None and length + self.max_new_tokens > context_length:
             raise RequestError(
@@ -156,14 +176,10 @@ class GenerateCall:
         scores: Sequence[torch.Tensor] | None,
         logits: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Return the output of `generate`.
+        """Return the output of `generate`: [B, L + new tokens of the longest row] ids, rows padded after their end.
 
-        Args:
-            scores, logits: per row, its processed and its raw logits, [new tokens, V]; None if not wanted.
-
-        Returns:
-            [B, L + new tokens of the longest row] token ids, rows padded after their end; with
-            `return_dict_in_generate` an output object, whose scores and logits are zero after a row's end.
+        With `return_dict_in_generate` it is an output object, whose scores and logits are zero after a row's end.
+        `scores` and `logits` have each row's processed and raw logits, [new tokens, V]; None if not wanted.
         """
         ids = self._input_ids
         longest = max(map(len, new_tokens))
@@ -193,23 +209,17 @@ def _by_step(rows: Sequence[torch.Tensor] | None, num_steps: int) -> tuple[torch
 
 
 class _Limits(NamedTuple):
-    """The stopping criteria of a call, by kind.
+    """The stopping criteria of a call, by kind."""
 
-    Attributes:
-        max_length: upper bound on the tokens of a row, including prompt and padding.
-        times: time limits for the whole call.
-        pads_rows: whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
-    """
-
-    max_length: int
+    max_length: int  # upper bound on the tokens of a row, including prompt and padding
     eos_token_ids: frozenset[int]
     times: list[MaxTimeCriteria]
     others: list[StoppingCriteria]
+    # Whether any criterion has end-of-sequence tokens: only then does `generate` pad rows that have ended.
     pads_rows: bool
 
 
 def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
-    """Sort stopping criteria by kind."""
     eos = config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
     max_length: int = config.max_length
@@ -227,13 +237,7 @@ def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Lim
     return _Limits(max_length, eos_token_ids, times, others, pads_rows)
 
 
-def _repetitions(rows: Sequence[tuple[int, ...]]) -> list[int]:
-    """Return for each row the number of earlier rows that are equal to it."""
-    return [rows[:place].count(row) for place, row in enumerate(rows)]
-
-
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:
-    """Refuse generation modes other than greedy search and sampling, and unsupported outputs."""
     if model.config.is_encoder_decoder:
         raise ConfigError(f"{type(model).__name__}: must be a decoder-only model")
     mode = config.get_generation_mode(assistant)
@@ -278,9 +282,9 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
         raise ConfigError(f"{name}: must be empty; lookahead_generate uses its own cache")
     mask = given.get("attention_mask")
     lengths = {each.shape[-1] for each in (mask, given.get("position_ids")) if each is not None}
-    if other := lengths - {
-        length := input_ids.shape[-1]
-    }:  # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+    length = input_ids.shape[-1]
+    # position_ids too: `generate` drops a mask of ones after it has derived positions from it
+    if other := lengths - {length}:
         raise ConfigError(f"attention_mask, position_ids: for {other.pop()} tokens; input_ids have {length}")
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)

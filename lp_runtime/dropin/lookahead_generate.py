@@ -6,6 +6,7 @@ import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -18,13 +19,14 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.decoder.decoder import Samples
 from lp_runtime.decoder.sampler_factory import SamplerSpec
+from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.context import started_by_torchrun
-from lp_runtime.distributed.exchange import broadcast_object, gather_rows
+from lp_runtime.distributed.exchange import broadcast_object, gather_rows, merge_rows
 from lp_runtime.distributed.process_group import existing_or_new_group
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.dropin.generate_call import GenerateCall
-from lp_runtime.dropin.recorder import Recorder
 from lp_runtime.dropin.runner_cache import RunnerKeeper, runner_of
 from lp_runtime.engine.engine import Engine
 from lp_runtime.errors import ConfigError, RequestError, RequestMemoryError, first_line
@@ -151,7 +153,6 @@ def _compiled(
     vocabulary_size: int,
     eos_token_ids: frozenset[int],
 ) -> tuple[CompiledConstraint | None, Grammars | None]:
-    """Compile a call's constraint; return it with the factory of its state, or (None, None)."""
     if constraint is None or constraint.kind is None:
         return None, None
     if tokenizer is None or not eos_token_ids:
@@ -181,7 +182,6 @@ def _checked(model: CausalLM, runner: ModelRunner, group: Group) -> Measured:
 
 @contextmanager
 def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
-    """Yield the group of torchrun's ranks, or of this process alone."""
     if share_ranks and started_by_torchrun():
         with existing_or_new_group(device, LauncherConfig.timeout) as group:
             yield group
@@ -190,43 +190,56 @@ def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
 
 
 class _NewTokens(NamedTuple):
-    """New tokens of one row.
-
-    Attributes:
-        scores, logits: per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
-        held: keys, values and states of the row's tokens except the last; None if the call fills no cache.
-    """
+    """New tokens of one row."""
 
     tokens: list[int]
+    # Per token, the [V] processed and raw logits that it was chosen from; empty if not requested.
     scores: list[torch.Tensor]
     logits: list[torch.Tensor]
+    # Keys, values and states of the row's tokens except the last; None if the call fills no cache.
     held: CacheCopy | None = None
 
 
+class _Recorder:
+    """Recorder of the logits and scores that accepted tokens were chosen from; an engine's Observer."""
+
+    def __init__(self, vocabulary_size: int, group: Group):
+        self._size, self._group = vocabulary_size, group
+        self._num_merged = 0
+        self.scores: list[torch.Tensor] = []  # processed, [V] for each accepted token
+        self.logits: list[torch.Tensor] = []  # the model's own, likewise
+
+    def __call__(self, nodes: list[int], step: Step, rank: int, samples: Samples) -> None:
+        """Record the accepted nodes of a step. Rows of nodes that another rank owns are -inf until `merge`."""
+        row_of = {node: row for row, node in enumerate(step.shares[rank].owned.tolist())}
+        for node in nodes:
+            for recorded, values in ((self.scores, samples.scores), (self.logits, samples.logits)):
+                row = row_of.get(node)
+                missing = values.new_full((self._size,), float("-inf"))
+                recorded.append(missing if row is None else values[row].clone())
+
+    def merge(self) -> None:
+        """Fill in other ranks' rows recorded since the last call. A collective: all ranks must call it."""
+        first, self._num_merged = self._num_merged, len(self.scores)
+        if not self._group.is_alone and first < self._num_merged:
+            for recorded in (self.scores, self.logits):
+                recorded[first:] = merge_rows(torch.stack(recorded[first:]), self._group).unbind()
+
+
+@dataclass
 class _Rows:
     """The rows of a call, decoded one after another."""
 
-    def __init__(
-        self,
-        call: GenerateCall,
-        model: ModelRunner,
-        group: Group,
-        engine: Engine,
-        lookahead: LookaheadConfig,
-        sampling: SamplingConfig,
-        constraint: CompiledConstraint | None = None,
-    ):
-        self._call = call
-        self._model = model
-        self._group = group
-        self._engine = engine
-        self._lookahead = lookahead
-        self._sampling = sampling
-        self._constraint = constraint
+    call: GenerateCall
+    model: ModelRunner
+    group: Group
+    engine: Engine
+    lookahead: LookaheadConfig
+    sampling: SamplingConfig
+    constraint: CompiledConstraint | None
 
     def decode(self) -> torch.Tensor | object:
-        """Decode all rows and return the output of `generate`."""
-        call = self._call
+        call = self.call
         try:
             rows = self._decode_rows()
         except RequestMemoryError as error:
@@ -241,20 +254,19 @@ class _Rows:
 
     def _decode_rows(self) -> list[_NewTokens]:
         """Return the new tokens of all rows, each as long as `generate` would make it."""
-        rows = [self._with_cache(row, self._decode_row(row)) for row in range(len(self._call.rows))]
+        rows = [self._with_cache(row, self._decode_row(row)) for row in range(len(self.call.rows))]
         length = max(len(each.tokens) for each in rows)
         for row, each in enumerate(rows):
-            if len(each.tokens) < length and not self._call.pads_rows:
+            if len(each.tokens) < length and not self.call.pads_rows:
                 rest = self._decode_row(row, tuple(each.tokens), length)
                 scores, logits = each.scores + rest.scores, each.logits + rest.logits
                 rows[row] = self._with_cache(row, _NewTokens(each.tokens + rest.tokens, scores, logits))
         return rows
 
     def _with_cache(self, row: int, new: _NewTokens) -> _NewTokens:
-        """Return a row's new tokens with a copy of their KV cache, if the call fills a cache."""
-        if self._call.cache is None:
+        if self.call.cache is None:
             return new
-        model, prompt = self._model, self._call.rows[row]
+        model, prompt = self.model, self.call.rows[row]
         tokens = [*prompt, *new.tokens]
         slot = model.slots.acquire(len(tokens), tokens)
         for _ in model.resume(slot, prompt, new.tokens, len(tokens)):
@@ -268,33 +280,33 @@ class _Rows:
 
         With a length, the row continues to that many new tokens, committed ones included; None to use the criteria.
         """
-        call, model = self._call, self._model
-        recorder = Recorder(model.vocabulary_size, self._group)
+        call, model = self.call, self.model
+        recorder = _Recorder(model.vocabulary_size, self.group)
         prompt = call.rows[row]
         call.check_length(row, model.context_length)
         request = Request(
             prompt_ids=prompt,
-            lookahead=self._lookahead,
+            lookahead=self.lookahead,
             max_new_tokens=length or call.max_new_tokens,
             eos_token_ids=call.eos_token_ids,
-            sampling=self._sampling,
+            sampling=self.sampling,
             sample=call.samples[row],
             max_time=call.time_left(),
             committed=committed,
-            constraint=self._constraint,
+            constraint=self.constraint,
         )
         noise = None
         if call.do_sample:
-            assert self._sampling.seed is not None  # lookahead_generate has set one
-            noise = GumbelNoise(self._sampling.seed, request.sample, model.vocabulary_size, model.device)
+            assert self.sampling.seed is not None  # lookahead_generate has set one
+            noise = GumbelNoise(self.sampling.seed, request.sample, model.vocabulary_size, model.device)
         processors = call.processors(row)
-        if self._constraint is not None:
+        if self.constraint is not None:
             processors = with_grammar_mask(processors)
         spec = SamplerSpec(TreeProcessors(processors, model.device), noise, temperature_of(processors))
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
         stop = self._stop(prompt, recorder) if length is None else None
-        for event in self._engine.run(request, spec, stop, observe=observe):
+        for event in self.engine.run(request, spec, stop, observe=observe):
             if not isinstance(event, Report):
                 new_tokens += event.token_ids
                 if call.streamer is not None:
@@ -304,22 +316,22 @@ class _Rows:
         count = len(new_tokens)
         return _NewTokens(new_tokens, recorder.scores[:count], recorder.logits[:count])
 
-    def _stop(self, prompt: Sequence[int], recorder: Recorder) -> Stop | None:
+    def _stop(self, prompt: Sequence[int], recorder: _Recorder) -> Stop | None:
         """Return the caller's other criteria as a stop condition, checked after every token; None without any.
 
         If ranks share the work, rank 0 checks the criteria and broadcasts the result. It cannot wait for the next
         step's exchange, because this step's tokens must not be streamed before the result is known.
         """
-        if not self._call.criteria:
+        if not self.call.criteria:
             return None
         text = list(prompt)
-        group = self._group
+        group = self.group
 
         def ask(committed: Sequence[int]) -> int | None:
             for i, token in enumerate(committed, start=1):
                 text.append(token)
                 scores = recorder.scores[: len(text) - len(prompt)]
-                if self._call.is_done(text, tuple(each[None] for each in scores) if self._call.wants_scores else None):
+                if self.call.is_done(text, tuple(each[None] for each in scores) if self.call.wants_scores else None):
                     return i
             return None
 

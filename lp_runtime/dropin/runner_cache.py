@@ -86,11 +86,11 @@ class RunnerKeeper:
 
     @contextmanager
     def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
-        """Yield a runner for the duration of a `with` block: the kept one if the model has not changed.
+        """Yield a runner during a `with` block: the kept one if the model has not changed, else one from `make`.
 
-        Otherwise `make` creates a new one. Afterwards it is kept, without its KV caches, unless the block failed.
-        `kind` holds the settings of the runner, which must be equal too. A call inside autocast is refused, because a
-        pass has other dtypes there than the model.
+        Afterwards it is kept, without its KV caches, unless the block failed. `kind` holds the settings of the runner,
+        which must be equal too. A call inside autocast is refused, because a pass has other dtypes there than the
+        model.
         """
         if torch.is_autocast_enabled(model.device.type):
             raise ConfigError("torch.autocast: must be off; load the model in the dtype to compute in")

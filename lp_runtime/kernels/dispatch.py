@@ -19,10 +19,7 @@ MIN_CAPABILITY = (8, 0)  # compute capability: the kernels are sized for the reg
 
 
 def kernels_for(device: torch.device) -> ModuleType | None:
-    """Return the module triton_gpu if its kernels work on a device, else None.
-
-    Logs one warning for a GPU that should run the kernels but fails.
-    """
+    """Return the module triton_gpu if its kernels work on a device; warn once if they should but do not."""
     return triton_gpu() if why_no_kernels(device) is None else None
 
 

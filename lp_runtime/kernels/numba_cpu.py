@@ -37,10 +37,7 @@ def supports(states: torch.Tensor) -> bool:
 
 
 def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tensor:
-    """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon).
-
-    `supports(states)` must hold; the weight is [E] float32.
-    """
+    """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon)."""
     rows = states.numpy()
     normed = np.empty_like(rows)
     _kernels()[0](rows.reshape(-1, len(weight)), weight, epsilon, normed.reshape(-1, len(weight)))
@@ -50,10 +47,7 @@ def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tens
 def add_and_norm(
     states: torch.Tensor, added: torch.Tensor, weight: np.ndarray, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each.
-
-    `supports` must hold for both tensors.
-    """
+    """Add two tensors and apply `norm` to the sum; return (sum, normalized sum), [..., E] float32 each."""
     rows = states.numpy()
     total, normed = np.empty_like(rows), np.empty_like(rows)
     shape = (-1, len(weight))
@@ -66,26 +60,18 @@ def rotate_and_write(
     query: np.ndarray,
     key: np.ndarray,
     value: np.ndarray,
-    first: tuple[int, int, int],
-    sizes: tuple[int, int],
-    cos: np.ndarray,
-    sin: np.ndarray,
-    start: int,
-    keys: np.ndarray,
-    values: np.ndarray,
+    first: tuple[int, int, int],  # index of the first head of queries, keys and values in their arrays
+    sizes: tuple[int, int],  # (g H, H)
+    cos: np.ndarray,  # [1, T, D]
+    sin: np.ndarray,  # [1, T, D]
+    start: int,  # index of the first token in the cache
+    keys: np.ndarray,  # [1, H, capacity, D], written to
+    values: np.ndarray,  # [1, H, capacity, D], written to
 ) -> torch.Tensor:
     """Write rotated keys, and values, to a cache; return rotated queries, [1, g H, T, D] float32.
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x. All arrays are float32 and contiguous.
-
-    Args:
-        query: [1, T, heads, D]; query, key and value may be the same array, holding the heads of all three in turn.
-        key, value: [1, T, heads, D].
-        first: index of the first head of queries, keys and values in their arrays.
-        sizes: (g H, H).
-        cos, sin: [1, T, D].
-        start: index of the first token in the cache.
-        keys, values: [1, H, capacity, D], written to.
+    `query`, `key` and `value`, [1, T, heads, D], may be the same array, holding the heads of all three in turn.
     """
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]
@@ -113,10 +99,7 @@ def _can_run() -> bool:
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable, Callable]:
-    """Return the kernels (norm, add and norm, rotate and write), bound to the types of their arguments.
-
-    Numba's type dispatch at every call would take longer than some of the calls.
-    """
+    """Return the kernels, bound to types: Numba's dispatch would take longer than some of the calls."""
     row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
     return (
         bound(_norm, rows, row, 0.0, rows),
@@ -187,7 +170,6 @@ def _rotate_and_write(
     keys: np.ndarray,
     values: np.ndarray,
 ) -> None:
-    """Write `rotated`, `keys` and `values`; arguments and shapes as for `rotate_and_write`."""
     half = query.shape[3] // 2
     for token in range(query.shape[1]):
         at = start + token

@@ -64,12 +64,10 @@ def find_tile(
 
 @triton.jit
 def add_block(q, k, v, seen, scale, largest, weight_sum, sums):
-    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum).
-
-    The softmax is computed online (Milakov and Gimelshein, arXiv 1805.02867).
-    """
+    """Attend to one block's keys; return the updated (largest score, weight sum, weighted value sum)."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     scores = tl.where(seen, scores, float("-inf"))
+    # An online softmax (Milakov and Gimelshein, arXiv 1805.02867).
     larger = tl.maximum(largest, tl.max(scores, 1))
     shift = tl.where(larger == float("-inf"), 0.0, larger)  # rows that have seen no key yet: avoid NaN
     weights = tl.exp(scores - shift[:, None])
@@ -177,10 +175,7 @@ def _merge_parts(
     QUERY_HEADS: tl.constexpr, SIZE: tl.constexpr, HAS_SINKS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr, BLOCK_SIZE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the parts of one row, the query of one token and head; one program per row.
-
-    Parts without keys were never written, so they are not read.
-    """
+    """Merge the parts of one row that were written, the query of one token and head; one program per row."""
     if EARLY:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
@@ -202,30 +197,20 @@ def _merge_parts(
 
 @torch.library.custom_op("lp_runtime::attend", mutates_args=())
 def attend(
-    query: torch.Tensor,
-    num_heads: int,
-    lowest: torch.Tensor,
-    positions: torch.Tensor,
+    query: torch.Tensor,  # [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
+    num_heads: int,  # H
+    lowest: torch.Tensor,  # [B] int64, the lowest position that each token may see
+    positions: torch.Tensor,  # [B] int64, absolute
+    # [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its sequence.
     words: torch.Tensor,
-    table: torch.Tensor,
+    table: torch.Tensor,  # [P, 4 + 2 layers] int64; the tree's keys and values must have been written
     layer: int,
     scale: float,
-    num_processors: int,
+    num_processors: int,  # multiprocessors of the GPU; determines into how many parts the keys are split
+    # [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
-
-    Args:
-        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
-        num_heads: H.
-        lowest: [B] int64, the lowest position that each token may see.
-        positions: [B] int64, absolute.
-        words: [B, W] int64: bit i of a token's words, lowest first, is set if the token sees fed token i of its
-            sequence.
-        table: [P, 4 + 2 layers] int64; the tree's keys and values must have been written.
-        num_processors: multiprocessors of the GPU; determines into how many parts the keys are split.
-        sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
-    """
+    """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding."""
     assert query.stride(3) == 1 and words.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
     _, num_queries, num_tokens, size = query.shape
@@ -243,7 +228,7 @@ def attend(
         scale, num_tokens, words.shape[1], num_parts, query.stride(2), query.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
         GROUPS=groups, SIZE=size, HAS_PARTS=num_parts > 1, HAS_SINKS=sinks is not None,
-        num_warps=num_warps(block, query.element_size()), num_stages=num_stages(block, query.element_size()),
+        num_warps=num_warps(query.element_size()), num_stages=num_stages(block, query.element_size()),
         **block, **early_launch(query.device),
     )  # fmt: skip
     if num_parts > 1:
@@ -258,8 +243,7 @@ def attend(
 
 
 @attend.register_fake
-def _attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return an empty tensor of the shape of `attend`'s result, for torch.compile."""
+def attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
 
@@ -267,7 +251,7 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
     """Return the block sizes of `_attend_part` (rows, keys, dimensions of a program) as keyword arguments.
 
     They fit the registers and shared memory of GPUs of compute capability 8.0 and higher. `num_rows` is g B, `size` is
-    D, and `num_bytes` is the size of an element.
+    D.
     """
     block_size = max(MIN_BLOCK, triton.next_power_of_2(size))
     max_rows = (MAX_ROWS if size <= MAX_SIZE else MAX_LARGE_ROWS) if num_bytes == 2 else MAX_FLOAT_ROWS
@@ -281,10 +265,7 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
 def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_bytes: int) -> int:
     """Return into how many parts the keys are split: as many as run at once, because more would need a second round.
 
-    Args:
-        block: of `blocks`.
-        num_programs: tiles of all key/value heads: the programs of `_attend_part` with one part.
-        num_bytes: size of an element.
+    `num_programs` are the tiles of all key/value heads: the programs of `_attend_part` with one part.
     """
     is_large = block["BLOCK_ROWS"] == MAX_ROWS or block["BLOCK_SIZE"] > MAX_SIZE or num_bytes == 4
     at_once = num_processors * (LARGE_PROGRAMS if is_large else PROGRAMS)
@@ -292,15 +273,9 @@ def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_
 
 
 def num_stages(block: dict[str, int], num_bytes: int) -> int:
-    """Return how many stages the loops of `_attend_part` have, by its blocks and the size of an element."""
     return 3 if block["BLOCK_KEYS"] * block["BLOCK_SIZE"] * num_bytes <= STAGED_BYTES else 2
 
 
-def num_warps(block: dict[str, int], num_bytes: int) -> int:
-    """Return how many warps a program of `_attend_part` needs, so that no registers spill.
-
-    Args:
-        block: of `blocks`.
-        num_bytes: size of an element.
-    """
+def num_warps(num_bytes: int) -> int:
+    """Return how many warps a program of attention needs so that no registers spill, by the size of an element."""
     return 8 if num_bytes == 4 else 4

@@ -74,25 +74,18 @@ def _rotate_and_write(
 
 @torch.library.custom_op("lp_runtime::rotate_and_write", mutates_args=("table",))
 def rotate_and_write(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    owners: torch.Tensor,
-    table: torch.Tensor,
+    query: torch.Tensor,  # [1, B, g H, D]; the heads of a token contiguous
+    key: torch.Tensor,  # [1, B, H, D]; likewise
+    value: torch.Tensor,  # [1, B, H, D]; likewise
+    cos: torch.Tensor,  # [1, B, D]
+    sin: torch.Tensor,  # [1, B, D]
+    owners: torch.Tensor,  # [B] int64, each token's row in the table
+    table: torch.Tensor,  # [P, 4 + 2 layers] int64
     layer: int,
 ) -> torch.Tensor:
     """Write rotated keys, and values, after the committed ones; return rotated queries, [1, B, g H, D].
 
     Rotary embedding is x cos + (-x2, x1) sin, with x1 and x2 the halves of x.
-
-    Args:
-        query: [1, B, g H, D]; the heads of a token contiguous.
-        key, value: [1, B, H, D]; likewise.
-        cos, sin: [1, B, D].
-        owners: [B] int64, each token's row in the table.
-        table: [P, 4 + 2 layers] int64.
     """
     _, num_tokens, num_queries, size = query.shape
     num_keys = key.shape[2]
@@ -117,7 +110,6 @@ def head_blocks(half: int, num_queries: int) -> tuple[int, int]:
 
 @rotate_and_write.register_fake
 def _rotate_and_write_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return an empty tensor of the shape of `rotate_and_write`'s result, for torch.compile."""
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 
 

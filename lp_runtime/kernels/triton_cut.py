@@ -27,20 +27,14 @@ LEAST_KEY = tl.constexpr(-2139095041)  # `_key` of -inf
 
 
 class Cut(NamedTuple):
-    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it.
+    """Tokens of each row that may be sampled: those above a threshold, and the last ones at it."""
 
-    Attributes:
-        thresholds: [n] float32: scaled scores if the logits are float32, else unscaled logits.
-        first_ids: [n] int32; of the tokens at the threshold, those from this id on may be sampled.
-    """
-
-    thresholds: torch.Tensor
-    first_ids: torch.Tensor
+    thresholds: torch.Tensor  # [n] float32: scaled scores if the logits are float32, else unscaled logits
+    first_ids: torch.Tensor  # [n] int32; of the tokens at the threshold, those from this id on may be sampled
 
 
 @triton.jit
 def _key(score):
-    """Map float32 scores to int32 keys with the same order."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -63,10 +57,7 @@ def _find_cut(
     logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k, size, stride,
     HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Find the smallest score of a row that may be sampled; one program per row.
-
-    Compiled without fused multiply-add, because every pass over the row must compute the same numbers.
-    """
+    """Find the smallest score of a row that may be sampled; one program per row."""
     row = tl.program_id(0)
     start = row.to(tl.int64) * stride
     places = tl.arange(0, BLOCK)
@@ -149,11 +140,8 @@ def can_cut(dtype: torch.dtype, top_p: float | None) -> bool:
 def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None, top_p: float | None) -> Cut:
     """Return the tokens of scaled logits that TopKLogitsWarper followed by TopPLogitsWarper would keep.
 
-    Args:
-        logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
-        inverse_temperature: factor of the logits, in float32.
-        top_k: tokens to keep; None for all.
-        top_p: probability mass to keep, at most 1 - MIN_CUT_MASS; None for all.
+    `logits` are [n, V] float32, bfloat16 or float16, the last dimension contiguous. `top_p` is at most 1 -
+    MIN_CUT_MASS.
     """
     num_rows, size = logits.shape
     assert logits.stride(1) == 1 and can_cut(logits.dtype, top_p)
@@ -168,7 +156,7 @@ def find_cut(logits: torch.Tensor, inverse_temperature: float, top_k: int | None
         logits, thresholds, first_ids, inverse_temperature, cut_mass, reach, mass_unit, top_k or 0,
         size, logits.stride(0),
         HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None, SHIFT=KEY_SHIFTS[logits.dtype], BLOCK=CUT_BLOCK,
-        num_warps=CUT_WARPS, enable_fp_fusion=False,
+        num_warps=CUT_WARPS, enable_fp_fusion=False,  # every pass over a row must compute the same numbers
     )  # fmt: skip
     return Cut(thresholds, first_ids)
 

@@ -1,10 +1,10 @@
-"""All Triton kernels in one module, and the kernel that gates the MLP.
+"""All Triton kernels in one module, and the small ones: the MLP's gate, and the addition with a norm.
 
 triton_cache.py has the kernels that rotate queries and keys and write the caches; triton_attention.py and
-triton_strict.py have attention; triton_norm.py, triton_sampling.py and triton_cut.py the rest. All need Triton (tests
-run them in its interpreter).
+triton_strict.py have attention; triton_sampling.py and triton_cut.py the rest. All need Triton (tests run them in its
+interpreter).
 
-Letters: F the MLP's inner size.
+Letters: T tokens, E hidden size, F the MLP's inner size.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from lp_runtime.kernels.triton_cache import write as write
 from lp_runtime.kernels.triton_cut import can_cut as can_cut
 from lp_runtime.kernels.triton_cut import cut_scores as cut_scores
 from lp_runtime.kernels.triton_cut import find_cut as find_cut
-from lp_runtime.kernels.triton_norm import add_and_norm as add_and_norm
-from lp_runtime.kernels.triton_norm import can_add_and_norm as can_add_and_norm
 from lp_runtime.kernels.triton_sampling import find_in_slice as find_in_slice
 from lp_runtime.kernels.triton_sampling import pack_found as pack_found
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack
 from lp_runtime.kernels.triton_strict import attend_strictly as attend_strictly
 
 GATE_BLOCK = 1024  # elements that a program computes
+MAX_NORM_SIZE = 1 << 14  # largest E whose row a program can hold in registers
+WARP_ELEMENTS = 512  # elements of a row per warp
+MAX_WARPS = 16
 
 
 @triton.jit
 def _gate(gate_up, output, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """Gate one block of one token's inner dimension; one program per token and block."""
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -51,3 +51,52 @@ def gate(gate_up: torch.Tensor) -> torch.Tensor:
     grid = (output.numel() // size, triton.cdiv(size, GATE_BLOCK))
     _gate[grid](gate_up, output, size, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
     return output
+
+
+@triton.jit
+def _add_and_norm(
+    states, added, weight, total, normed, size, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr
+):  # fmt: skip
+    """Add and normalize one token's row, in one launch instead of two; one program per token."""
+    start = tl.program_id(0).to(tl.int64) * size
+    places = tl.arange(0, BLOCK)
+    inside = places < size
+    factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    if EARLY:
+        gdc_wait()
+    left = tl.load(states + start + places, mask=inside, other=0.0).to(tl.float32)
+    right = tl.load(added + start + places, mask=inside, other=0.0).to(tl.float32)
+    rounded = (left + right).to(total.dtype.element_ty)
+    tl.store(total + start + places, rounded, mask=inside)
+    row = rounded.to(tl.float32)  # normalize the rounded sum, as separate operations would
+    scale = tl.rsqrt(tl.sum(row * row, 0) / size + epsilon)
+    tl.store(normed + start + places, row * scale * factors, mask=inside)
+
+
+def can_add_and_norm(states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `add_and_norm` supports tensors: same shape and dtype, contiguous, E <= MAX_NORM_SIZE."""
+    return (
+        states.shape == added.shape
+        and states.dtype == added.dtype == weight.dtype
+        and states.is_contiguous()
+        and added.is_contiguous()
+        and weight.numel() <= MAX_NORM_SIZE
+    )
+
+
+def add_and_norm(
+    states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Add two tensors, apply RMS norm in float32, and return (sum, normalized sum), [..., T, E] each."""
+    size = weight.numel()
+    total, normed = torch.empty_like(states), torch.empty_like(states)
+    block = triton.next_power_of_2(size)
+    _add_and_norm[(states.numel() // size,)](
+        states, added, weight, total, normed, size, epsilon,
+        BLOCK=block, num_warps=num_norm_warps(block), **early_launch(states.device),
+    )  # fmt: skip
+    return total, normed
+
+
+def num_norm_warps(block: int) -> int:
+    return max(1, min(MAX_WARPS, block // WARP_ELEMENTS))

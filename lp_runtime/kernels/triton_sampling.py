@@ -12,17 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
+from lp_runtime.kernels import types
 from lp_runtime.kernels.triton_cut import KEY_SHIFTS, Cut
 from lp_runtime.kernels.types import Noise, Packing
-from lp_runtime.lookahead import philox
+from lp_runtime.lookahead import philox, top_k
 
 CHUNK = 2048  # tokens of the vocabulary that a program scans
+Chunks = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]  # see `_scan`
 
 MULTIPLIER_A, MULTIPLIER_B = map(tl.constexpr, philox.MULTIPLIERS)
 INCREMENT_A, INCREMENT_B = map(tl.constexpr, philox.KEY_INCREMENTS)
 NUM_ROUNDS = tl.constexpr(philox.NUM_ROUNDS)
 HALF_BITS, UNUSED_BITS = tl.constexpr(philox.HALF_BITS), tl.constexpr(philox.WORD_BITS - philox.HALF_BITS)
 UNIFORM_UNIT = tl.constexpr(philox.UNIFORM_UNIT)
+NO_TOKEN = tl.constexpr(types.NO_TOKEN)
+UNITS_PER_NAT, MAX_MARGIN = tl.constexpr(top_k.UNITS_PER_NAT), tl.constexpr(top_k.MAX_MARGIN)
 
 
 @triton.jit
@@ -41,7 +45,6 @@ def _gumbel(pairs, position, sample, key_low, key_high):
 
 @triton.jit
 def _gumbel_of(upper, lower):
-    """Convert two words of 32 random bits to Gumbel noise, float32."""
     bits = ((upper >> UNUSED_BITS).to(tl.int64) << HALF_BITS) | (lower >> UNUSED_BITS).to(tl.int64)
     uniform = (bits.to(tl.float64) + 0.5) * UNIFORM_UNIT
     return (-tl.log(-tl.log(uniform))).to(tl.float32)
@@ -51,7 +54,7 @@ def _gumbel_of(upper, lower):
 def _scan_chunks(
     logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
     inverse_temperature, key_low, key_high, sample, first, size, stride,
-    NUM: tl.constexpr, NO_TOKEN: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
+    NUM: tl.constexpr, DRAWS: tl.constexpr, HAS_CUT: tl.constexpr, SHIFT: tl.constexpr,
     IS_ODD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Find a chunk's NUM largest scores and its largest sum of score and noise; ties go to the lowest id.
@@ -102,8 +105,7 @@ def _scan_chunks(
 @triton.jit
 def _pack_rows(
     values, ids, best_values, best_ids, packed, num_chunks, size,
-    NUM: tl.constexpr, WIDTH: tl.constexpr, NO_TOKEN: tl.constexpr, MARGIN_UNIT: tl.constexpr, MAX_MARGIN: tl.constexpr,
-    HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
+    NUM: tl.constexpr, WIDTH: tl.constexpr, HAS_BEST: tl.constexpr, BLOCK: tl.constexpr, BLOCK_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Pack the successor and the NUM largest scores of all chunks with margins; one program per row."""
     row = tl.program_id(0).to(tl.int64)
@@ -136,7 +138,7 @@ def _pack_rows(
                     is_there = best > float("-inf")
                     found = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
                     token = tl.where(is_there, found, token)
-                    below = tl.minimum(tl.floor((top - best) * MARGIN_UNIT + 0.5), MAX_MARGIN)
+                    below = tl.minimum(tl.floor((top - best) * UNITS_PER_NAT + 0.5), MAX_MARGIN)
                     below = tl.where(best == top, 0.0, below)  # both may be infinite, and their difference NaN
                     margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
                     left = tl.where(places == place, float("-inf"), left)
@@ -145,24 +147,17 @@ def _pack_rows(
 
 
 def sample_and_pack(
-    logits: torch.Tensor,
+    logits: torch.Tensor,  # [n, V] float32, bfloat16 or float16; the last dimension contiguous
     packing: Packing,
+    # Added to the scaled logits before the successor is chosen; None to choose the largest logit.
     noise: Noise | None = None,
-    inverse_temperature: float = 1.0,
+    inverse_temperature: float = 1.0,  # factor of the logits, in float32
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor; pack it with top-k candidates and their margins, [n, width] int64.
-
-    A token whose score is -inf is never a candidate.
-
-    Args:
-        logits: [n, V] float32, bfloat16 or float16; the last dimension contiguous.
-        noise: added to the scaled logits before the successor is chosen; None to choose the largest logit.
-        inverse_temperature: factor of the logits, in float32.
-        cut: which tokens may be sampled; None for all.
-    """
+    """Sample each row's successor; pack it with the top-k candidates, of scores above -inf: [n, width] int64."""
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
-    return _pack(*_scan(logits, packing, noise, inverse_temperature, cut, num_chunks), packing, noise, logits.shape[1])
+    found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
+    return _pack(found, packing, noise, logits.shape[1])
 
 
 def find_in_slice(
@@ -173,28 +168,19 @@ def find_in_slice(
     first: int,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Scan one slice of the vocabulary; `pack_found` combines the results of all slices.
+    """Scan a slice of the vocabulary, [n, v] from id `first` on; `pack_found` combines all slices.
 
     Returns [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower
-    half).
-
-    Args:
-        logits: [n, v] of the slice; dtype and layout as for `sample_and_pack`.
-        first: the slice's first token id.
-        num_tokens: size of the largest slice, so that all slices have the same number of chunks.
+    half). `num_tokens` is the size of the largest slice, so that all slices have the same number of chunks.
     """
     num_chunks = triton.cdiv(num_tokens + 1, CHUNK)
-    found = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
-    values, ids, best_values, best_ids = found
+    values, ids, best_values, best_ids = _scan(logits, packing, noise, inverse_temperature, None, num_chunks, first)
     values, ids = torch.cat([values, best_values], 1), torch.cat([ids, best_ids], 1)
     return (values.view(torch.int32).long() << 32) | ids.long()
 
 
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
-    """Combine the results of all vocabulary slices into the result of `sample_and_pack`.
-
-    `found` is [P, n, width] int64, from `find_in_slice` of P slices, in the order of their token ids.
-    """
+    """Combine P results of `find_in_slice`, [P, n, width], ordered by token ids, as `sample_and_pack` would."""
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)
     num_chunks = width // (1 + num)
@@ -205,7 +191,8 @@ def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocab
         parts.append((each[..., : num_chunks * num].reshape(num_rows, -1), each[..., num_chunks * num :]))
     (values, best_values), (ids, best_ids) = parts
     best_values, best_ids = (each.reshape(num_rows, -1).contiguous() for each in (best_values, best_ids))
-    return _pack(values.contiguous(), ids.contiguous(), best_values, best_ids, packing, noise, vocabulary_size)
+    chunks = values.contiguous(), ids.contiguous(), best_values, best_ids
+    return _pack(chunks, packing, noise, vocabulary_size)
 
 
 def _scan(
@@ -216,7 +203,7 @@ def _scan(
     cut: Cut | None,
     num_chunks: int,
     first: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Chunks:
     """Find the likeliest tokens of each of C chunks, and the token to be sampled from it.
 
     Returns (values, ids), [n, C max(K, 1)] float32 and int32, and (best_values, best_ids), [n, C] of the same dtypes.
@@ -237,30 +224,20 @@ def _scan(
     _scan_chunks[(num_rows, num_chunks)](
         logits, thresholds, first_ids, positions, values, ids, best_values, best_ids,
         inverse_temperature, _word(seed), _word(seed >> 32), _word(sample), first, size, logits.stride(0),
-        NUM=packing.num, NO_TOKEN=packing.no_token, DRAWS=noise is not None, HAS_CUT=cut is not None,
+        NUM=packing.num, DRAWS=noise is not None, HAS_CUT=cut is not None,
         SHIFT=KEY_SHIFTS[logits.dtype], IS_ODD=first % 2 == 1, BLOCK=CHUNK, enable_fp_fusion=False,
     )  # fmt: skip
     return values, ids, best_values, best_ids
 
 
-def _pack(
-    values: torch.Tensor,
-    ids: torch.Tensor,
-    best_values: torch.Tensor,
-    best_ids: torch.Tensor,
-    packing: Packing,
-    noise: Noise | None,
-    size: int,
-) -> torch.Tensor:
-    """Pack `_scan`'s results for all V = `size` tokens into [n, width] int64."""
-    num, (num_rows, num_chunks) = packing.num, best_ids.shape
-    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=ids.device)
+def _pack(chunks: Chunks, packing: Packing, noise: Noise | None, size: int) -> torch.Tensor:
+    num, (num_rows, num_chunks) = packing.num, chunks[-1].shape
+    packed = torch.empty((num_rows, packing.width), dtype=torch.int64, device=chunks[-1].device)
     if not num_rows:
         return packed
     _pack_rows[(num_rows,)](
-        values, ids, best_values, best_ids, packed, num_chunks, size,
-        NUM=num, WIDTH=packing.width, NO_TOKEN=packing.no_token, MARGIN_UNIT=packing.margin_unit,
-        MAX_MARGIN=packing.max_margin, HAS_BEST=noise is not None or num == 0,
+        *chunks, packed, num_chunks, size,
+        NUM=num, WIDTH=packing.width, HAS_BEST=noise is not None or num == 0,
         BLOCK=triton.next_power_of_2(num_chunks * max(1, num)), BLOCK_CHUNKS=triton.next_power_of_2(num_chunks),
     )  # fmt: skip
     return packed

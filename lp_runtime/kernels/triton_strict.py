@@ -27,6 +27,7 @@ from lp_runtime.kernels.triton_attention import (
     MIN_BLOCK,
     NO_LIMIT,
     add_block,
+    attend_shapes,
     blocks,
     find_tile,
     num_warps,
@@ -45,10 +46,7 @@ def _attend_head(
     GROUPS: tl.constexpr, SIZE: tl.constexpr, PARTS: tl.constexpr, POSITIONS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one part of the head; one program per key/value head, part and tile.
-
-    A part without a block for any of the tile's tokens is not written.
-    """
+    """Attend to one part of the head, if it has a block; one program per key/value head, part and tile."""
     head, part, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     num_heads = tl.num_programs(0)
     own_row, own_tile = find_tile(table, tile, WIDTH, NUM_ROWS, BLOCK_TABLE, GROUPS, BLOCK_ROWS)
@@ -175,16 +173,11 @@ def attend_strictly(
 ) -> torch.Tensor:
     """Return attention to committed tokens and ancestors, [1, B, g H, D]; 0 for padding.
 
-    Args:
-        query: [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
-        num_heads: H.
-        lowest: [B] int64, the lowest position that each token may see.
+    Args as for `triton_attention.attend`, and:
         positions: [B] int64, absolute; at most P - 1 after the sequence's committed tokens.
         paths: [B, 1 + P] int64: L of the token's sequence, then the cache indices of the keys on the token's path, from
             position L up to the token's own.
         owners: [B] int64, each token's row in the table.
-        table: [rows, 4 + 2 layers] int64, see triton_attention.py; the tree's keys and values must have been written.
-        sinks: [g H] attention sinks: an additional score per head in the softmax's sum, without a value. None for none.
     """
     assert query.stride(3) == 1 and paths.is_contiguous() and table.is_contiguous()
     assert sinks is None or sinks.is_contiguous()
@@ -201,24 +194,16 @@ def attend_strictly(
     _attend_head[(num_heads, NUM_PARTS, num_tiles + min(num_rows, num_tokens) - 1)](
         query, lowest, positions, table, output, total, scale, num_tokens, *strides, column,
         WIDTH=table.shape[1], NUM_ROWS=num_rows, BLOCK_TABLE=triton.next_power_of_2(num_rows),
-        num_stages=2, num_warps=num_warps(block, query.element_size()), **constants, **block,
+        num_stages=2, num_warps=num_warps(query.element_size()), **constants, **block,
     )  # fmt: skip
     _attend_tail[(num_tokens, num_heads)](
         query, lowest, positions, paths, owners, table, query if sinks is None else sinks, output, total, result,
         scale, num_tokens, *strides, column,
         WIDTH=table.shape[1], HAS_SINKS=sinks is not None, num_stages=2, **constants,
-        num_warps=tail_warps(query.element_size()),
+        num_warps=num_warps(query.element_size()),
         **block | {"BLOCK_ROWS": max(MIN_BLOCK, triton.next_power_of_2(groups))},
     )  # fmt: skip
     return result
 
 
-def tail_warps(num_bytes: int) -> int:
-    """Return how many warps `_attend_tail` needs so that no registers spill, by bytes per element."""
-    return 8 if num_bytes == 4 else 4
-
-
-@attend_strictly.register_fake
-def _attend_strictly_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    """Return an empty tensor of the shape of `attend_strictly`'s result, for torch.compile."""
-    return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
+attend_strictly.register_fake(attend_shapes)

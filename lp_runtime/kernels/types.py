@@ -9,34 +9,21 @@ from typing import NamedTuple
 
 import torch
 
+from lp_runtime.lookahead.top_k import ID_BITS
+
+NO_TOKEN = (1 << ID_BITS) - 1  # token id packed for missing candidates of a node with fewer than K
+
 
 class Noise(NamedTuple):
-    """Gumbel noise of one sample.
+    """Gumbel noise of one sample."""
 
-    Attributes:
-        seed: 0 to 2**64 - 1.
-        sample: 0 to 2**32 - 1.
-        positions: [n] int64, absolute positions of the tokens to be sampled, below 2**32.
-    """
-
-    seed: int
-    sample: int
-    positions: torch.Tensor
+    seed: int  # 0 to 2**64 - 1
+    sample: int  # 0 to 2**32 - 1
+    positions: torch.Tensor  # [n] int64, absolute positions of the tokens to be sampled, below 2**32
 
 
 class Packing(NamedTuple):
-    """Format in which the sampling kernel packs its results; see lp_runtime/sampling/sampler.py.
+    """Format in which the sampling kernel packs its results; see lp_runtime/sampling/sampler.py."""
 
-    Attributes:
-        num: K; 0 for no candidates.
-        width: integers per row, at least 1 + K / 2; unused ones are 0.
-        no_token: token id to pack if there are fewer than K tokens.
-        margin_unit: units per nat of a margin.
-        max_margin: largest margin, in units.
-    """
-
-    num: int
-    width: int
-    no_token: int
-    margin_unit: int
-    max_margin: int
+    num: int  # K; 0 for no candidates
+    width: int  # integers per row, at least 1 + K / 2; unused ones are 0

@@ -24,13 +24,10 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class PassBytes(NamedTuple):
-    """GPU memory that a pass and its sampling need in addition to weights, keys and values, as measured.
-
-    `fixed` is in bytes, and so is `per_token`, for each token of the text that the pass attends to.
-    """
+    """GPU memory, in bytes, that a pass and its sampling need in addition to weights, keys and values, as measured."""
 
     fixed: int
-    per_token: float
+    per_token: float  # for each token of the text that the pass attends to
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -60,7 +57,6 @@ def exchange_bytes(num_replicas: int, may_use_nccl: bool) -> int:
 
 
 def _free_of_machine() -> int | None:
-    """Return this machine's available bytes (MemAvailable); None if unknown."""
     try:
         lines = MEMINFO.read_text().splitlines()
         available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
@@ -97,12 +93,7 @@ def capacity_in_tokens(
     """Return how many tokens, prompt and output together, fit into a replica's free memory, if known.
 
     Unknown (None) if the model spans several devices, or has run no pass yet: only then is the size of a token in its
-    cache known.
-
-    Args:
-        num_replicas: that share the device's memory.
-        exchange_bytes: left free for exchanges.
-        pass_bytes: memory that passes need; None if it was not measured.
+    cache known. `num_replicas` share the device's memory, and `exchange_bytes` are left free for exchanges.
     """
     if len({each.device for each in model.model.parameters()}) > 1:
         return None
@@ -120,11 +111,7 @@ def capacity_in_tokens(
 
 
 def tokens_in(num_bytes: int, token_bytes: int) -> int:
-    """Return how many tokens, prompt and output together, fit into free memory.
-
-    `num_bytes` are free after the weights are loaded; `token_bytes` is the size of a token's keys and values in all
-    layers.
-    """
+    """Return how many tokens, prompt and output together, fit into `num_bytes` that the weights leave free."""
     return max(0, int(num_bytes * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
 
 

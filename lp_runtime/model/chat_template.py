@@ -15,23 +15,17 @@ from lp_runtime.model.tokenizer import chat_template
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template, independent of a tokenizer.
+    """A chat template, independent of a tokenizer."""
 
-    Attributes:
-        source: the template's text; of several templates, the one for tools.
-        variables: special tokens that the template may write, by their names.
-        tokens: texts of the vocabulary's added tokens.
-        response_template: the model's description of its answers, for `response_parser`; None if it brings none.
-    """
-
-    source: str
+    source: str  # the template's text; of several templates, the one for tools
+    # Special tokens that the template may write, by their names.
     variables: Mapping[str, Any] = field(default_factory=dict)
-    tokens: Sequence[str] = ()
+    tokens: Sequence[str] = ()  # texts of the vocabulary's added tokens
+    # The model's description of its answers, for `response_parser`; None if it brings none.
     response_template: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
-        """Return the chat template of a tokenizer; its source is empty if there is none."""
         templates = getattr(tokenizer, "chat_template", None)
         source = templates.get("tool_use") if isinstance(templates, dict) else None
         return cls(

@@ -37,7 +37,6 @@ from lp_runtime.model.hf.config import context_length
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot, SlotPool
-from lp_runtime.model.modules.rotary import replace_rotaries
 from lp_runtime.model.support import check_family
 from lp_runtime.utils.generators import result_of
 
@@ -48,35 +47,23 @@ class ModelRunner:
     """A Hugging Face causal LM, its KV-cache slots and its forward passes.
 
     Raises ModelError if the model cannot be fed a tree, or its attention does not accept a tree's mask.
-
-    Args:
-        model: in eval mode, on one device. Rotary embeddings whose factors change with the text length are replaced
-            permanently (modules/rotary.py).
-        prefill_chunk: prompt tokens fed at once.
-        strict_tokens: tokens of every tree pass, for exactness=strict; a larger tree takes several passes. A token's
-            logits, keys and values are then bit for bit independent of what else is fed (attention/strict.py). None:
-            one pass of any size per tree.
-        own_attention: whether attention/tree_attention.py may permanently replace the model's attention
-            (attention/choice.py).
-        leading: runs every pass on the replica's other shards, too; None if there are none.
-
-    Attributes:
-        num_prefilled_tokens: tokens of prompts and of resumed sequences fed so far.
-        fixed_passes: feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
-        feeds_chains: whether a share is fed as one path, pending tokens included, from `StepInputs.start` on.
-        why_not_captured: reason given to `disable_graphs`; None if it was not called.
-        timer: times passes on a GPU, which runs asynchronously to the host; None on a CPU.
     """
 
-    feeds_chains = False
-    why_not_captured: str | None = None
+    feeds_chains = False  # whether a share is fed as one path, pending tokens included, from `StepInputs.start` on
+    why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def __init__(
         self,
+        # In eval mode, on one device. Its rotary embeddings may be replaced permanently (modules/rotary.py).
         model: PreTrainedModel,
-        prefill_chunk: int,
+        prefill_chunk: int,  # prompt tokens fed at once
+        # Tokens of every tree pass, for exactness=strict; a larger tree takes several passes. A token's logits, keys
+        # and values are then bit for bit independent of what else is fed (attention/strict.py). None: one pass of any
+        # size per tree.
         strict_tokens: int | None = None,
+        # Whether attention/tree_attention.py may permanently replace the model's attention (attention/choice.py)
         own_attention: bool = False,
+        # Runs every pass on the replica's other shards, too; None if there are none.
         leading: LeadingShard | None = None,
     ):
         self._check_family(model)
@@ -89,40 +76,36 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
-        lengths = replace_rotaries(model, may_refeed=strict_tokens is None and not self.feeds_chains)
-        self.context_length = context_length(config, lengths)
         self.masks = self._make_masks(config, attention)
-        if strict_tokens is not None and CHUNKED in self.masks.windows_by_kind:
+        if strict_tokens is not None and CHUNKED in self.masks.limits_by_kind:
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens, self.prefill_chunk = strict_tokens, prefill_chunk
-        self.passes = self._make_passes(model, lengths)
+        self.passes = self._make_passes(model)
+        self.context_length = context_length(config, self.passes.lengths)
         self.leading = leading
-        self.num_prefilled_tokens = 0
+        self.num_prefilled_tokens = 0  # tokens of prompts and of resumed sequences fed so far
         self.slots = SlotPool(self.padded_capacity)
+        # Feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         self.fixed_passes: FixedPasses | None = None
         self.supports_batching = self.masks.is_own and strict_tokens is None
+        # Times passes on a GPU, which runs asynchronously to the host; None on a CPU.
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
     def _check_family(self, model: PreTrainedModel) -> None:
-        """Refuse a model that this runner cannot feed."""
         check_family(model)
 
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
-        """Return the builder of the model's masks."""
         return MaskBuilder(config, attention, self.dtype, self.device)
 
-    def _make_passes(self, model: PreTrainedModel, lengths: RotaryLengths) -> Passes:
-        """Return the forward passes of any size."""
-        return make_passes(model, self.masks, self.strict_tokens, lengths)
+    def _make_passes(self, model: PreTrainedModel) -> Passes:
+        return make_passes(model, self.masks, self.strict_tokens)
 
     def _make_cache(self, capacity: int) -> TreeCache:
-        """Return an empty cache for one sequence; the capacity is in tokens."""
         return TreeCache(self.model.config.get_text_config().num_hidden_layers, capacity)
 
     # Slots.
 
     def padded_capacity(self, capacity: int) -> int:
-        """Return the capacity, in tokens, of a slot allocated for `capacity` tokens."""
         capacity += self.strict_tokens or 0  # strict passes are padded, and padding is written to the cache, too
         return capacity if self.graphs is None else -(-capacity // CAPACITY_UNIT) * CAPACITY_UNIT
 
@@ -140,12 +123,10 @@ class ModelRunner:
 
     @property
     def rotary_lengths(self) -> RotaryLengths:
-        """Text lengths at which the model's rotary factors change."""
         return self.passes.lengths
 
     @property
     def tree_model(self) -> PreTrainedModel:
-        """The model that trees are fed to; with `strict_tokens` a view of `model`."""
         return self.passes.tree_model
 
     @property
@@ -161,7 +142,6 @@ class ModelRunner:
     def enable_graphs(
         self, capture: bool, compiled: bool = False, refuses_waits: bool = True, batches: bool = True
     ) -> None:
-        """Switch to passes of fixed sizes for trees; the arguments are those of GraphOptions."""
         max_tokens = largest_size(self.strict_tokens, compiled, self.leading is not None)
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
@@ -170,20 +150,15 @@ class ModelRunner:
         self.supports_batching |= is_strict
 
     def feed(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor:
-        """Run a pass on all shards; return its tensor, usually [n, V] logits.
-
-        `caches`, one per sequence, receive the pass's keys and values.
-        """
+        """Run a pass on all shards; return its tensor, usually [n, V] logits."""
         if self.leading is not None:
             return self.leading.run(self.passes, work, caches)
         return self.passes.run(work, caches)
 
     def _feed_tree(self, work: Pass, caches: Sequence[TreeCache]) -> StepLogits:
-        """Run a tree pass of any size."""
         return self.passes.step_logits(self.feed(work, caches), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
-        """Switch to passes of any size for trees; free the passes of fixed sizes."""
         self.why_not_captured = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None
@@ -211,11 +186,8 @@ class ModelRunner:
 
     @torch.inference_mode()
     def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:
-        """Feed and commit a chunk of a prompt after a slot's committed tokens; return [n, V] float32 logits.
-
-        `rows` are the [n] indices into the chunk of the tokens whose logits are wanted; None for the last one.
-        """
-        logits = self.feed(FeedChunk(chunk, rows, slot.rope_length(self.rotary_lengths)), [slot.cache])
+        """Feed and commit a chunk of a prompt; return [n, V] float32 logits of `rows`, or of its last token."""
+        logits = self.feed(FeedChunk(chunk, rows, self._rope_length(slot)), [slot.cache])
         slot.commit(chunk)
         slot.num_prefilled = len(slot.tokens)
         self.num_prefilled_tokens += len(chunk)
@@ -225,14 +197,9 @@ class ModelRunner:
     def resume(self, slot: CacheSlot, prompt: Sequence[int], committed: Sequence[int], capacity: int) -> Iterator[None]:
         """Make a slot hold a prompt and the tokens committed after it, except the last one.
 
-        The slot keeps the part that it holds already. The rest is prefilled in chunks; with exactness=strict, committed
-        tokens go through tree passes instead, as in the original run, so that the bits are the same. Tokens fed so far
-        stay in the slot even if the caller stops between chunks.
-
-        Args:
-            slot: truncated to what can be reused, then extended.
-            prompt, committed: token ids, at least one each.
-            capacity: tokens that must fit.
+        `capacity` tokens must fit. The slot keeps the part that it holds already. The rest is prefilled in chunks; with
+        exactness=strict, committed tokens go through tree passes instead, as in the original run, so that the bits are
+        the same. Tokens fed so far stay in the slot even if the caller stops between chunks.
         """
         tokens, lengths = [*prompt, *committed[:-1]], self.rotary_lengths
         prompt_length = lengths.prompt_length(len(prompt), len(prompt) + len(committed))
@@ -272,11 +239,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
-        """Feed a share of a tree.
+        """Feed a share of a tree, in a pass of any size if `any_size`.
 
-        Args:
-            commit: whether to commit the tree's pending tokens; False if another share of the same tree follows.
-            any_size: whether to use a pass of any size even if one of a fixed size would fit.
+        `commit` is whether to commit the tree's pending tokens; False if another share of the same tree follows.
         """
         slot, tree, nodes, wanted, _ = inputs
         self._ensure_capacity(slot, len(nodes))
@@ -305,7 +270,10 @@ class ModelRunner:
                 tokens = slot.tokens
                 slot.reset(self._make_cache, slot.capacity, prompt_length=prompt_length)
                 result_of(self.prefill_in_chunks(slot, tokens))
-        return max(inputs.slot.rope_length(lengths) for inputs in batch)
+        return max(self._rope_length(inputs.slot) for inputs in batch)
+
+    def _rope_length(self, slot: CacheSlot) -> int:
+        return self.rotary_lengths.rope_length(slot.prompt_length, len(slot.tokens))
 
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they need passes of any size."""
@@ -318,10 +286,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
-        """Feed one tree of each of several sequences, in one pass if the model `supports_batching`.
-
-        `commit` means the same as in `forward`.
-        """
+        """Feed one tree of each of several sequences, in one pass if the model `supports_batching`."""
         if len(batch) == 1:
             return [self.forward(batch[0], commit)]
         for inputs in batch:
@@ -346,7 +311,6 @@ class ModelRunner:
         self.feed(EmptyCache())
 
     def num_passes(self, num_tokens: int) -> int:
-        """Return the number of forward passes that feed this many tokens of a tree."""
         return 1 if self.strict_tokens is None else -(-num_tokens // self.strict_tokens)
 
     def synchronize(self) -> None:

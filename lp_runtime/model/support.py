@@ -58,10 +58,7 @@ def check_family(model: PreTrainedModel) -> None:
 
 
 def why_chains(model: PreTrainedModel) -> str | None:
-    """Return why a model must be fed single paths instead of trees; None if it can be fed trees.
-
-    Raises ModelError if its weights are split over ranks by other means than ours.
-    """
+    """Return why a model must be fed single paths instead of trees; None if it can be fed trees."""
     tp_size_of(model)  # raises if another library has split the model
     try:
         check_family(model)
@@ -71,7 +68,6 @@ def why_chains(model: PreTrainedModel) -> str | None:
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
-    """Refuse a model that cannot continue from a cache of transformers' own layers."""
     config = model.config.get_text_config()
     tp_size_of(model)  # raises if another library has split the model
     if cache_name(model) is None:
@@ -79,7 +75,6 @@ def check_chain_family(model: PreTrainedModel) -> None:
 
 
 def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
-    """Return why a model cannot be fed a token tree; None if no reason is known."""
     kind: str = getattr(config, "model_type", "")
     if getattr(config, "alibi", False) or kind in ALIBI_MODELS:
         whatever = " (transformers adds them whatever attn_config.alibi says)" if kind == "mpt" else ""
@@ -106,16 +101,11 @@ def _reads_places(config: PreTrainedConfig, kind: str) -> str | None:
     return None
 
 
-def _accepts(model: PreTrainedModel, name: str) -> bool:
-    """Whether a model's forward has a parameter of this name."""
-    return name in inspect.signature(type(model).forward).parameters
-
-
 def likely_reason(model: PreTrainedModel) -> str:
     """Return a likely reason why a model failed the self-check; empty if its signature gives none."""
     if cache_name(model) not in KEYS_AND_VALUES:
         return "its forward takes no past_key_values: it has no KV cache"
-    if not _accepts(model, "position_ids"):
+    if "position_ids" not in inspect.signature(type(model).forward).parameters:
         return "its forward takes no position_ids: positions go by a token's place in the input"
     return ""
 
@@ -142,12 +132,10 @@ def _collect(fields: dict[str, Any], before: str, found: dict[str, int]) -> None
 
 
 def _is_integer(value: object) -> bool:
-    """Whether a value is an integer, or a float with an integer value; booleans are not."""
     return not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and value.is_integer()))
 
 
 def _may_be_length(name: str) -> bool:
-    """Whether a field with this name may count positions or keys."""
     if name in CONTEXTS or name.endswith("_layers"):  # counts layers, e.g. Qwen's max_window_layers
         return False
     return bool(LENGTHS.search(name)) or not SIZES.search(name)

@@ -13,24 +13,45 @@ from lp_runtime.errors import ConfigError, RequestError, first_line
 
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
 
+# Tokens of fill-in-the-middle before the prefix, before the suffix, and before the middle, by model family.
+MARKS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # Code Llama
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # CodeGeeX
+)
+
 
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt.
-
-    Raises RequestError if the text is not encodable Unicode (lone surrogates).
-
-    Args:
-        add_special_tokens: whether to add special tokens (such as BOS) as the tokenizer is configured to.
-        split_special_tokens: whether special tokens spelled out in the text are encoded as plain text.
-    """
+    """Return the token ids of a prompt; RequestError if the text is not encodable Unicode (lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
     options = {"split_special_tokens": True} if split_special_tokens else {}
     return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
+
+
+def encode_infilling(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, splits_special: bool) -> list[int]:
+    """Return the token ids of a prompt whose continuation is the text between a prefix and a suffix.
+
+    Raises RequestError if the model has no tokens for that. With `splits_special`, special tokens spelled out in the
+    texts are encoded as plain text.
+    """
+    vocabulary = tokenizer.get_vocab()
+    marks = next((marks for marks in MARKS if all(mark in vocabulary for mark in marks)), None)
+    if marks is None:
+        raise RequestError("suffix: the model's tokenizer has no tokens for fill-in-the-middle; leave it out")
+    before, between, after = cast(list[int], tokenizer.convert_tokens_to_ids(list(marks)))
+    begin = encode(tokenizer, prefix, split_special_tokens=splits_special)
+    inner = encode(tokenizer, prefix, add_special_tokens=False, split_special_tokens=splits_special)
+    bos = begin[: len(begin) - len(inner)] if begin[len(begin) - len(inner) :] == inner else []
+    end = encode(tokenizer, suffix, add_special_tokens=False, split_special_tokens=splits_special)
+    return [*bos, before, *inner, between, *end, after]
 
 
 def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -42,22 +63,19 @@ def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def encode_chat(
     tokenizer: PreTrainedTokenizerBase,
+    # Each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
     messages: Sequence[Mapping[str, Any]],
+    # Whether special tokens spelled out in the messages are encoded as plain text; those of the template always stay
+    # special.
     split_special_tokens: bool = False,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Sequence[Mapping[str, Any]] = (),  # functions that the model may call, each in the OpenAI API's format
+    # Variables of the chat template, such as `enable_thinking`, and transformers' `add_generation_prompt` (default
+    # true) and `continue_final_message`.
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
     Raises RequestError if the model has no chat template, or the template rejects the messages.
-
-    Args:
-        messages: each with "role" and "content"; "developer" becomes "system" if the template does not know that role.
-        split_special_tokens: whether special tokens spelled out in the messages are encoded as plain text; those of the
-            template always stay special.
-        tools: functions that the model may call, each in the OpenAI API's format.
-        template_kwargs: variables of the chat template, such as `enable_thinking`, and transformers'
-            `add_generation_prompt` (default true) and `continue_final_message`.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
@@ -90,30 +108,23 @@ def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> S
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the text of a model's chat templates; empty without any."""
     template = getattr(tokenizer, "chat_template", None) or ""
     return template if isinstance(template, str) else "\n".join(map(str, template.values()))
 
 
 def unknown_variables(tokenizer: PreTrainedTokenizerBase, names: Iterable[str]) -> list[str]:
-    """Return those names that do not occur in a model's chat template."""
     template = chat_template(tokenizer)
     return [name for name in names if not re.search(rf"\b{re.escape(name)}\b", template)]
 
 
 def conversation(turns: Sequence[str], answers: Sequence[str] = ()) -> list[dict[str, str]]:
-    """Return a conversation as messages that end with the user's turn after the last answer.
-
-    `turns` are the user's texts, more than there are answers; `answers` are the assistant's, one for each of the first
-    turns.
-    """
+    """Return a user's `turns` and the `answers` to the first of them as messages, up to the next turn."""
     said = [{"role": "user", "content": text} for text in turns[: len(answers) + 1]]
     answered = [{"role": "assistant", "content": text} for text in answers]
     return [message for pair in zip(said, answered, strict=False) for message in pair] + said[len(answers) :]
 
 
 def check_chat_template(tokenizer: PreTrainedTokenizerBase, location: str) -> None:
-    """Refuse a model without a chat template, for chat=true; `location` is for the message only."""
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"chat=true: the model {location} has no chat template")
 

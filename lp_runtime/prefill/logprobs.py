@@ -6,7 +6,7 @@ Letters: n tokens of a chunk, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -15,34 +15,28 @@ from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Logprob, StepOutput
-from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
+from lp_runtime.sampling.packing import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.utils.generators import result_of
 
 SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are needed for every token
 
 
+@dataclass
 class PromptScorer:
-    """Prefill of a prompt that records the log-probability of each of its tokens.
+    """Prefill of a prompt that records the log-probability of each token, and the `num_top` likeliest ones."""
 
-    Args:
-        slot: begun and empty.
-        prompt: at least one token id.
-        num_top: number of likeliest tokens to record for each prompt token.
-    """
-
-    def __init__(self, model: ModelRunner, slot: CacheSlot, prompt: Sequence[int], num_top: int):
-        self._model = model
-        self._slot = slot
-        self._prompt = prompt
-        self._num_top = num_top
-        self._logprobs: list[Logprob] = []
+    model: ModelRunner
+    slot: CacheSlot  # begun and empty
+    prompt: Sequence[int]
+    num_top: int
+    logprobs: list[Logprob] = field(default_factory=list)
 
     def prefill_in_chunks(self) -> Generator[None, None, torch.Tensor]:
         """Feed and commit the prompt; return the [1, V] float32 logits of the last token.
 
         Yields after every SCORED_TOKENS tokens, when other slots may be fed.
         """
-        prompt = self._prompt
+        prompt = self.prompt
         for start in range(0, len(prompt), SCORED_TOKENS):
             if start:
                 yield
@@ -55,13 +49,13 @@ class PromptScorer:
         """Return the [n, V] logits at each token of a chunk; the slot's first token is fed alone, as a prompt."""
         parts = []
         if is_first:
-            parts = [result_of(self._model.prefill_in_chunks(self._slot, chunk[:1]))]
+            parts = [result_of(self.model.prefill_in_chunks(self.slot, chunk[:1]))]
             chunk = chunk[1:]
         if chunk:
             chain = TokenTree(list(chunk), max_depth=0)
             nodes = range(len(chain))
-            parts.append(self._model.forward(StepInputs(self._slot, chain, nodes, nodes)).logits)
-            self._model.num_prefilled_tokens += len(chunk)
+            parts.append(self.model.forward(StepInputs(self.slot, chain, nodes, nodes)).logits)
+            self.model.num_prefilled_tokens += len(chunk)
         return torch.cat(parts)
 
     def _score(self, logits: torch.Tensor, following: Sequence[int]) -> None:
@@ -71,12 +65,12 @@ class PromptScorer:
         logits = logits[: len(following)]
         tokens = torch.tensor(following, dtype=torch.int64, device=logits.device)
         values = (logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(dim=-1)).tolist()
-        top = unpack_top_logprobs(pack_top_logprobs(logits, self._num_top).cpu().numpy())
-        self._logprobs += [Logprob(value, each) for value, each in zip(values, top, strict=True)]
+        top = unpack_top_logprobs(pack_top_logprobs(logits, self.num_top).cpu().numpy())
+        self.logprobs += [Logprob(value, each) for value, each in zip(values, top, strict=True)]
 
     def attach(self, output: StepOutput) -> StepOutput:
         """Return the prefill's output with the prompt's log-probabilities attached to the first new token's."""
         assert output.logprobs is not None  # RequestBuilder asks for both or neither
         first, *rest = output.logprobs
         top = first.top if isinstance(first, Logprob) else ()
-        return replace(output, logprobs=[Logprob(first, top, tuple(self._logprobs)), *rest])
+        return replace(output, logprobs=[Logprob(first, top, tuple(self.logprobs)), *rest])

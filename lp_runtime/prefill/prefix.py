@@ -27,12 +27,10 @@ CPU_FRACTION = 0.25  # of the free memory of a CPU that may hold prefixes; the r
 
 
 def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int | None) -> PrefixCache | None:
-    """Return a replica's prefix cache; None if the settings turn it off.
+    """Return a replica's prefix cache; None if the settings turn it off. The model must have run a pass.
 
-    Args:
-        model: must have run a forward pass.
-        max_bytes: size of the cache; 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it).
-        capacity: tokens that fit into the replica's memory; None if unknown: then nothing is kept without `max_bytes`.
+    `max_bytes` is 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it). `capacity` are the tokens
+    that fit into the replica's memory; if unknown, nothing is kept without `max_bytes`.
     """
     if max_bytes == 0:
         return None
@@ -67,17 +65,11 @@ def scope_of(request: Request) -> str | None:
 class PromptPrefix:
     """The part of a request's prompt that all replicas read from their prefix caches.
 
-    Creating one runs a gather, unless there is neither a cache nor a draft table to agree on. Without a cache (None),
-    nothing is read.
-
-    Attributes:
-        tag: names the draft tables to continue with; 0 for none.
-        num_read: prompt tokens that were read; 0 before `read_into`.
-        num_shared: prompt tokens that all replicas have from other sequences, readable or not.
+    Creating one runs a gather, unless there is neither a cache nor a draft table to agree on.
     """
 
     def __init__(self, cache: PrefixCache | None, request: Request, group: Group, pool: DraftPool):
-        self.tag = self.num_read = self.num_shared = 0
+        self.tag = self.num_read = self.num_shared = 0  # `num_read` is 0 before `read_into`
         self._cache = cache
         self._request = request
         self._is_alone = group.is_alone
@@ -99,11 +91,10 @@ class PromptPrefix:
             self._agreed = known.cut(max(set.intersection(*map(set, zip(*lengths, strict=True))), default=0))
         else:
             self._agreed = known.cut(min(lengths[0]))
-        self.num_shared = min(shared)
-        self.tag = tag if len(set(tags)) == 1 else 0
+        self.num_shared = min(shared)  # prompt tokens that all replicas have from other sequences, readable or not
+        self.tag = tag if len(set(tags)) == 1 else 0  # names the draft tables to continue with; 0 for none
 
     def read_into(self, slot: CacheSlot) -> None:
-        """Commit the prefix to an empty slot."""
         if self._cache is None or self._request.prompt_logprobs:
             return
         prefix = self._agreed
@@ -127,7 +118,6 @@ class PromptPrefix:
         return num_tokens if num_tokens >= MIN_TOKENS else 0
 
     def keep(self, slot: CacheSlot, tag: int = 0) -> None:
-        """Store the slot's tokens in the prefix cache; `tag` comes from `next_tag` at the end of the sequence."""
         if self._cache is not None:
             salt = self._request.cache_salt
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)

@@ -7,6 +7,7 @@ replica waits for another longer than one chunk takes.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,35 +26,27 @@ from lp_runtime.sampling.sampler import Sampler
 REPLAYED_TOKENS = 64  # per pass: bounds the [n, V] logits, which are needed for every token
 
 
+@dataclass
 class Resume:
-    """Prefill of a slot with a request's prompt and the tokens that an earlier attempt committed.
+    """Prefill of a slot with a request's prompt and the tokens, at least one, that an earlier attempt committed."""
 
-    `request` must have committed tokens. `slot` may hold any tokens.
-    """
-
-    def __init__(self, model: ModelRunner, request: Request, slot: CacheSlot, sampler: Sampler, group: Group):
-        self._model = model
-        self._request = request
-        self._slot = slot
-        self._sampler = sampler
-        self._group = group
+    model: ModelRunner
+    request: Request
+    slot: CacheSlot
+    sampler: Sampler
+    group: Group
 
     def in_step(
         self,
-        capacity: int,
-        should_cancel: Callable[[], bool],
+        capacity: int,  # tokens that must fit into the slot
+        should_cancel: Callable[[], bool],  # asked after each chunk; if it is true on any replica, all stop
+        # Calls a function that feeds a chunk; returns its result, or the error that ends the request on all replicas.
         attempt: Callable[[Callable[[], bool | None]], bool | LookaheadError | None],
     ) -> Generator[None, None, bool]:
         """Feed the tokens that the slot lacks, in chunks, in step with the other replicas.
 
         Yields between chunks, when other slots may be fed. Returns True once all replicas are done; False if they
         stopped early.
-
-        Args:
-            capacity: tokens that must fit into the slot.
-            should_cancel: asked after each chunk; if it is true on any replica, all stop.
-            attempt: calls a function that feeds a chunk; returns its result, or the error that ends the request on all
-                replicas.
         """
         chunks = self._chunks(capacity)
         while True:
@@ -62,26 +55,25 @@ class Resume:
             if not is_done:
                 yield
             row = np.array([is_done, should_cancel(), error is not None], np.int64)
-            are_done, are_cancelled, have_failed = gather_rows(row, self._group).T.astype(np.bool_)
+            are_done, are_cancelled, have_failed = gather_rows(row, self.group).T.astype(np.bool_)
             if have_failed.any():
-                raise shared_error(error, self._group)
+                raise shared_error(error, self.group)
             if are_done.all():
                 return True
             if are_cancelled.any():
                 return False
 
     def _chunks(self, capacity: int) -> Iterator[None]:
-        """Feed this replica's missing tokens in chunks."""
-        request, model = self._request, self._model
-        read_for_resume(model, self._slot, request, capacity)
-        if self._sampler.is_ordered and self._group.rank == 0:
+        request, model = self.request, self.model
+        read_for_resume(model, self.slot, request, capacity)
+        if self.sampler.is_ordered and self.group.rank == 0:
             yield from self._replay(capacity)
         else:
-            yield from model.resume(self._slot, request.prompt_ids, request.committed, capacity)
+            yield from model.resume(self.slot, request.prompt_ids, request.committed, capacity)
 
     def _replay(self, capacity: int) -> Generator[None, None, None]:
         """Feed prompt and committed tokens, and repeat the earlier attempt's calls of ordered processors."""
-        request, model, sampler, slot = self._request, self._model, self._sampler, self._slot
+        request, model, sampler, slot = self.request, self.model, self.sampler, self.slot
         model.begin(slot, capacity, prompt_length=len(request.prompt_ids))
         logits = yield from model.prefill_in_chunks(slot, request.prompt_ids)
         prefix = list(request.prompt_ids)

@@ -6,25 +6,17 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lp_runtime.lookahead.drafter import Counts
-from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request_text import RequestText
-from lp_runtime.request.step_timer import StepTimes
 
 
-@dataclass(frozen=True)
-class Generation:
-    """The result of one request.
+@dataclass(frozen=True, kw_only=True)
+class Generation(Report):
+    """The result of one request: its text, and the statistics of request.output.Report.
 
     Attributes:
         text: the new text, without the prompt; "" if the model has no tokenizer. It ends with the stop string, if any.
         token_ids: the new tokens.
-        steps: number of steps, including the prefill's; extra forward passes of exactness="strict" count as steps.
-        step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
-        seconds: from the start of the request to its last token; loading excluded.
-        finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
-        seed: seed of the sample; None if decoding was greedy.
         logprobs: the model's log-probability of each new token, before processors; None if not requested. With
             top_logprobs or prompt_logprobs, each is a request.output.Logprob.
         token_texts: text of each new token, if log-probabilities are requested. Joined, they equal the text, except for
@@ -32,24 +24,11 @@ class Generation:
         stop: the stop string that ended the text; None without one.
         message: the answer to `messages`, as in the OpenAI API: a dict with role, content and, if the model wrote them,
             reasoning_content and tool_calls. It can be appended to the messages. None if a prompt was given.
-        prefill_seconds, times, exchange_bytes, counts, pool, cached_tokens, losses: see request.output.Report.
     """
 
     text: str
     token_ids: list[int]
-    steps: int
-    step_tokens: float
-    seconds: float
-    finish_reason: str
-    seed: int | None
     logprobs: list[float] | None
-    prefill_seconds: float
-    times: StepTimes
-    exchange_bytes: float
-    counts: Counts
-    pool: PoolStatistics | None
-    cached_tokens: int = 0
-    losses: int = 0
     token_texts: list[str] | None = None
     stop: str | None = None
     message: dict[str, Any] | None = None
@@ -62,29 +41,22 @@ class Generation:
         stop: str | None = None,
         read_message: Callable[[list[int]], dict[str, Any]] | None = None,
     ) -> Generation:
-        """Combine the deltas and the report of a request; `read_message` parses its tokens as an answer."""
         token_ids = [token for delta in deltas for token in delta.token_ids]
         logprobs = [value for delta in deltas for value in delta.logprobs or ()]
         return cls(
+            **vars(report),
             text="".join(delta.text for delta in deltas),
             token_ids=token_ids,
-            steps=report.num_steps,
-            step_tokens=report.step_tokens,
-            seconds=report.seconds,
-            finish_reason=report.finish_reason,
-            seed=report.seed,
             logprobs=logprobs or None,
-            prefill_seconds=report.prefill_seconds,
-            times=report.times,
-            exchange_bytes=report.exchange_bytes,
-            counts=report.counts,
-            pool=report.pool,
-            cached_tokens=report.cached_tokens,
-            losses=report.losses,
             token_texts=[text for delta in deltas for text in delta.token_texts] if logprobs else None,
             stop=stop,
             message=None if read_message is None else read_message(token_ids),
         )
+
+    @property
+    def steps(self) -> int:
+        """Number of steps, including the prefill's; extra forward passes of exactness="strict" count as steps."""
+        return self.num_steps
 
     @property
     def num_tokens(self) -> int:
@@ -106,9 +78,8 @@ class Delta:
 
     Attributes:
         text: text that the step's tokens complete; may be empty.
-        token_ids: the step's tokens; empty in a final delta that only completes the text.
-        logprobs: the model's log-probability of each token; None if not requested.
-        found_by, sources: replica and source of each token, see request.output.StepOutput; None without a trace.
+        token_ids: empty in a final delta that only completes the text.
+        logprobs, found_by, sources: of each token, see request.output.StepOutput.
         token_texts: with log-probabilities, the texts of the tokens, of this delta or earlier ones, whose text is final
             only now: in order, one for each token of the request in all deltas together.
     """
@@ -126,7 +97,7 @@ class GenerationStream:
 
     Args:
         events: yielded by the launcher: a StepOutput per step, then a Report.
-        text: the request's text; None if the model has no tokenizer.
+        text: None if the model has no tokenizer.
         read_message: returns the message of an answer's tokens; None if the text is not an answer.
 
     Attributes:

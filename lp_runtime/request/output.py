@@ -25,7 +25,6 @@ class Logprob(float):
     prompt: tuple[Logprob, ...]
 
     def __new__(cls, value: float, top: TopLogprobs = (), prompt: tuple[Logprob, ...] = ()) -> Logprob:
-        """Return the log-probability `value` with `top` and `prompt` attached."""
         self = super().__new__(cls, value)
         self.top, self.prompt = top, prompt
         return self
@@ -33,10 +32,9 @@ class Logprob(float):
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Tokens that one step committed.
+    """Tokens that one step committed, at least one.
 
     Attributes:
-        token_ids: at least one token.
         logprobs: the model's log-probability of each token, a Logprob if top or prompt log-probabilities are requested;
             None if not requested.
         found_by: rank of the replica that verified each token; None without a trace.
@@ -51,15 +49,20 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class Report:
-    """Statistics of a finished request. Fields that are not listed are those of Generation.
+    """Statistics of a finished request.
 
     Attributes:
-        num_steps: steps, including the prefill's; a step with several forward passes counts once per pass.
+        num_steps: steps, including the prefill's; a step with several forward passes (exactness="strict") counts once
+            per pass.
+        finish_reason: "eos", "stop" (a stop string), "length", "time" or "cancelled".
+        step_tokens: tokens fed per step, mean over replicas and steps, without the prefill.
+        seconds: from the start of the request to its last token; loading excluded.
         prefill_seconds: part of `seconds` spent in the prefill, its step included.
         times: split of the other steps' time.
         exchange_bytes: mean bytes that a replica sends per step.
         counts: draft tokens fed and accepted, by source and depth.
         pool: the n-gram pool at the end; None if the drafter has none.
+        seed: seed of the sample; None if decoding was greedy.
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
         losses: replicas lost during the request; times, tokens and counts then only cover the part after the last loss.
     """

@@ -20,41 +20,33 @@ class Request:
     """One prompt to decode. Fields that are not listed are those of RequestOptions.
 
     It is sent to replicas in the encoding of utils/encoding.py, so a field's type must be one that this can decode.
-
-    Attributes:
-        prompt_ids: at least one token id, all in the vocabulary.
-        max_new_tokens: upper bound on new tokens, >= 1.
-        eos_token_ids: tokens to stop after; empty to ignore end-of-sequence tokens.
-        sampling: overrides the model's own defaults; the seed is set if the request samples.
-        max_time: seconds after which to stop, at the end of a step; None for no limit.
-        prompt_logprobs: whether to report the prompt's log-probabilities with that of the first new token.
-        processors: the caller's logits processors, run after transformers' processors and before its warpers.
-        committed: new tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
-        constraint: what the new text must match; None for any text.
-        tools: tools that an answer may call; None if the new text is not parsed as a message.
     """
 
     prompt_ids: tuple[int, ...]
     lookahead: LookaheadConfig
-    max_new_tokens: int
-    eos_token_ids: frozenset[int] = frozenset()
+    max_new_tokens: int  # upper bound on new tokens, >= 1
+    eos_token_ids: frozenset[int] = frozenset()  # tokens to stop after; empty to ignore end-of-sequence tokens
+    # Overrides the model's own defaults; the seed is set if the request samples.
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sample: int = 0
     stop: tuple[str, ...] = ()
-    max_time: float | None = None
+    max_time: float | None = None  # seconds after which to stop, at the end of a step; None for no limit
     logprobs: bool = False
     top_logprobs: int = 0
-    prompt_logprobs: bool = False
+    prompt_logprobs: bool = False  # whether to report the prompt's log-probabilities with that of the first new token
+    # The caller's logits processors, run after transformers' processors and before its warpers.
     processors: tuple[LogitsProcessor, ...] = ()
     trace: bool = False
     request_id: str = ""
     cache_salt: str = ""
+    # New tokens of an earlier attempt; decoding continues after them, and only later tokens are reported.
     committed: tuple[int, ...] = ()
-    constraint: CompiledConstraint | None = None
+    constraint: CompiledConstraint | None = None  # what the new text must match; None for any text
     is_answer: bool = False
     skip_special_tokens: bool = True
     reasoning: Reasoning | None = None
     prediction: tuple[int, ...] = ()
+    # Tools that an answer may call; None if the new text is not parsed as a message.
     tools: tuple[Mapping[str, Any], ...] | None = None
 
     @property

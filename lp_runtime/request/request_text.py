@@ -11,11 +11,7 @@ from lp_runtime.text.stop_strings import StopMatch, StopStrings
 
 
 class RequestText:
-    """The text of one request: deltas that end with the stop string, if any.
-
-    Attributes:
-        stop: the stop string that ended the text; None before, and without one.
-    """
+    """The text of one request: deltas that end with the stop string, `stop`, if any."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer):
         context = request.text_context
@@ -41,7 +37,6 @@ class RequestText:
         return text, [*self._texts(), *[""] * self._num_hidden]
 
     def _last(self, token_ids: Sequence[int], match: StopMatch) -> str:
-        """Append the last tokens; return their text, without the characters that follow the stop string."""
         self.stop = match.string
         before = self._detokenizer.peek(token_ids[:-1])
         text = self._detokenizer.add(token_ids) + self._detokenizer.finish()
@@ -49,7 +44,6 @@ class RequestText:
         return text[: len(text) - min(match.num_after, num_last)]
 
     def _texts(self) -> Sequence[str]:
-        """Return the texts of tokens that are final and were not returned yet."""
         texts = self._detokenizer.token_texts[self._num_texts :]
         self._num_texts += len(texts)
         return texts

@@ -17,18 +17,13 @@ def pack_clock(forward_seconds: float, overhead_seconds: float) -> int:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a request's steps on this replica, by part, without the prefill.
+    """Seconds of a request's steps on this replica, by part, without the prefill."""
 
-    Attributes:
-        forward: preparing inputs, forward passes and sampling; on a GPU, until the device has finished them.
-        exchange: the exchange, including the wait for slower replicas; on a GPU, from the end of the pass until the
-            results are on the host.
-        other: verifying, advancing, proposing and partitioning.
-    """
-
-    forward: float
+    forward: float  # preparing inputs, forward passes and sampling; on a GPU, until the device has finished them
+    # The exchange, including the wait for slower replicas; on a GPU, from the end of the pass until the results are on
+    # the host.
     exchange: float
-    other: float
+    other: float  # verifying, advancing, proposing and partitioning
 
 
 class StepTimer:
@@ -41,25 +36,18 @@ class StepTimer:
         self._last = 0.0
 
     def start(self) -> None:
-        """Begin a step."""
         self._last = time.perf_counter()
         self._previous, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
 
     def lap(self, part: str, batch_size: int = 1) -> None:
-        """Add the time since the last lap to the part "forward", "exchange" or "other".
-
-        It is divided by `batch_size`, the number of sequences that shared the work.
-        """
+        """Add the time since the last lap, divided by the number of sequences that shared the work, to a part."""
         self._add(part, self._since_last() / batch_size)
 
     def lap_of_pass(self, pass_seconds: float, delivered_after: float, batch_size: int = 1) -> None:
-        """Add the time since the last lap, during which a device ran a forward pass and then the exchange.
+        """Add the time since the last lap, in which a device ran a pass of `pass_seconds` and the exchange.
 
-        Args:
-            pass_seconds: duration of the forward pass on the device.
-            delivered_after: seconds from the last lap until earlier outputs were delivered. Delivery that outlasts the
-                pass is not charged.
-            batch_size: sequences that shared the pass; each is charged an equal share.
+        Earlier outputs were delivered in the first `delivered_after` seconds; delivery that outlasts the pass is not
+        charged. `batch_size` sequences shared the pass, and each is charged an equal share.
         """
         passed = self._since_last()
         forward = min(pass_seconds, passed)
@@ -67,12 +55,11 @@ class StepTimer:
         self._add("exchange", max(0.0, passed - max(forward, delivered_after)) / batch_size)
 
     def since_last_lap(self) -> float:
-        """Return the seconds since the last lap."""
         return time.perf_counter() - self._last
 
     def _since_last(self) -> float:
-        now = time.perf_counter()
-        passed, self._last = now - self._last, now
+        passed = self.since_last_lap()
+        self._last += passed
         return passed
 
     def _add(self, part: str, seconds: float) -> None:
@@ -89,7 +76,6 @@ class StepTimer:
 
     @property
     def overhead_seconds(self) -> float:
-        """Seconds of other work between the previous step's pass and this step's."""
         return self._previous["other"]
 
     @staticmethod

@@ -44,7 +44,6 @@ class GrammarMask:
 
 
 def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProcessor]:
-    """Return the processors with a GrammarMask inserted before the first warper."""
     masked = list(processors)
     place = next((place for place, each in enumerate(masked) if isinstance(each, WARPERS)), len(masked))
     masked.insert(place, GrammarMask())
@@ -52,9 +51,9 @@ def with_grammar_mask(processors: Iterable[LogitsProcessor]) -> list[LogitsProce
 
 
 def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
-    """Set the scores of forbidden tokens to -inf and return the scores.
+    """Set the scores, [n, V] float32, of forbidden tokens to -inf, perhaps in place, and return them.
 
-    `scores` are [n, V] float32, may be changed in place. `masks` are [n, ceil(V / 32)] int32 bits: 1 allows a token.
+    `masks` are [n, ceil(V / 32)] int32 bits: 1 allows a token.
     """
     assert masks is not None, "a request with a constraint has masks"
     if scores.device.type == "cpu":
@@ -71,13 +70,11 @@ def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
 
 @functools.cache
 def _mask_kernel() -> Callable[[np.ndarray, np.ndarray], None]:
-    """Return `_mask` compiled for its argument types."""
     return bound(_mask, np.zeros((1, 1), np.float32), np.zeros((1, 1), np.int32))
 
 
 @compiled
 def _mask(scores: np.ndarray, masks: np.ndarray) -> None:
-    """Apply masks on a CPU, in place; see `apply_masks`."""
     size = scores.shape[1]
     for row in range(scores.shape[0]):
         is_empty = True

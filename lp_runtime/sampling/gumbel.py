@@ -31,7 +31,7 @@ MAX_SAMPLE = WORD_MASK  # a sample's index is one 32-bit word of the counter
 
 
 def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
-    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits; `key` are two such words."""
+    """Return Philox4x32-10 of a counter, [4, ...] int64 words of 32 bits, with a key of two such words."""
     shape = (2, *[1] * (counter.dim() - 1))
 
     def column(words: Sequence[int]) -> torch.Tensor:
@@ -50,13 +50,7 @@ def philox(counter: torch.Tensor, key: tuple[int, int]) -> torch.Tensor:
 def uniforms(
     seed: int, sample: int, positions: Sequence[int], vocabulary_size: int, device: torch.device, first: int = 0
 ) -> torch.Tensor:
-    """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device.
-
-    Args:
-        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
-        positions: [m] absolute positions of the tokens to be sampled.
-        first: first of the V token ids to return numbers for.
-    """
+    """Return [m, V] float64 uniform numbers in (0, 1) with 52 bits, bitwise equal on every device."""
     # One counter yields the bits of two neighbouring token ids.
     pairs = torch.arange(first // 2, (first + vocabulary_size + 1) // 2, device=device)
     counter = torch.zeros((4, len(positions), len(pairs)), dtype=torch.int64, device=device)
@@ -70,12 +64,7 @@ def uniforms(
 
 
 class GumbelNoise:
-    """The noise of one sample by absolute position; recent rows are cached.
-
-    Args:
-        seed, sample: 0 to 2**64 - 1, and 0 to MAX_SAMPLE.
-        first: first of the V token ids; more than 0 for a slice of a vocabulary.
-    """
+    """The noise of one sample by absolute position, for token ids from `first` on; recent rows are cached."""
 
     def __init__(self, seed: int, sample: int, vocabulary_size: int, device: torch.device, first: int = 0):
         self.seed, self.sample = seed, sample
@@ -99,21 +88,15 @@ class GumbelNoise:
 
 
 def sample_successors(scores: torch.Tensor, positions: Sequence[int], noise: GumbelNoise | None) -> torch.Tensor:
-    """Sample the successors of n nodes; return [n] int64 token ids.
+    """Sample n nodes' successors at absolute `positions` from `scores`, [n, V] float32; return [n] int64.
 
-    Args:
-        scores: [n, V] float32 processed logits; -inf for tokens that must not be sampled.
-        positions: [n] absolute positions of the tokens to be sampled.
-        noise: None for greedy decoding: the likeliest token, on ties the lowest id, like `generate(do_sample=False)`.
+    Without noise the choice is greedy: the likeliest token, on ties the lowest id, like `generate(do_sample=False)`.
     """
     return largest(scores if noise is None or not positions else scores + noise.at(positions))
 
 
 def largest(scores: torch.Tensor) -> torch.Tensor:
-    """Return [n] int64 indices of each row's largest score, on ties the first; scores are [n, V] float32.
-
-    On a CPU numpy does this several times faster than torch.
-    """
+    """Return [n] int64 indices of each row's largest score, on ties the first; scores are [n, V] float32."""
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)

@@ -43,7 +43,6 @@ APPLIED_DEFAULTS = (
 
 
 def defaults_of(model: PreTrainedModel) -> dict[str, object]:
-    """Return the APPLIED_DEFAULTS that a model's generation_config.json sets, by name."""
     values = model.generation_config.to_dict()
     return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
 
@@ -58,8 +57,8 @@ def build_processors(
 ) -> LogitsProcessorList:
     """Return a request's logits processors, including the caller's `processors`, in transformers' order.
 
-    They are captured from a call of `generate` whose decoding loop is replaced. `sampling` overrides the model's
-    defaults. Raises ConfigError if transformers refuses a value.
+    They are captured from a call of `generate` whose decoding loop is replaced. Raises ConfigError if transformers
+    refuses a value of `sampling`, which overrides the model's defaults.
     """
     captured = LogitsProcessorList()
 
@@ -113,7 +112,8 @@ def _generation_config(
         "no_repeat_ngram_size": sampling.no_repeat_ngram_size,
         "bad_words_ids": sampling.bad_words_ids or None,
         "min_new_tokens": sampling.min_new_tokens,
-        "sequence_bias": _sequence_bias(sampling),
+        # a dict, because transformers before 5.23 does not accept token 0 in a list
+        "sequence_bias": {(token,): float(bias) for token, bias in (sampling.logit_bias or {}).items()} or None,
     }
     return GenerationConfig(
         max_new_tokens=max_new_tokens,
@@ -123,11 +123,3 @@ def _generation_config(
         pad_token_id=0,  # unused, but None causes a warning
         **{name: value for name, value in given.items() if value is not None},
     )
-
-
-def _sequence_bias(sampling: SamplingConfig) -> dict[tuple[int], float] | None:
-    """Return the logit biases in transformers' format; None if there are none.
-
-    A dict, because transformers before 5.23 does not accept token 0 in a list.
-    """
-    return {(token,): float(bias) for token, bias in sampling.logit_bias.items()} if sampling.logit_bias else None

@@ -1,6 +1,7 @@
-"""Packing of top-k candidates into int64 on a CPU, in the layout of sampler.py.
+"""Packing of top-k candidates, on a CPU, and of log-probabilities into int64, in the layout of sampler.py.
 
-Letters: n nodes, V vocabulary, K top-k candidates.
+Letters: n nodes, V vocabulary, K = `num` top-k candidates. Scores are [n, V] float32, packed results [n, width] int64.
+A row's candidates are [K + 1] ids, int64, and scores, float32, the likeliest first; NO_TOKEN and -inf for none.
 """
 
 from __future__ import annotations
@@ -9,12 +10,12 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
-from lp_runtime.lookahead.top_k import ENTRY, ID_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.kernels.types import NO_TOKEN
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
-MAX_VOCABULARY = 1 << ID_BITS
-NO_TOKEN = MAX_VOCABULARY - 1  # token id packed for missing candidates of a node with fewer than K
 MARGIN_BITS = 8
 HALF_BITS = 32  # half of a packed integer: a candidate with its margin, or a successor
 HALF_MASK = (1 << HALF_BITS) - 1
@@ -23,7 +24,6 @@ BLOCK = 64  # scores compared in one vectorized loop
 
 @compiles
 def compile_sampler() -> None:
-    """Compile the packing of candidates for one GPU or CPU, or load its code from disk."""
     packed = np.zeros((1, 2), np.int64)
     pack_kernel()(np.zeros((1, 3), np.float32), 2, packed)
     unpack_kernel()(packed, 2, np.empty((1, ENTRY), np.int32))
@@ -31,23 +31,17 @@ def compile_sampler() -> None:
 
 @functools.cache
 def pack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
-    """Return `pack_top_k` compiled for its argument types."""
     return bound(pack_top_k, np.zeros((1, 1), np.float32), 0, np.zeros((1, 1), np.int64))
 
 
 @functools.cache
 def unpack_kernel() -> Callable[[np.ndarray, int, np.ndarray], None]:
-    """Return `unpack_top_k` compiled for its argument types."""
     return bound(unpack_top_k, np.zeros((1, 1), np.int64), 0, np.zeros((1, 1), np.int32))
 
 
 @compiled(makes_arrays=True)
 def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
-    """Find and pack each row's likeliest tokens with their margins, in one pass over the scores.
-
-    `scores` are [n, V] float32; tokens with score -inf are left out. `num` is K. All columns of `packed`, [n, width]
-    int64, but the first are written.
-    """
+    """Pack each row's likeliest tokens, with their margins, into all columns but the first, in one pass."""
     ids, values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
         _scan_row(scores[row], num, ids, values)
@@ -56,11 +50,7 @@ def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
 
 @compiled(makes_arrays=True)
 def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Find each row's likeliest tokens, likeliest first; `scores` are [n, V] float32.
-
-    Writes `ids`, [n, K] int64, and their scores to `values`, [n, K] float32; NO_TOKEN and -inf if there are fewer than
-    K.
-    """
+    """Write each row's likeliest tokens to `ids`, [n, K] int64, and their scores to `values`, [n, K] float32."""
     row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
         _scan_row(scores[row], num, row_ids, row_values)
@@ -86,7 +76,6 @@ def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @inlined(makes_arrays=True)
 def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Write one row's likeliest tokens to `ids`, [K + 1], and `values`, [K + 1]; `line` is [V] float32."""
     ids[:] = NO_TOKEN
     values[:] = -np.inf
     smallest = values[num - 1]
@@ -106,11 +95,7 @@ def _scan_row(line: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -
 
 @inlined
 def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, score: float) -> None:
-    """Insert a token among a row's candidates by its score, and drop the last one.
-
-    `ids` are [K + 1] int64 and `values` [K + 1] float32, the largest first. `score` must be larger than the last
-    candidate's; `num` is K.
-    """
+    """Insert a token among a row's candidates, and drop the last one, whose score must be smaller."""
     rank = num - 1
     while rank > 0 and values[rank - 1] < score:
         values[rank], ids[rank] = values[rank - 1], ids[rank - 1]
@@ -120,10 +105,7 @@ def insert_candidate(ids: np.ndarray, values: np.ndarray, num: int, token: int, 
 
 @inlined
 def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray, row: int) -> None:
-    """Write a row's candidates and their margins to `packed`, two per integer, from column 1 on.
-
-    `ids` are [K + 1] int64 and `values` [K + 1] float32 scores, the largest first; `num` is K.
-    """
+    """Write a row's candidates and their margins to `packed`, two per integer, from column 1 on."""
     for rank in range(0, num, 2):
         word = np.int64(0)
         for half in range(2):
@@ -139,10 +121,9 @@ def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @compiled
 def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
-    """Unpack top-k candidates and margins into entries in the layout of lookahead/top_k.py.
+    """Unpack candidates, and their margins if K is that of lookahead/top_k.py, into [n, ENTRY] int32 entries.
 
-    `entries`, [n, ENTRY] int32, are completely written, -1 for missing values. `num` candidates are packed; margins are
-    only unpacked if that is K of top_k.py.
+    Their layout is that of lookahead/top_k.py. Missing values become -1.
     """
     for row in range(len(packed)):
         for place in range(ENTRY):
@@ -158,3 +139,15 @@ def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
                     word = packed[row, 1 + (rank >> 1)] >> (HALF_BITS * (rank & 1))
                     margins |= (word & MAX_MARGIN) << (8 * (rank & 3))
                 entries[row, MARGINS + place] = np.int32(margins)
+
+
+def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
+    """Pack each row's `num` likeliest tokens: [n, num] int64, id << 32 | bits of the float32 log-probability."""
+    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
+    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
+
+
+def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
+    ids = (packed >> HALF_BITS).tolist()
+    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
+    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]

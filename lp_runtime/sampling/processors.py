@@ -17,8 +17,8 @@ from transformers.generation import logits_process as library
 
 from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_as
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.sampling.grammar_mask import GrammarMask, apply_masks
-from lp_runtime.sampling.penalties import NewTextPenalty
+from lp_runtime.sampling.grammar_mask import WARPERS, GrammarMask, apply_masks
+from lp_runtime.sampling.request_processors import NewTextPenalty
 from lp_runtime.sampling.truncation import truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.memory import ALLOCATION_ERRORS
@@ -26,14 +26,7 @@ from lp_runtime.utils.tensors import tensor_on
 
 # Processors that use the scores only, row by row: one call for all nodes, whatever their prefixes.
 CONTEXT_FREE = (
-    library.TemperatureLogitsWarper,
-    library.TopKLogitsWarper,
-    library.TopPLogitsWarper,
-    library.TopHLogitsWarper,
-    library.MinPLogitsWarper,
-    library.TypicalLogitsWarper,
-    library.EpsilonLogitsWarper,
-    library.EtaLogitsWarper,
+    *WARPERS,
     library.SuppressTokensLogitsProcessor,
     library.InfNanRemoveLogitsProcessor,
     library.LogitNormalization,
@@ -73,30 +66,22 @@ def is_ordered(processor: object) -> bool:
 
 
 class TreeProcessors:
-    """A list of logits processors, applied in order to the nodes of trees.
-
-    Args:
-        processors: called as processor(input_ids [b, l] int64, scores [b, V] float32) -> [b, V].
-        reports: whether a processor's exceptions are the request's fault and are raised as RequestError.
-
-    Attributes:
-        are_ordered: whether a processor must be called once per committed token, in order: use `process_next` only.
-        truncation: the processors' effect, if it is limited to temperature, top_k and top_p; else None.
-    """
+    """A list of logits processors, applied in order to the nodes of trees."""
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
         self._processors = list(processors)
-        self._reports = reports
+        self._reports = reports  # whether a processor's exceptions are the request's fault: RequestErrors
         self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
         check_processors(self._processors)
+        # Whether a processor must be called once per committed token, in order: use `process_next` only.
         self.are_ordered = any(map(is_ordered, self._processors))
         self._needs_prefixes = any(type(each) not in (*CONTEXT_FREE, GrammarMask) for each in self._processors)
+        # The processors' effect, if it is limited to temperature, top_k and top_p; else None.
         self.truncation = truncation_of(self._processors)
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no processors, so that logits stay unchanged."""
         return not self._processors
 
     def __call__(
@@ -107,13 +92,9 @@ class TreeProcessors:
         tokens: Sequence[int],
         masks: np.ndarray | None = None,
     ) -> torch.Tensor:
-        """Process the logits of some nodes into [n, V] float32 scores; no processor may be ordered.
+        """Process the logits, [n, V] float32, of some nodes into scores; no processor may be ordered.
 
-        Args:
-            logits: [n, V] float32, not changed.
-            nodes: [n] indices into the tree, from the root on.
-            tokens: [L] prompt and committed tokens; the last of them is the root.
-            masks: [n, words] int32 bits of the tokens that a constraint allows, for a GrammarMask among the processors.
+        `nodes`, `tokens` and `masks`, for a GrammarMask among the processors, are as in sampler.py.
         """
         if not len(nodes) or not self._processors:
             return logits
@@ -147,34 +128,24 @@ class TreeProcessors:
         return scores
 
     def process_next(
-        self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None
+        self, logits: torch.Tensor, prefix: Sequence[int], masks: np.ndarray | None = None, is_replay: bool = False
     ) -> torch.Tensor:
-        """Process the logits after a prefix into [1, V] float32 scores, as `generate` does.
+        """Process the [1, V] float32 logits after a prefix, as `generate` does; `masks` are [1, words].
 
-        `logits`, [1, V] float32, are not changed; `masks` are [1, words], see `__call__`.
+        A replay repeats an earlier call, for a prefix whose next token is already known. The constraint's mask is left
+        out, because it is no longer known. A request's own processors still see the same scores as before, unless they
+        come after warpers.
         """
-        return self._in_order(logits, prefix, lambda scores: apply_masks(scores, masks))
-
-    def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
-        """Repeat an earlier call of the processors, for a prefix whose next token is already known.
-
-        The constraint's mask is left out, because it is no longer known. A request's own processors still see the same
-        scores as before, unless they come after warpers. Arguments as of `process_next`.
-        """
-        self._in_order(logits, prefix, lambda scores: scores)
-
-    def _in_order(
-        self, logits: torch.Tensor, prefix: Sequence[int], mask: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """Process logits as `process_next` does; `mask` applies a constraint's mask."""
         scores = logits.clone()
         ids = tensor_on(self.device, prefix)[None]
         for processor in self._processors:
-            scores = mask(scores) if isinstance(processor, GrammarMask) else self._call(processor, ids, scores)
+            if not isinstance(processor, GrammarMask):
+                scores = self._call(processor, ids, scores)
+            elif not is_replay:
+                scores = apply_masks(scores, masks)
         return scores
 
     def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Apply a processor to one row of scores, [1, V], after a prefix, [1, l]."""
         with self._guarded(processor):
             processed = processor(prefix, scores)
         if processed.shape != scores.shape:
@@ -224,8 +195,8 @@ def of_row(
 ) -> list[LogitsProcessor]:
     """Return a batch's processors adapted to one of its rows alone, whose `padding` tokens are removed.
 
-    Raises ConfigError if a processor only works for a whole batch. `pads_min_length`: a minimum length includes the
-    padding.
+    Raises ConfigError if a processor only works for a whole batch. With `pads_min_length`, a minimum length includes
+    the padding.
     """
     alone = []
     for processor in processors:
@@ -248,7 +219,6 @@ def of_row(
 
 
 def _copied(processor: LogitsProcessor) -> LogitsProcessor:
-    """Copy a processor that may keep state, for one row of a batch; ConfigError if that is not possible."""
     name = getattr(processor, "__name__", type(processor).__name__)
     if isinstance(processor, (FunctionType, *ONE_PROMPT)):
         raise ConfigError(
@@ -262,19 +232,16 @@ def _copied(processor: LogitsProcessor) -> LogitsProcessor:
 
 
 def _allowed_tokens(allowed: Allowed, row: int, _: int, prefix: torch.Tensor) -> list[int]:
-    """Return the tokens that a user's function allows after a prefix in one row of a batch."""
     return allowed(row, prefix)
 
 
 def _shifted(processor: LogitsProcessor, name: str, padding: int) -> LogitsProcessor:
-    """Return a copy of a processor with an attribute reduced by the length of the padding."""
     shifted = copy.copy(processor)
     setattr(shifted, name, getattr(processor, name) - padding)
     return shifted
 
 
 def check_processors(processors: Iterable[object]) -> None:
-    """Raise a ConfigError if a processor is not callable, or needs more than one prompt per call."""
     for processor in processors:
         if not callable(processor):
             raise ConfigError(f"processors: {processor!r} is not a LogitsProcessor")

@@ -3,8 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
+
+from lp_runtime.config.sampling import SamplingConfig
+
+
+@dataclass
+class NewTextPenalty:
+    """Lowers the logits of tokens that already occur in the new text, as in the OpenAI API.
+
+    Rows are processed independently, so the nodes of a token tree can be processed as one batch.
+    """
+
+    presence: float  # subtracted once for each such token
+    frequency: float  # subtracted for each of its occurrences
+    prompt_length: int
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Return penalized copies of `scores`, [b, V] float32, for prompts and new texts `input_ids`, [b, l]."""
+        new = input_ids[:, self.prompt_length :]
+        counts = torch.zeros_like(scores).scatter_add_(1, new, torch.ones_like(new, dtype=scores.dtype))
+        return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+def penalties_of(sampling: SamplingConfig, prompt_length: int) -> Sequence[NewTextPenalty]:
+    presence, frequency = sampling.presence_penalty or 0.0, sampling.frequency_penalty or 0.0
+    return [NewTextPenalty(presence, frequency, prompt_length)] if presence or frequency else []
 
 
 class AllowedTokens:
@@ -16,20 +42,15 @@ class AllowedTokens:
         self._token_ids = sorted(set(token_ids))
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores`, [1, V], with those of other tokens at -inf."""
         processed = torch.full_like(scores, -torch.inf)
         processed[:, self._token_ids] = scores[:, self._token_ids]
         return processed
 
 
 class ReasoningBudget:
-    """Ends the reasoning part of an answer after some tokens, by allowing its end mark only.
+    """Ends the reasoning part of an answer after `num_tokens` tokens, by allowing its end mark only.
 
-    Args:
-        num_prompt: tokens of the prompt.
-        begin: tokens that begin the part; empty if the prompt has begun it.
-        end: tokens of its end mark, at least one.
-        num_tokens: largest number of tokens between the two, >= 0.
+    `begin` is empty if the prompt has begun the part; `end`, the end mark, has at least one token.
     """
 
     prefix_only = True
@@ -45,25 +66,16 @@ class ReasoningBudget:
             return scores
         part = new[len(self._begin) :]
         num_forced = len(part) - self._num_tokens
-        if not 0 <= num_forced < len(self._end) or self._has_ended(part[: self._num_tokens]):
+        if not 0 <= num_forced < len(self._end) or _find(part[: self._num_tokens], self._end, 0) >= 0:
             return scores
         return only(self._end[num_forced], scores)
 
-    def _has_ended(self, part: list[int]) -> bool:
-        return _find(part, self._end, 0) >= 0
-
 
 class ChannelBudget:
-    """Ends the messages on a channel once they have some tokens together, and then allows no more of them.
+    """Ends the messages on a channel once they have `num_tokens` tokens together, and then allows no more of them.
 
-    The channel of analysis is the reasoning of models that write harmony.
-
-    Args:
-        num_prompt: tokens of the prompt.
-        channel: tokens of the mark of a channel and its name.
-        message: tokens that begin a message's text.
-        end: tokens that end it.
-        num_tokens: largest number of tokens of all the channel's texts together, >= 0.
+    The channel of analysis is the reasoning of models that write harmony. `channel` has the tokens of its mark and
+    name, `message` those that begin a message's text, and `end` those that end it.
     """
 
     prefix_only = True

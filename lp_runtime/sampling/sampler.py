@@ -7,67 +7,66 @@ The result of a node is packed into `width` int64 values, which travel in the ex
     token (32) | log-probability (32), and so on, the likeliest tokens by the model's logits (if requested)
 
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
-Letters: n nodes, V vocabulary, K top-k candidates.
+
+Letters: n nodes, V vocabulary, K top-k candidates. Logits and scores, the processed logits, are [n, V] float32, and
+packed results [n, width] int64. `nodes` are [n] indices into the tree, from the root on. `tokens` are the prompt and
+the committed tokens; the last of them is the root. `masks`, [n, words] int32, have the bits of the tokens that a
+constraint allows; None without one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from types import ModuleType
 
 import numpy as np
 import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
-from lp_runtime.kernels.types import Noise, Packing
+from lp_runtime.kernels.types import NO_TOKEN, Noise, Packing
 from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
-from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
-from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, MARGIN_BITS, NO_TOKEN, pack_kernel, unpack_kernel
+from lp_runtime.sampling.packing import (
+    HALF_BITS,
+    HALF_MASK,
+    MARGIN_BITS,
+    pack_kernel,
+    pack_top_logprobs,
+    unpack_kernel,
+    unpack_top_logprobs,
+)
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.slices import SampleRequest, SlicedLogits
 from lp_runtime.sampling.step_logits import StepLogits
-from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.tensors import tensor_on
 
 Scores = Callable[[], torch.Tensor]
-GREEDY_PACKING = Packing(K, 1 + -(-K // 2), NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)  # of K top-k candidates
+GREEDY_PACKING = Packing(K, 1 + -(-K // 2))  # of K top-k candidates
 
 
+@dataclass
 class Sampler:
-    """Processes logits, adds noise, chooses the largest score, and packs the result.
+    """Processes logits, adds noise, chooses the largest score, and packs the result."""
 
-    `noise` is None for greedy decoding; `num_top_k`, which is K, and `num_top_logprobs` are 0 for none.
-    """
-
-    def __init__(
-        self,
-        processors: TreeProcessors,
-        noise: GumbelNoise | None,
-        with_logprobs: bool = False,
-        num_top_k: int = 0,
-        num_top_logprobs: int = 0,
-    ):
-        self._processors = processors
-        self.noise = noise
-        self._with_logprobs = with_logprobs
-        self.num_top_k = num_top_k
-        self._num_top_logprobs = num_top_logprobs
+    processors: TreeProcessors
+    noise: GumbelNoise | None  # None for greedy decoding
+    with_logprobs: bool = False
+    num_top_k: int = 0  # K; 0 for no top-k candidates
+    num_top_logprobs: int = 0
 
     @property
     def is_ordered(self) -> bool:
-        """Whether successors must be sampled with `sample_in_order`."""
-        return self._processors.are_ordered
+        return self.processors.are_ordered
 
     @property
     def width(self) -> int:
         """Packed size of a node's result, in int64."""
-        return self._top_logprobs_column + self._num_top_logprobs
+        return self._top_logprobs_column + self.num_top_logprobs
 
     @property
     def _top_logprobs_column(self) -> int:
-        """Index of the first packed integer with a likeliest token's log-probability."""
         return 1 + -(-self.num_top_k // 2)
 
     @torch.no_grad()
@@ -80,45 +79,33 @@ class Sampler:
         with_top_k: bool = True,
         masks: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample the successors of some nodes.
+        """Sample the successors of some nodes; `with_top_k` is False in a step in which candidates are not used.
 
-        Returns (packed, scores): [n, width] int64 for `unpack`; and a function that returns the [n, V] float32
-        processed logits that were sampled from, to be called before the next pass.
-
-        Args:
-            step_logits: logits of the n nodes, and possibly the captured pass's own greedy samples.
-            nodes: [n] indices into the tree, from the root on.
-            tokens: prompt and committed tokens; the last of them is the root.
-            with_top_k: whether to return top-k candidates; False in a step in which they are not used.
-            masks: [n, words] int32 bits of the tokens that a constraint allows; None without one.
+        Returns packed results, and a function that returns the scores, to be called before the next pass.
         """
-        kernels, truncation = kernels_for(step_logits.device), self._processors.truncation
-        is_greedy = self.noise is None and self._processors.is_empty
+        positions = self._positions(tree, nodes, tokens)
+        kernels, truncation = kernels_for(step_logits.device), self.processors.truncation
+        is_greedy = self.noise is None and self.processors.is_empty
         if step_logits.presampled is not None and is_greedy and self.num_top_k <= K:
             packed = step_logits.presampled[:, : self._top_logprobs_column].contiguous()
             return self._add_logprobs(packed, step_logits), lambda: step_logits.logits
         if isinstance(step_logits, SlicedLogits) and truncation is not None and not truncation.cuts:
             key = None if self.noise is None else (self.noise.seed, self.noise.sample)
-            wanted = SampleRequest(self._packing(with_top_k), truncation, key, _positions(tree, nodes, tokens))
+            wanted = SampleRequest(self._packing(with_top_k), truncation, key, positions)
             packed = self._add_logprobs(step_logits.sample(wanted), step_logits)
-            return packed, lambda: self._processors(step_logits.logits, tree, nodes, tokens, masks)
+            return packed, lambda: self.processors(step_logits.logits, tree, nodes, tokens, masks)
         if kernels is not None and truncation is not None and kernels.can_cut(step_logits.rows.dtype, truncation.top_p):
-            return self._sampled_by(
-                kernels, truncation, step_logits, self._noise_of(tree, nodes, tokens, step_logits.device), with_top_k
-            )
-        scores = self._processors(step_logits.logits, tree, nodes, tokens, masks)
-        return self._sampled(step_logits, scores, tree, nodes, tokens, with_top_k), lambda: scores
+            noise = self._noise_of(positions, step_logits.device)
+            return self._sampled_by(kernels, step_logits, noise, with_top_k)
+        scores = self.processors(step_logits.logits, tree, nodes, tokens, masks)
+        return self._sampled(step_logits, scores, positions, with_top_k), lambda: scores
 
     def _sampled_by(
-        self,
-        kernels: ModuleType,
-        truncation: Truncation,
-        step_logits: StepLogits,
-        noise: Noise | None,
-        with_top_k: bool,
+        self, kernels: ModuleType, step_logits: StepLogits, noise: Noise | None, with_top_k: bool
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample with kernels that apply temperature and cutoffs themselves; returns the same as `sample`."""
-        inverse, cut = truncation.inverse_temperature, None
+        truncation, cut = self.processors.truncation, None
+        assert truncation is not None
+        inverse = truncation.inverse_temperature
         with on(step_logits.device):
             if truncation.cuts and len(step_logits):
                 cut = kernels.find_cut(step_logits.rows, inverse, truncation.top_k, truncation.top_p)
@@ -143,8 +130,7 @@ class Sampler:
         """Sample along the accepted path, calling the processors once per committed token and in order.
 
         Successors of nodes off the path are sampled from unprocessed logits, because drafters learn from them. `nodes`
-        must be all nodes from the root on; `may_follow` says whether the accepted path may continue with a node. The
-        other arguments and the result are those of `sample`.
+        must be all nodes from the root on; `may_follow` says whether the accepted path may continue with a node.
         """
         logits = step_logits.logits
         scores = logits.clone()
@@ -154,74 +140,57 @@ class Sampler:
             if node != tree.root:
                 prefix.append(tree.tokens[node])
             row = slice(node - tree.root, node - tree.root + 1)
-            scores[row] = self._processors.process_next(logits[row], prefix, None if masks is None else masks[row])
+            scores[row] = self.processors.process_next(logits[row], prefix, None if masks is None else masks[row])
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
-        return self._sampled(step_logits, scores, tree, nodes, tokens, with_top_k), lambda: scores
+        positions = self._positions(tree, nodes, tokens)
+        return self._sampled(step_logits, scores, positions, with_top_k), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
-        """Repeat the ordered processors' calls for a token that is already committed.
-
-        `logits`, [1, V] float32, follow `prefix`, the tokens before that one.
-        """
-        self._processors.replay(logits, prefix)
+        """Repeat the ordered processors' calls for a committed token; the [1, V] logits precede it."""
+        self.processors.process_next(logits, prefix, is_replay=True)
 
     def _sampled(
-        self,
-        step_logits: StepLogits,
-        scores: torch.Tensor,
-        tree: TokenTree,
-        nodes: Sequence[int] | np.ndarray,
-        tokens: Sequence[int],
-        with_top_k: bool,
+        self, step_logits: StepLogits, scores: torch.Tensor, positions: Sequence[int], with_top_k: bool
     ) -> torch.Tensor:
-        """Sample from processed logits, `scores`; return [n, width] packed successors; see `sample`."""
         if kernels := kernels_for(scores.device):
             with on(scores.device):
-                noise = self._noise_of(tree, nodes, tokens, scores.device)
+                noise = self._noise_of(positions, scores.device)
                 packed = kernels.sample_and_pack(scores.contiguous(), self._packing(with_top_k), noise)
         else:
-            first = sample_successors(scores, _positions(tree, nodes, tokens), self.noise)
+            first = sample_successors(scores, positions, self.noise)
             packed = self._pack(scores, first, with_top_k)
         return self._add_logprobs(packed, step_logits)
 
     def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
-        """Pack the top-k candidates of `logits`, [n, V] float32, without successors: [n, width] for `unpack`.
-
-        Processors that use a prefix are left out, so the rows may follow any texts.
-        """
-        scores = self._processors.without_prefixes(logits)
+        """Pack the top-k candidates of logits after any texts: processors that use a prefix are left out."""
+        scores = self.processors.without_prefixes(logits)
         packed = self._pack(scores, torch.zeros(len(logits), dtype=torch.int64, device=logits.device), with_top_k=True)
         return torch.nn.functional.pad(packed, (0, self.width - packed.shape[1]))
 
     def _add_logprobs(self, packed: torch.Tensor, step_logits: StepLogits) -> torch.Tensor:
-        """Add the requested log-probabilities to packed successors; return [n, width] integers."""
-        if self._with_logprobs and len(packed):
+        if self.with_logprobs and len(packed):
             logits, first = step_logits.logits, packed[:, :1]
             logprobs = logits.gather(1, first)[:, 0] - logits.logsumexp(dim=-1)
             packed = packed.clone()
             packed[:, 0] |= logprobs.view(torch.int32).long() << HALF_BITS
-        if self._num_top_logprobs:
-            packed = torch.cat([packed, pack_top_logprobs(step_logits.logits, self._num_top_logprobs)], dim=1)
+        if self.num_top_logprobs:
+            packed = torch.cat([packed, pack_top_logprobs(step_logits.logits, self.num_top_logprobs)], dim=1)
         return packed
 
-    def _noise_of(
-        self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int], device: torch.device
-    ) -> Noise | None:
-        """Return the noise's parameters for the sampling kernel; None for greedy decoding."""
+    def _positions(self, tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
+        """Return the absolute positions of n nodes' successors, if their noise is needed; else an empty list."""
         if self.noise is None:
-            return None
-        return Noise(self.noise.seed, self.noise.sample, tensor_on(device, _positions(tree, nodes, tokens)))
+            return []
+        return [len(tokens) + tree.depths[node] for node in nodes]
+
+    def _noise_of(self, positions: Sequence[int], device: torch.device) -> Noise | None:
+        return None if self.noise is None else Noise(self.noise.seed, self.noise.sample, tensor_on(device, positions))
 
     def _packing(self, with_top_k: bool) -> Packing:
-        """Return the packing for the sampling kernel."""
-        width = self._top_logprobs_column
-        return Packing(self.num_top_k if with_top_k else 0, width, NO_TOKEN, UNITS_PER_NAT, MAX_MARGIN)
+        return Packing(self.num_top_k if with_top_k else 0, self._top_logprobs_column)
 
     def _pack(self, scores: torch.Tensor, first: torch.Tensor, with_top_k: bool) -> torch.Tensor:
-        """Pack successors, `first` [n], with the top-k candidates of `scores`, [n, V].
-
-        Returns [n, 1 + ceil(K / 2)] int64; without `with_top_k`, the candidates' columns are zeros.
-        """
+        """Pack [n] successors with top-k candidates; without `with_top_k`, the candidates' columns are zeros."""
         if not (self.num_top_k and with_top_k):
             return torch.nn.functional.pad(first[:, None], (0, self._top_logprobs_column - 1))
         if scores.device.type == "cpu":
@@ -239,14 +208,13 @@ class Sampler:
     def unpack(
         self, packed: np.ndarray, with_top_k: bool = True
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
-        """Unpack the results of n nodes from `packed`, [n, width] int64.
+        """Unpack results into [n] int64 successors, their log-probabilities and top-k candidates, if requested.
 
-        A log-probability is the model's own: of the token under softmax(logits), before processors and noise. Returns
-        (successors, logprobs, entries): [n] int64; a list of n, or None if not requested; [n, ENTRY] int32 top-k
-        candidates in the layout of lookahead/top_k.py, or None if not requested.
+        A log-probability is the model's own: under softmax(logits), before processors and noise. The candidates are
+        [n, ENTRY] int32, in the layout of lookahead/top_k.py.
         """
         first = packed[:, 0]
-        logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self._with_logprobs else None
+        logprobs = (first >> HALF_BITS).astype(np.int32).view(np.float32).tolist() if self.with_logprobs else None
         entries = None
         if self.num_top_k and with_top_k:
             entries = np.empty((len(packed), ENTRY), dtype=np.int32)
@@ -254,34 +222,19 @@ class Sampler:
         return first & HALF_MASK, logprobs, entries
 
     def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
-        """Unpack the likeliest tokens of n nodes and their log-probabilities under softmax(logits).
-
-        Returns n tuples of (token id, log-probability) pairs, likeliest first, for `packed`, [n, width] int64; None if
-        not requested.
-        """
-        return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self._num_top_logprobs else None
+        """Unpack n tuples of (token id, log-probability under softmax(logits)), likeliest first, if requested."""
+        return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self.num_top_logprobs else None
 
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
-    """Sample greedily on a GPU, packed like a Sampler with K top-k candidates; does not synchronize.
-
-    `logits` are [n, V] in the model's dtype; `kernels` is lp_runtime.kernels.triton_gpu. Returns [n, width] int64.
-    """
+    """Sample greedily on a GPU, packed like a Sampler with K top-k candidates; does not synchronize."""
     if not kernels.can_cut(logits.dtype, None):
         logits = logits.float()
     return kernels.sample_and_pack(logits, GREEDY_PACKING)
 
 
-def _positions(tree: TokenTree, nodes: Sequence[int] | np.ndarray, tokens: Sequence[int]) -> list[int]:
-    """Return the absolute positions of n nodes' successors; the root is token len(tokens) - 1."""
-    return [len(tokens) + tree.depths[node] for node in nodes]
-
-
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `num` likeliest tokens of each row of `scores`, [n, V] float32, and their margins.
-
-    Both are [n, K] int64; an id is NO_TOKEN if there are fewer.
-    """
+    """Return each row's `num` likeliest tokens, NO_TOKEN if there are fewer, and their margins: [n, K] int64 each."""
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     ids = torch.where(top > -torch.inf, ids, NO_TOKEN)
     margins = ((top[:, :1] - top) * UNITS_PER_NAT).round().clamp(0, MAX_MARGIN)

@@ -28,18 +28,12 @@ MAX_NOISES = 64  # cached noises: at least one for each request that is decoded 
 
 
 class SampleRequest(NamedTuple):
-    """Sampling parameters for the successors of n nodes; can be sent to another process.
-
-    Attributes:
-        truncation: its temperature scales the logits; it has no cutoffs.
-        key: (seed, sample) of the noise; None for greedy decoding.
-        positions: [n] absolute positions of the tokens to be sampled.
-    """
+    """Sampling parameters for the successors of n nodes; can be sent to another process."""
 
     packing: Packing
-    truncation: Truncation
-    key: tuple[int, int] | None
-    positions: Sequence[int]
+    truncation: Truncation  # its temperature scales the logits; it has no cutoffs
+    key: tuple[int, int] | None  # (seed, sample) of the noise; None for greedy decoding
+    positions: Sequence[int]  # [n] absolute positions of the tokens to be sampled
 
 
 class VocabularySlice:
@@ -64,8 +58,8 @@ class VocabularySlice:
     def find(self, logits: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
         """Find the slice's token that would be sampled, and its top-k candidates.
 
-        `logits` are [n, v] in the model's dtype. Returns [n, width] int64 with the same width on all slices: token ids
-        and their scores, half an integer each.
+        The logits are [n, v], in the model's dtype. Returns [n, width] int64 with the same width on all slices: token
+        ids and their scores, half an integer each.
         """
         if kernels := kernels_for(self.device):
             if not kernels.can_cut(logits.dtype, None):
@@ -90,10 +84,7 @@ class VocabularySlice:
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
-        """Merge the results of `find` for all slices, [P, n, width] int64 in the order of token ids.
-
-        Returns [n, width] int64 packed successors in the layout of sampling/sampler.py, without log-probabilities.
-        """
+        """Merge the results of `find` for all slices, [P, n, width], into packed results without log-probabilities."""
         if kernels := kernels_for(self.device):
             with on(self.device):
                 return kernels.pack_found(found, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size)
@@ -108,7 +99,6 @@ class VocabularySlice:
         return torch.from_numpy(packed)
 
     def _noise(self, key: tuple[int, int]) -> GumbelNoise:
-        """Return this slice's part of a sample's noise, cached."""
         noise = self._noises.pop(key, None) or GumbelNoise(*key, self._size, self.device, self._first)
         self._noises[key] = noise
         if len(self._noises) > MAX_NOISES:
@@ -116,33 +106,27 @@ class VocabularySlice:
         return noise
 
     def _kernel_noise(self, wanted: SampleRequest) -> Noise | None:
-        """Return the noise's parameters for a kernel."""
         return None if wanted.key is None else Noise(*wanted.key, tensor_on(self.device, wanted.positions))
 
 
 @compiles
 def compile_slices() -> None:
-    """Compile finding candidates in slices and packing them, or load the code from disk."""
     ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
     find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
     pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
 
 
 class SlicedLogits(StepLogits):
-    """Logits that stay on the shards, a slice on each, until all of them are needed.
-
-    Args:
-        read: gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
-        find: runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
-        rows_of_pass: [start, stop) the rows of the n nodes.
-    """
+    """Logits that stay on the shards, a slice on each, until all of them are needed."""
 
     def __init__(
         self,
         vocabulary: VocabularySlice,
+        # Gathers the logits of rows `start` to `stop` of the shards' last pass, [n, V].
         read: Callable[[int, int], torch.Tensor],
+        # Runs `VocabularySlice.find` on all shards for rows `start` to `stop` of their last pass, [P, n, width].
         find: Callable[[int, int, SampleRequest], torch.Tensor],
-        rows_of_pass: range,
+        rows_of_pass: range,  # the rows of the n nodes
         presampled: torch.Tensor | None = None,
     ):
         super().__init__(torch.empty(0), presampled)

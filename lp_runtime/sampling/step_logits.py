@@ -14,17 +14,13 @@ import torch
 
 
 class StepLogits:
-    """Logits of the wanted nodes, in the buffer that the forward pass has written.
-
-    Args:
-        presampled: [n, width] int64 result of greedy sampling with K top-k candidates, in the layout of
-            sampling/sampler.py, if a captured pass has computed it; valid until the next pass. None otherwise.
-        is_reused: whether the next pass overwrites `rows`, so that `logits` must be a copy.
-    """
+    """Logits of the wanted nodes, in the buffer that the forward pass has written."""
 
     def __init__(self, rows: torch.Tensor, presampled: torch.Tensor | None = None, is_reused: bool = False):
+        # `presampled`, [n, width], are greedy samples with K top-k candidates, in the layout of sampler.py, if a
+        # captured pass has computed them; valid until the next pass.
         self._rows, self.presampled = rows, presampled
-        self._is_reused = is_reused
+        self._is_reused = is_reused  # whether the next pass overwrites `rows`, so that `logits` must be a copy
 
     @property
     def rows(self) -> torch.Tensor:
@@ -33,11 +29,9 @@ class StepLogits:
 
     @property
     def device(self) -> torch.device:
-        """Device of the logits."""
         return self._rows.device
 
     def __len__(self) -> int:
-        """Return n."""
         return len(self._rows)
 
     @cached_property
@@ -46,16 +40,13 @@ class StepLogits:
         return self.rows.to(torch.float32, copy=self._is_reused)
 
     def part(self, start: int, stop: int) -> StepLogits:
-        """Return the logits of the nodes from `start` up to `stop`."""
         presampled = None if self.presampled is None else self.presampled[start:stop]
         return StepLogits(self.rows[start:stop], presampled, self._is_reused)
 
     def first(self, num: int) -> StepLogits:
-        """Return the logits of the first `num` nodes."""
         return self if num == len(self) else self.part(0, num)
 
     def split(self, sizes: Sequence[int]) -> list[StepLogits]:
-        """Split the logits into consecutive parts of `sizes` nodes, whose sum is n."""
         ends = np.cumsum([0, *sizes]).tolist()
         return [self.part(*each) for each in itertools.pairwise(ends)]
 

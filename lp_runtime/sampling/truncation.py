@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from transformers.generation import logits_process as library
@@ -26,12 +26,10 @@ class Truncation(NamedTuple):
 
     @property
     def cuts(self) -> bool:
-        """Whether any token is removed."""
         return self.top_k is not None or self.top_p is not None
 
 
 def temperature_of(processors: Sequence[object]) -> float:
-    """Return the product of all temperatures among a request's logits processors."""
     return math.prod(each.temperature for each in processors if isinstance(each, library.TemperatureLogitsWarper))
 
 
@@ -40,17 +38,12 @@ def truncation_of(processors: Sequence[object]) -> Truncation | None:
     kinds = [type(processor) for processor in processors]
     if kinds != [kind for kind in WARPERS if kind in kinds]:
         return None
-    truncation = Truncation()
-    for processor in processors:
-        if isinstance(processor, library.TemperatureLogitsWarper):
-            truncation = truncation._replace(temperature=processor.temperature)
-        elif isinstance(processor, library.TopKLogitsWarper | library.TopPLogitsWarper):
-            if processor.filter_value != -math.inf:
-                return None
-            if isinstance(processor, library.TopKLogitsWarper):
-                truncation = truncation._replace(top_k=processor.top_k)
-            elif processor.min_tokens_to_keep == 1:
-                truncation = truncation._replace(top_p=processor.top_p)
-            else:
-                return None
-    return truncation
+    by_kind: dict[type, Any] = dict(zip(kinds, processors, strict=True))
+    temperature, top_k, top_p = map(by_kind.get, WARPERS)
+    if any(cut is not None and cut.filter_value != -math.inf for cut in (top_k, top_p)):
+        return None
+    if top_p is not None and top_p.min_tokens_to_keep != 1:
+        return None
+    return Truncation(
+        getattr(temperature, "temperature", 1.0), getattr(top_k, "top_k", None), getattr(top_p, "top_p", None)
+    )

@@ -18,8 +18,7 @@ from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.infilling import encode_infilling
-from lp_runtime.model.tokenizer import encode, encode_chat, special_tokens, unknown_variables
+from lp_runtime.model.tokenizer import encode, encode_chat, encode_infilling, special_tokens, unknown_variables
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime

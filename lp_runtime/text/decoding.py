@@ -20,34 +20,28 @@ CLEANS_BPE = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_o
 
 
 class Decoding:
-    """Decodes token ids as `tokenizer.decode` does, and finds the part of a text that is final.
+    """Decodes token ids as `tokenizer.decode` does, and finds the part of a text that is final."""
 
-    Attributes:
-        only_appends: whether another token never changes text before it, except incomplete characters at the end.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, skip_special_tokens: bool):
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         is_bpe = type(getattr(backend, "model", None)).__name__ == "BPE" and not getattr(tokenizer, CLEANS_BPE, False)
         # transformers ignores the setting for BPE, and logs a warning at each first use.
         self._options = {"clean_up_tokenization_spaces": False} if is_bpe else {}
+        self._options["skip_special_tokens"] = skip_special_tokens
         self._cleans_up = not is_bpe and bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         is_byte_level = type(getattr(backend, "decoder", None)).__name__ == "ByteLevel"
         self._probes = [] if is_byte_level else _probes(tokenizer)
         self._byte_tokens = frozenset() if is_byte_level else _byte_tokens(tokenizer)
+        # Whether another token never changes text before it, except incomplete characters at the end.
         self.only_appends = not (self._probes or self._cleans_up)
 
-    def __call__(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        """Return the text of token ids.
-
-        Raises:
-            ModelError: the tokenizer cannot decode them.
-        """
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids; ModelError if the tokenizer cannot decode them."""
         if not token_ids:
             return ""
         try:
-            text = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens, **self._options)
+            text = self._tokenizer.decode(list(token_ids), **self._options)
             if not isinstance(text, str):
                 raise TypeError(f"it returns a {type(text).__name__}")
         except Exception as error:  # tokenizers may be foreign code
@@ -55,19 +49,18 @@ class Decoding:
         return text
 
     def is_byte(self, token: int) -> bool:
-        """Whether a token stands for one byte of a character."""
         return token in self._byte_tokens
 
-    def final_length(self, text: str, token_ids: Sequence[int], skip_special_tokens: bool) -> int:
+    def final_length(self, text: str, token_ids: Sequence[int]) -> int:
         """Return how many characters of the text of token ids no further token can change.
 
-        U+FFFD at the end may be the beginning of a character, and cleaning up removes spaces before some texts. What
-        else can change is found by decoding with further tokens: decoders with byte tokens, for example, make a whole
-        run of them U+FFFD if one does not fit.
+        U+FFFD at the end may begin a character, and cleaning up removes spaces before some texts. Decoding with further
+        tokens finds the rest: decoders with byte tokens, for example, make a whole run of them U+FFFD if one does not
+        fit.
         """
         num = len(text.rstrip(REPLACEMENT + CLEANED_ENDS if self._cleans_up else REPLACEMENT))
         for probe in self._probes:
-            num = min(num, len(os.path.commonprefix([text, self([*token_ids, *probe], skip_special_tokens)])))
+            num = min(num, len(os.path.commonprefix([text, self([*token_ids, *probe])])))
         return num
 
 
@@ -87,7 +80,6 @@ def _probes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
 
 @functools.lru_cache(maxsize=16)
 def _byte_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens that stand for one byte, in order of their bytes."""
     vocabulary = tokenizer.get_vocab() if hasattr(tokenizer, "get_vocab") else {}
     return [vocabulary[spelled] for spelled in sorted(filter(BYTE_TOKEN.fullmatch, vocabulary))]
 

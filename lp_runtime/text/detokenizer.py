@@ -24,43 +24,31 @@ class Detokenizer:
 
     It decodes a window: the last tokens of the sequence, from a place at which decoding can begin. The first tokens of
     the window have been returned; they are decoded again because the text of a token may depend on what precedes it.
-
-    Args:
-        context: tokens before the new ones: the prompt that the text continues. Empty if the text begins with the first
-            new token, as a chat's answer does.
-        skip_special_tokens: whether special tokens show no text.
-        splits_tokens: whether to fill `token_texts`, at the cost of decoding after each token.
-
-    Attributes:
-        token_texts: text of each new token, in order, up to the first that is not final. Joined, they equal the text.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
+        # The prompt that the text continues; empty if the text begins with the first new token, as a chat's answer.
         context: Sequence[int] = (),
         skip_special_tokens: bool = True,
-        splits_tokens: bool = False,
+        splits_tokens: bool = False,  # whether to fill `token_texts`, at the cost of decoding after each token
     ):
-        self._decoding = Decoding(tokenizer)
-        self._skips_special = skip_special_tokens
+        self._decode = Decoding(tokenizer, skip_special_tokens)
         self._ids = list(context)  # of the window
         self._ids = self._ids[self._window_start() :]
         self._text = self._context = self._decode(self._ids)
         self._num_returned: int | None = None  # characters of `_text` that were returned; None before the first
         self._returned = ""  # these characters
         self._max_window = max(MAX_WINDOW_TOKENS, 2 * len(self._ids))
+        # Text of each new token, in order, up to the first that is not final. Joined, they equal the text.
         self.token_texts: list[str] = []
         self._splits_tokens = splits_tokens
         self._unsplit: list[str] = []  # the window's text after each token that is not in `token_texts` yet
         self._num_split = 0  # characters of `_text` that are in `token_texts`, or precede the first new token's
 
     def add(self, token_ids: Sequence[int]) -> str:
-        """Append tokens; return the text that they add and that no later token can change.
-
-        Raises:
-            ModelError: the tokenizer's text of the same tokens has changed.
-        """
+        """Append tokens; return the text that they add and that no later token can change."""
         if self._splits_tokens:
             return "".join([self._add([token]) for token in token_ids])
         return self._add(token_ids)
@@ -76,24 +64,17 @@ class Detokenizer:
 
     @property
     def only_appends(self) -> bool:
-        """Whether another token never changes text before it, except incomplete characters at the end."""
-        return self._decoding.only_appends
+        return self._decode.only_appends
 
     def _add(self, token_ids: Sequence[int]) -> str:
         self._ids += token_ids
         self._text = self._decode(self._ids)
         if self._splits_tokens:
             self._unsplit.append(self._text)
-        delta = self._return(self._final_length(self._text, self._ids))
+        delta = self._return(self._decode.final_length(self._text, self._ids))
         if len(self._ids) > self._max_window:
             self._shorten()
         return delta
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._decoding(token_ids, self._skips_special)
-
-    def _final_length(self, text: str, token_ids: Sequence[int]) -> int:
-        return self._decoding.final_length(text, token_ids, self._skips_special)
 
     def _start_in(self, text: str) -> int:
         """Return where the text that was not returned begins in a text of the window."""
@@ -118,9 +99,7 @@ class Detokenizer:
     def _split(self, final: str, start: int, is_end: bool) -> None:
         """Extend `token_texts`. A token ends where the text after it stops to agree with the final text.
 
-        Args:
-            final: the final part of the window's text.
-            start: where new text begins in it, if no new text was returned yet.
+        `final` is the final part of the window's text. New text begins in it at `start`, if none was returned yet.
         """
         if self._num_returned is None:
             self._num_split = start
@@ -157,23 +136,22 @@ class Detokenizer:
         """Whether decoding from a place gives the end of the whole text, whatever tokens follow.
 
         The text before the place must be final, and end with the last token's. A visible character follows: decoders
-        that strip the beginning of a text then strip nothing after it. A run of bytes at the place must have ended,
-        because decoders handle it as one piece.
+        that strip the beginning of a text then strip nothing after it. Decoders handle a run of bytes as one piece, so
+        none may cross the place.
         """
-        if all(map(self._decoding.is_byte, self._ids[place:])):
+        if all(map(self._decode.is_byte, self._ids[place:])):
             return False
         before = self._ids[max(0, place - CONTEXT_TOKENS) : place]
         text, after = self._decode(before), self._decode(self._ids[place:])
         return (
             is_visible(after)
             and len(text) > len(self._decode(before[:-1]))
-            and self._final_length(text, before) == len(text)
+            and self._decode.final_length(text, before) == len(text)
             and self._decode([*before, *self._ids[place:]]).endswith(after.lstrip())
         )
 
 
 def common_length(first: str, second: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
     return len(os.path.commonprefix([first, second]))
 
 

@@ -14,12 +14,9 @@ from lp_runtime.text.token_text import TokenTexts
 
 
 class Reasoning(NamedTuple):
-    """The marks between which the reasoning part of a chat's answer lies.
+    """The marks between which the reasoning part of a chat's answer lies."""
 
-    Attributes:
-        begin: None if the prompt has begun the part; else an answer that does not begin with it has no such part.
-    """
-
+    # None if the prompt has begun the part; else an answer that does not begin with it has no such part.
     begin: str | None
     end: str
 
@@ -36,27 +33,18 @@ class Reasoning(NamedTuple):
 
 
 class StopMatch(NamedTuple):
-    """The end of a text by a stop string.
+    """The end of a text by a stop string."""
 
-    Attributes:
-        num_tokens: of the tokens that were searched, those up to the end of the stop string.
-        num_after: characters of the last of them that follow the stop string.
-        string: the stop string; of several that end at the same place, the longest.
-    """
-
-    num_tokens: int
-    num_after: int
-    string: str
+    num_tokens: int  # of the tokens that were searched, those up to the end of the stop string
+    num_after: int  # characters of the last of them that follow the stop string
+    string: str  # of several that end at the same place, the longest
 
 
 class StopStrings:
     """Search for stop strings, one or more and none empty, in the text of growing token ids.
 
-    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string.
-
-    Args:
-        context: see Detokenizer. No stop string is found in its text, or across its end.
-        reasoning: marks of a chat's reasoning part, in which no stop string is found; None without one.
+    The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string. No
+    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part.
     """
 
     def __init__(
@@ -75,10 +63,7 @@ class StopStrings:
         self._only_grows = self._detokenizer.only_appends and not any(REPLACEMENT in string for string in strings)
 
     def __call__(self, committed: Sequence[int]) -> int | None:
-        """Return how many of a step's committed tokens to keep if a stop string ends in them, else None.
-
-        Implements lookahead.state.Stop: `committed` follows the tokens of earlier calls.
-        """
+        """Return how many committed tokens to keep if a stop string ends in them, else None; see state.Stop."""
         match = self.find(committed)
         return None if match is None else match.num_tokens
 
@@ -96,7 +81,6 @@ class StopStrings:
         return None
 
     def _search(self, tokens: Sequence[int]) -> StopMatch | None:
-        """Return the match in the text, if these were the last tokens."""
         text = self._text + self._detokenizer.peek(tokens)
         if self._reasoning is not None:
             start = self._reasoning.content_start(text)
@@ -109,14 +93,10 @@ class StopStrings:
 
 
 def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-    """Check that each string occurs in some text of a tokenizer.
-
-    Raises:
-        RequestError: a string does not, for example capital letters if all tokens are of small ones.
-    """
-    decoding = Decoding(tokenizer)
+    """Raise RequestError if no text of a tokenizer contains a string: capitals, for example."""
+    decode = Decoding(tokenizer, skip_special_tokens=False)
     for string in strings:
-        if string in decoding(tokenizer(string, add_special_tokens=False).input_ids, False):
+        if string in decode(tokenizer(string, add_special_tokens=False).input_ids):
             continue
         texts = frozenset(TokenTexts(tokenizer).all_bytes(len(tokenizer)))
         if not _can_be_spelled(string.encode(), texts - {b""}):
@@ -124,7 +104,6 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str
 
 
 def _can_be_spelled(wanted: bytes, texts: Collection[bytes]) -> bool:
-    """Whether some sequence of token texts contains the wanted bytes."""
     if any(wanted in text for text in texts):
         return True
     lengths = range(1, len(wanted))

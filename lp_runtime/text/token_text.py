@@ -22,18 +22,12 @@ class TokenTexts:
     """Texts that the tokens of a vocabulary add, special tokens shown.
 
     The text of a token is found by decoding it after another token, the anchor, because some decoders change the
-    beginning of a text.
-
-    Attributes:
-        special_ids: ids of the special tokens.
-
-    Raises:
-        ModelError: no token of the tokenizer can be the anchor.
+    beginning of a text. Raises ModelError if no token of the tokenizer can be the anchor.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase):
         self._tokenizer = tokenizer
-        self._decoding = Decoding(tokenizer)
+        self._decode = Decoding(tokenizer, skip_special_tokens=False)
         self._anchor, self._anchor_text = self._find_anchor()
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_ids = frozenset(token for token, each in added.items() if each.special)
@@ -66,14 +60,13 @@ class TokenTexts:
         return self._all[size]
 
     def all_bytes_at_start(self, size: int) -> list[bytes]:
-        """Return the bytes of the tokens below `size` that each adds at the start of a text."""
+        """Return `bytes_at_start` of the tokens below `size`."""
         return self._all_bytes(size, [], 0)
 
     def changed_pair(self, texts: Sequence[bytes]) -> tuple[int, int] | None:
         """Return two tokens that do not add their bytes one after the other; None if no random pair is such.
 
-        Args:
-            texts: what `all_bytes` returned; empty for tokens that are not to be checked.
+        `texts` is the result of `all_bytes`, with empty ones for tokens that are not to be checked.
         """
         rng, tokens = random.Random(0), [token for token, text in enumerate(texts) if text]
         for _ in range(NUM_CHECKED_PAIRS if tokens else 0):
@@ -87,16 +80,9 @@ class TokenTexts:
         return None
 
     def is_at_start(self, context: Sequence[int], differing: int) -> bool:
-        """Whether text after a context begins as a text without context does.
-
-        Args:
-            differing: a token whose bytes at the start of a text differ from `bytes_of`.
-        """
+        """Whether text after a context begins as at the start of a text, where `differing` has other bytes."""
         text = Detokenizer(self._tokenizer, context, skip_special_tokens=True).peek([differing])
         return text == self._decode([differing])
-
-    def _decode(self, token_ids: Sequence[int]) -> str:
-        return self._decoding(token_ids, skip_special_tokens=False)
 
     def _find_anchor(self) -> tuple[int, str]:
         """Return a token that shows ASCII text by itself, and this text."""
@@ -132,11 +118,10 @@ class TokenTexts:
 
 
 def prompt_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int], text: str | None) -> list[str]:
-    """Return the texts of a prompt's tokens, which join to the prompt.
+    """Return the texts of a prompt's tokens, which join to `text`, the prompt if it was given as text.
 
-    Args:
-        text: the prompt, if it was given as text. If its tokens spell it only with special tokens, these show. Else, as
-            for tokenizers that change a text, the texts join to `decode(token_ids, skip_special_tokens=True)`.
+    If the tokens spell it only with special tokens, these show. Else, as for tokenizers that change a text, the texts
+    join to `decode(token_ids, skip_special_tokens=True)`.
     """
     hidden, shown = [_split(tokenizer, token_ids, skip_special_tokens) for skip_special_tokens in (True, False)]
     return shown if "".join(hidden) != text == "".join(shown) else hidden

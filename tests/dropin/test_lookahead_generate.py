@@ -23,7 +23,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelError, SamplingConfig, lookahead_generate
-from lp_runtime.dropin.generate_frame import arguments_of_generate
+from lp_runtime.dropin.generate_call import arguments_of_generate
 
 PROMPT = "def fib(n):\n    "
 
@@ -245,7 +245,7 @@ def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
 
 
 def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
-    """Once it does, dropin/generate_frame.py is needed no longer."""
+    """Once it does, `arguments_of_generate` is needed no longer."""
     streamer, calls = Recorder(), []
 
     def custom(model, input_ids, *prepared, streamer=None, assistant_model=None, **model_kwargs):

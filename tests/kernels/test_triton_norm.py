@@ -10,7 +10,7 @@ from lp_runtime.kernels import numba_cpu
 from lp_runtime.model.modules.fused_blocks import FusedNorm
 from lp_runtime.model.modules.fusing import fuse_blocks
 
-kernels = pytest.importorskip("lp_runtime.kernels.triton_norm", reason="needs Triton")
+kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter does not round to bfloat16
 if DEVICE == "cuda":

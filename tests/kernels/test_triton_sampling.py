@@ -27,10 +27,6 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
 
 
-def packing_of(num: int, width: int) -> Packing:
-    return Packing(num, width, packing.NO_TOKEN, packing.UNITS_PER_NAT, packing.MAX_MARGIN)
-
-
 @pytest.mark.parametrize(
     ("num", "kind", "size"),
     thinned(3, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
@@ -49,7 +45,7 @@ def test_greedy_successors_and_candidates(num, kind, size):
     expected = np.zeros((3, width), dtype=np.int64)
     packing.pack_top_k(scores.numpy(), num, expected)
     expected[:, 0] = scores.argmax(-1)
-    packed = kernels.sample_and_pack(scores.to(DEVICE), packing_of(num, width))
+    packed = kernels.sample_and_pack(scores.to(DEVICE), Packing(num, width))
     assert packed.tolist() == expected.tolist()
 
 
@@ -57,7 +53,7 @@ def test_greedy_successors_and_candidates(num, kind, size):
 def test_what_is_no_number_gives_a_token():
     scores = torch.full((1, 7), torch.nan, device=DEVICE)
     for num, noise in ((K, None), (0, None), (K, Noise(1, 0, torch.tensor([3], device=DEVICE)))):
-        assert 0 <= kernels.sample_and_pack(scores, packing_of(num, 5), noise)[0, 0] < 7
+        assert 0 <= kernels.sample_and_pack(scores, Packing(num, 5), noise)[0, 0] < 7
 
 
 @pytest.mark.parametrize(("seed", "size"), thinned(6, SEEDS, [7, CHUNK + 33]))
@@ -67,7 +63,7 @@ def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
     expected = GumbelNoise(*seed, size, CPU).at(positions)
     noise = Noise(*seed, torch.tensor(positions, device=DEVICE))
     zeros = torch.zeros(3, size, device=DEVICE)
-    assert kernels.sample_and_pack(zeros, packing_of(0, 1), noise)[:, 0].tolist() == expected.argmax(-1).tolist()
+    assert kernels.sample_and_pack(zeros, Packing(0, 1), noise)[:, 0].tolist() == expected.argmax(-1).tolist()
     row, token = 1, size - 2
     rival = int(expected[row].argmax())
     scores = torch.zeros(3, size)
@@ -84,7 +80,7 @@ def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
 
 def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
     """The kernel samples what scores and noise on a CPU say."""
-    found = kernels.sample_and_pack(scores.to(DEVICE), packing_of(0, 1), noise)[:, 0]
+    found = kernels.sample_and_pack(scores.to(DEVICE), Packing(0, 1), noise)[:, 0]
     assert found.tolist() == (scores + expected).argmax(-1).tolist()
 
 
@@ -98,7 +94,7 @@ def test_slices_of_the_vocabulary_give_what_the_whole_gives(sizes, num, draws):
     logits[1] = 0.0
     logits[2, 5:] = -torch.inf
     noise = Noise(9, 2, torch.tensor([0, 4, 77], device=DEVICE)) if draws else None
-    packed = packing_of(num, 1 + (num + 1) // 2)
+    packed = Packing(num, 1 + (num + 1) // 2)
     found, first = [], 0
     for each in logits.split(sizes, dim=1):
         found.append(kernels.find_in_slice(each, packed, noise, 1.25, first, sizes[0]))

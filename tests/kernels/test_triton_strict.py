@@ -9,9 +9,9 @@ from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expec
 from support.thinned import thinned
 
 from lp_runtime.model.attention.strict import BLOCK
+from lp_runtime.model.forward.fixed_passes import cut_into_passes
 from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs
-from lp_runtime.model.forward.strict_parts import cut_into_passes
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")

@@ -8,8 +8,8 @@ import pytest
 
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.model.infilling import MARKS, encode_infilling
 from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.model.tokenizer import MARKS, encode_infilling
 
 
 @pytest.mark.parametrize("marks", MARKS)

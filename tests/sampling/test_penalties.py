@@ -2,7 +2,7 @@
 
 import torch
 
-from lp_runtime.sampling.penalties import NewTextPenalty
+from lp_runtime.sampling.request_processors import NewTextPenalty
 
 PROMPT = [0, 1]
 

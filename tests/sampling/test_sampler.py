@@ -4,9 +4,10 @@ import pytest
 import torch
 from support.thinned import thinned
 
+from lp_runtime.kernels.types import NO_TOKEN
 from lp_runtime.lookahead.top_k import ENTRY, K, margin_of
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.sampling.packing import BLOCK, NO_TOKEN
+from lp_runtime.sampling.packing import BLOCK
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler, top_k
 from lp_runtime.sampling.step_logits import StepLogits

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from lp_runtime.kernels import triton_attention as attention
 from lp_runtime.kernels import triton_cache as cache
-from lp_runtime.kernels import triton_cut, triton_norm, triton_sampling
+from lp_runtime.kernels import triton_cut, triton_sampling
 from lp_runtime.kernels import triton_gpu as kernels
 from lp_runtime.kernels import triton_strict as strict
 
@@ -74,11 +74,11 @@ def print_strict(capability: int, dtype: str, size: int, groups: int) -> None:
     shared = {"GROUPS": groups, "SIZE": size, "PARTS": strict.NUM_PARTS, "POSITIONS": 64, "WIDTH": 68, **blocks}
     head = shared | {"NUM_ROWS": 17, "BLOCK_TABLE": 32}
     others = dict.fromkeys(["output", "total", "outputs", "totals"], "*fp32")
-    num_warps = attention.num_warps(blocks, TYPES[dtype])
+    num_warps = attention.num_warps(TYPES[dtype])
     print(compile_kernel(strict._attend_head, capability, dtype, others, head, num_stages=2, num_warps=num_warps))
     rows = max(attention.MIN_BLOCK, triton.next_power_of_2(groups))
     tail = shared | {"HAS_SINKS": True, "BLOCK_ROWS": rows}
-    num_warps = strict.tail_warps(TYPES[dtype])
+    num_warps = attention.num_warps(TYPES[dtype])
     print(compile_kernel(strict._attend_tail, capability, dtype, others, tail, num_stages=2, num_warps=num_warps))
 
 
@@ -109,7 +109,7 @@ def main(capabilities: list[int]) -> None:
                         others,
                         constants,
                         num_stages=attention.num_stages(blocks, TYPES[dtype]),
-                        num_warps=attention.num_warps(blocks, TYPES[dtype]),
+                        num_warps=attention.num_warps(TYPES[dtype]),
                     )
                 )
         merged = {"QUERY_HEADS": 32, "SIZE": 128, "HAS_SINKS": True, "BLOCK_PARTS": 64, "BLOCK_SIZE": 128}
@@ -129,17 +129,17 @@ def main(capabilities: list[int]) -> None:
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
         print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
         print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
-        for size in (4096, 8192, triton_norm.MAX_NORM_SIZE):
+        for size in (4096, 8192, kernels.MAX_NORM_SIZE):
             block = {"BLOCK": size}
-            num_warps = triton_norm.num_norm_warps(size)
-            print(compile_kernel(triton_norm._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
-        one = {"NUM": 8, "NO_TOKEN": (1 << 24) - 1}
+            num_warps = kernels.num_norm_warps(size)
+            print(compile_kernel(kernels._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
+        one = {"NUM": 8}
         for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
             for is_odd in (False, True):
                 chunk = {**one, "DRAWS": draws, "HAS_CUT": draws and not is_odd, "SHIFT": shift, "IS_ODD": is_odd}
                 chunk["BLOCK"] = triton_sampling.CHUNK
                 print(compile_kernel(triton_sampling._scan_chunks, capability, dtype, SAMPLING, chunk, **EXACT))
-        packing = {"WIDTH": 5, "MARGIN_UNIT": 16, "MAX_MARGIN": 255, "BLOCK": 512, "BLOCK_CHUNKS": 64}
+        packing = {"WIDTH": 5, "BLOCK": 512, "BLOCK_CHUNKS": 64}
         row = {**one, **packing, "HAS_BEST": True}
         print(compile_kernel(triton_sampling._pack_rows, capability, "fp32", SAMPLING, row))
         for dtype, shift in (("bf16", 16), ("fp32", 0)):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
-from lp_runtime.kernels.triton_sampling import Packing
+from lp_runtime.kernels.types import NO_TOKEN, Packing
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
 
@@ -137,7 +137,7 @@ def gate(gate_up: Tensor) -> Tensor:
 def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
     """[n, width], as sampling/sampler.py packs the arg max of noisy scores and the likeliest tokens of the scores."""
     ids, gaps = sampler.top_k(scores, packing.num or 1)
-    words = torch.nn.functional.pad((ids << 8) | gaps, (0, packing.num % 2), value=packing.no_token << 8)
+    words = torch.nn.functional.pad((ids << 8) | gaps, (0, packing.num % 2), value=NO_TOKEN << 8)
     found = torch.zeros((len(scores), packing.width), dtype=torch.int64, device=scores.device)
     found[:, 0] = noisy.argmax(-1)
     if packing.num:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from lp_runtime.errors import ModelError
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.tree_attention import NAME as TREE
-from lp_runtime.model.hf.config import accepts_attention, attention_of, of_text_model
+from lp_runtime.model.hf.config import attention_of, of_text_model
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 
 ATTENTIONS = ("sdpa", "eager")
@@ -18,18 +18,14 @@ SINKS = "sinks"  # name of the parameter in attention blocks with attention sink
 
 
 def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
-    """Replace a model's attention by that of tree_attention.py where possible; return the resulting name.
-
-    sdpa is replaced. eager stays, since it may have been configured on purpose, except in models with attention sinks:
-    transformers offers them no other attention. In models with sinks the replacement is undone unless both give the
-    same logits up to rounding.
-    """
+    """Replace a model's attention by that of tree_attention.py where possible; return the resulting name."""
     attention = attention_of(model.config.get_text_config())
     if attention not in (*ATTENTIONS, TREE):
         raise ModelError(f"attn_implementation={attention}: must be one of {', '.join(ATTENTIONS)}")
-    if not own_attention or attention == TREE or not accepts_attention(model):
+    if not own_attention or attention == TREE or not model.is_backend_compatible():
         return attention
     has_sinks = any(isinstance(getattr(module, SINKS, None), nn.Parameter) for module in model.modules())
+    # eager may have been configured on purpose, except with attention sinks: transformers offers these no other.
     if attention == "eager" and not has_sinks:
         return attention
     expected = _logits(model) if has_sinks else None
@@ -43,7 +39,6 @@ def choose_attention(model: PreTrainedModel, own_attention: bool) -> str:
 
 @torch.inference_mode()
 def _logits(model: PreTrainedModel) -> torch.Tensor:
-    """Return [tokens, V] float32 logits of a short text."""
     size = model.config.get_text_config().vocab_size
     ids = torch.arange(1, NUM_TOKENS + 1, device=model.device)[None] % size
     with on(model.device):

@@ -1,6 +1,8 @@
 """Attention masks of a token tree: every node sees the committed tokens, its ancestors and itself.
 
-Letters: T tokens fed, L committed tokens in the cache, S = L + T keys.
+Letters: T tokens fed, L = `num_cached` committed tokens in the cache, at positions 0 .. L - 1, S = L + T keys.
+`parents` are [T] indices among the fed tokens, each below its child's, -1 for none; `positions` are [T], absolute, on
+the device.
 """
 
 from __future__ import annotations
@@ -25,24 +27,15 @@ LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
 
 class MaskForm(Enum):
-    """Form of the masks that an attention function accepts.
+    """Form of the masks that an attention function accepts."""
 
-    Attributes:
-        BOOLEAN: [1, 1, T, S] bool, True where a token sees a key.
-        ADDITIVE: [1, 1, T, S] in the model's dtype, added to the scores.
-        TREE_ONLY: [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens.
-    """
-
-    BOOLEAN = "boolean"
-    ADDITIVE = "additive"
-    TREE_ONLY = "tree only"
+    BOOLEAN = "boolean"  # [1, 1, T, S] bool, True where a token sees a key
+    ADDITIVE = "additive"  # [1, 1, T, S] in the model's dtype, added to the scores
+    TREE_ONLY = "tree only"  # [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens
 
 
 def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return [T, T] bool: row i is True at i and at the ancestors of i.
-
-    `parents` holds [T] indices, -1 for none; parents come before children.
-    """
+    """Return [T, T] bool: row i is True at i and at the ancestors of i."""
     mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
     _mark_ancestors(np.array(parents, dtype=np.int64), mask)
     return mask
@@ -50,14 +43,12 @@ def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
 
 @compiles
 def compile_masks() -> None:
-    """Compile this module's kernels, or load them from disk."""
     ancestor_mask([-1, 0])
     additive_mask([-1, 0], 1, -1.0)
 
 
 @compiled
 def _mark_ancestors(parents, mask):
-    """Write `ancestor_mask` of parents, [T] int64, to a mask, [T, T] bool."""
     for node in range(len(parents)):
         parent = parents[node]
         for other in range(parent + 1):
@@ -68,10 +59,7 @@ def _mark_ancestors(parents, mask):
 
 
 def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
-    """Return [T, S] float32 to add to scores: `lowest` at hidden keys, 0 at the others.
-
-    Committed tokens, ancestors and the node itself are visible. `parents` is as in `ancestor_mask`, `num_cached` is L.
-    """
+    """Return [T, S] float32 to add to scores: `lowest` at hidden keys; 0 at committed ones, ancestors and the node."""
     mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
     _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
     return mask
@@ -79,7 +67,6 @@ def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: 
 
 @compiled
 def _mark_hidden(parents, num_cached, lowest, mask):
-    """Write `additive_mask` of parents, [T] int64, to a mask, [T, S] float32."""
     for node in range(len(parents)):
         parent, behind = parents[node], num_cached + parents[node] + 1
         for column in range(num_cached):
@@ -92,52 +79,38 @@ def _mark_hidden(parents, num_cached, lowest, mask):
 
 
 class MaskBuilder:
-    """Builder of 4-D masks in the form that a model's attention accepts.
-
-    Args:
-        attention: name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones
-            and silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other
-            devices for the tree alone.
-        kinds: kinds of layers; None to read them from the configuration, and check them.
-
-    Attributes:
-        by_kind: whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
-        is_own: whether the attention is that of tree_attention.py.
-        windows_by_kind: sliding window of each kind of layer, in tokens; 0 for none.
-        limits_by_kind: (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
-    """
+    """Builder of 4-D masks in the form that a model's attention accepts."""
 
     def __init__(
         self,
         config: PreTrainedConfig,
+        # Name of the model's attention implementation. "sdpa" needs boolean masks. "eager" needs additive ones and
+        # silently misreads boolean ones. tree_attention.py needs additive ones: on a CPU for all keys, on other devices
+        # for the tree alone.
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
-        kinds: Set[str] | None = None,
+        kinds: Set[str] | None = None,  # kinds of layers; None to read them from the configuration, and check them
     ):
         compile_masks()
-        self.is_own = attention == TREE
+        self.is_own = attention == TREE  # whether the attention is that of tree_attention.py
         self.form = _form_of(attention, device)
         self._dtype, self._device = dtype, device
         self._sliding_window: int = getattr(config, "sliding_window", None) or 0
         self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
         kinds = layer_kinds(config) if kinds is None else kinds
         # transformers' models with several kinds of layers need a dictionary of masks, others one mask.
+        # Whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
-        self.windows_by_kind = {kind: self._sliding_window if kind == SLIDING else 0 for kind in self._kinds}
+        # (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
         self.limits_by_kind = {
-            kind: (window, self._chunk if kind == CHUNKED else 0) for kind, window in self.windows_by_kind.items()
+            kind: (self._sliding_window if kind == SLIDING else 0, self._chunk if kind == CHUNKED else 0)
+            for kind in self._kinds
         }
 
     def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
-        """Return the mask of a step in the shape that `form` defines, or one for each kind of layer by name.
-
-        Args:
-            parents: [T] index of each token's parent among the fed ones, -1 for the first.
-            positions: [T] absolute positions, on the device.
-            num_cached: L; the cached tokens are at positions 0 .. L - 1.
-        """
+        """Return the mask of a step in the shape that `form` defines, or one for each kind of layer by name."""
         num_keys = num_cached + len(parents)
         hiding = {kind for kind in self._kinds if self._hides(kind, num_keys)}
         from_ancestors = hiding if self.form is MaskForm.ADDITIVE else self._kinds
@@ -156,10 +129,9 @@ class MaskBuilder:
     def build_chunk(self, positions: torch.Tensor, num_cached: int) -> LayerMasks | None:
         """Return the mask of a chunk of a prompt, or one for each kind of layer by name.
 
-        `positions` are [T], absolute and consecutive, on the device. Returns `chunk_mask`, or a boolean mask,
-        [1, 1, T, S], for layers with chunked attention that hide tokens. None if the model's own causal mask serves as
-        well: where nothing is hidden, without cached tokens or for a single token, and with another attention than
-        tree_attention.py's.
+        It is `chunk_mask`, or a boolean mask, [1, 1, T, S], for layers with chunked attention that hide tokens. None if
+        the model's own causal mask serves as well: where nothing is hidden, without cached tokens or for a single
+        token, and with another attention than tree_attention.py's.
         """
         num_tokens = len(positions)
         hiding = {kind for kind in self._kinds if self._hides(kind, num_cached + num_tokens)}
@@ -175,7 +147,6 @@ class MaskBuilder:
         return masks if self.by_kind else next(iter(masks.values()))
 
     def _hides(self, kind: str, num_keys: int) -> bool:
-        """Whether a kind of layer may hide some committed token from some token, given `num_keys` keys."""
         return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
 
     def _unwindowed(self, parents: Sequence[int] | np.ndarray, num_cached: int) -> torch.Tensor:
@@ -203,25 +174,19 @@ class MaskBuilder:
 
 
 def _form_of(attention: str, device: torch.device) -> MaskForm:
-    """Return the form of masks that an attention implementation needs on a device."""
     if attention == "eager" or (attention == TREE and device.type == "cpu"):
         return MaskForm.ADDITIVE
     return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
 
 
-def carries_state(kind: str) -> bool:
-    """Whether layers of this kind carry a state from token to token."""
-    return kind in STATEFUL or "conv" in kind or "mamba" in kind
-
-
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a (text) configuration names; empty if it names none."""
+    """Return the kinds of layers that a (text) configuration names; refuse those that cannot be fed a tree."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
         kind = min(unknown)
         why = (
             "carry a state from token to token, or mix neighbours, whatever the mask says"
-            if carries_state(kind)
+            if kind in STATEFUL or "conv" in kind or "mamba" in kind
             else "are not known to depend only on positions and the mask"
         )
         raise ModelError(f"{config.model_type}: layers of type {kind} cannot be fed a token tree: they {why}")

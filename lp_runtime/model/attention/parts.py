@@ -3,7 +3,9 @@
 Each part has the log-sum-exp of its scores, with which two parts are merged (as in split-key decoding) and attention
 sinks are added.
 
-Letters: T tokens fed, L committed tokens, H key/value heads, g query heads for each, D head size.
+Letters: T tokens fed, L committed tokens, S = L + T keys, H key/value heads, g query heads for each, D head size.
+Queries are [1, g H, T, D], keys and values [1, H, S, D], outputs [1, g H, T, D], and log-sum-exps [1, g H, T] float32.
+`scale` multiplies the scores.
 """
 
 from __future__ import annotations
@@ -19,28 +21,10 @@ MAX_WINDOW_ERROR = 0.1  # of flash attention in half precision; a key too many o
 WINDOW_BLOCK = 512  # queries that attend together in a sliding window without flash attention; bounds the scores
 
 
-def has_flash(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether torch's flash attention supports a GPU and dtype."""
-    return dtype in FLASH_DTYPES and torch.cuda.get_device_capability(device) >= MIN_FLASH_CAPABILITY
-
-
-def merge(prefix: torch.Tensor, prefix_sum: torch.Tensor, tree: torch.Tensor, tree_sum: torch.Tensor) -> torch.Tensor:
-    """Return attention over prefix and tree from attention over each, [..., D] float32.
-
-    `prefix` and `tree` are [..., D], `tree` in float32; the sums are the log-sum-exp of their scores, [...].
-    """
-    prefix_weight = torch.sigmoid(prefix_sum - tree_sum)[..., None]
-    return torch.lerp(tree, prefix.float(), prefix_weight)
-
-
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, is_causal: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to all keys, or causally, without a mask, by the fastest torch kernel for device and dtype.
-
-    `query` is [1, g H, n, D], `key` and `value` [1, H, L, D]; `scale` multiplies the scores. With `is_causal`, query i
-    sees only the keys up to i, and n = L. Returns output, [1, g H, n, D], and log-sum-exp, [1, g H, n] float32.
-    """
+    """Attend to all keys, or to those up to each token's own, by the fastest torch kernel for the device."""
     num_heads, num_rows, size = query.shape[1:]
     groups = num_heads // key.shape[1]
     if groups == 1 or _takes_groups(query, value):
@@ -56,11 +40,7 @@ def attend(
 def attend_window(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend causally in a sliding window: each of the last T tokens sees itself and the `window - 1` keys before it.
-
-    `query` is [1, g H, T, D], `key` and `value` [1, H, L + T, D]; `scale` multiplies the scores. Reads at most
-    `window - 1 + T` keys. Returns output, [1, g H, T, D], and log-sum-exp, [1, g H, T] float32.
-    """
+    """Attend causally in a sliding window: each token sees itself and `window - 1` keys before it."""
     num_tokens, num_keys = query.shape[2], key.shape[2]
     first = max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
     if _takes_groups(query, value) and flash_has_windows(query.device, query.dtype, query.shape[3]):
@@ -111,16 +91,16 @@ def _attend_band(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `attend_window` by a mask over all the given keys."""
     num_heads, num_tokens, size = query.shape[1:]
-    aten, groups = torch.ops.aten, num_heads // key.shape[1]
-    folded = query.reshape(1, key.shape[1], groups * num_tokens, size)
-    if query.device.type == "cpu" and size == value.shape[3]:
-        mask = _band(num_tokens, key.shape[2], window, query.dtype, query.device, groups)
-        output, total = aten._scaled_dot_product_flash_attention_for_cpu(
-            folded, key, value, 0.0, False, attn_mask=mask[None, None], scale=scale
+    if query.device.type != "cpu" or size != value.shape[3]:
+        return attend_masked(
+            query, key, value, _band(num_tokens, key.shape[2], window, torch.float32, query.device), scale
         )
-    else:
-        mask = _band(num_tokens, key.shape[2], window, torch.float32, query.device)
-        output, total = attend_masked(folded, key, value, mask, scale)
+    groups = num_heads // key.shape[1]
+    folded = query.reshape(1, key.shape[1], groups * num_tokens, size)
+    mask = _band(num_tokens, key.shape[2], window, query.dtype, query.device, groups)
+    output, total = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        folded, key, value, 0.0, False, attn_mask=mask[None, None], scale=scale
+    )
     return output.reshape(1, num_heads, num_tokens, -1), total.reshape(1, num_heads, num_tokens)
 
 
@@ -139,7 +119,9 @@ def _takes_groups(query: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether `_attend` will use flash attention on a GPU, which needs no repeated keys for grouped heads."""
     size = query.shape[3]
     fits = size == value.shape[3] and size <= MAX_FLASH_HEAD_SIZE and size % 8 == 0
-    return query.device.type == "cuda" and fits and has_flash(query.device, query.dtype)
+    if query.device.type != "cuda" or query.dtype not in FLASH_DTYPES or not fits:
+        return False
+    return torch.cuda.get_device_capability(query.device) >= MIN_FLASH_CAPABILITY
 
 
 def _attend(
@@ -166,13 +148,46 @@ def _attend(
 def attend_masked(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attend to a few keys by two matrix products in float32.
+    """Attend to a few keys by two matrix products in float32; `mask` is [T, S] additive.
 
-    `query` is [1, H, g n, D], `key` and `value` [1, H, S, D], `mask` [n, S] additive; `scale` multiplies the scores.
-    Returns output, [1, H, g n, D], and log-sum-exp, [1, H, g n], float32.
+    The query, output and log-sum-exp may be folded, [1, H, g T, D].
     """
-    scores = torch.matmul(query.float(), key.transpose(2, 3).float()) * scale
+    folded = query.reshape(1, key.shape[1], -1, query.shape[3]).float()
+    scores = torch.matmul(folded, key.transpose(2, 3).float()) * scale
     if mask is not None:
         scores = (scores.unflatten(2, (-1, len(mask))) + mask).flatten(2, 3)
     total = scores.logsumexp(-1)
-    return torch.matmul(torch.exp(scores - total[..., None]), value.float()), total
+    output = torch.matmul(torch.exp(scores - total[..., None]), value.float())
+    return output.reshape(*query.shape[:3], -1), total.reshape(query.shape[:3])
+
+
+def attend_after_prefix(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_own: int, scale: float, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attend to the committed prefix without a mask and to the last T = `num_own` keys with one, and merge the two.
+
+    `mask` is [T, T] additive; None for a causal one. The query may be folded. Returns the output and the log-sum-exps
+    of the two parts, float32.
+    """
+    num_cached = key.shape[2] - num_own
+    prefix, prefix_sum = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
+    own = key[:, :, num_cached:], value[:, :, num_cached:]
+    if mask is None:
+        output, own_sum = attend(query, *own, scale, is_causal=True)
+    else:
+        output, own_sum = attend_masked(query, *own, mask, scale)
+    prefix_weight = torch.sigmoid(prefix_sum - own_sum)[..., None]
+    return torch.lerp(output.float(), prefix.float(), prefix_weight), prefix_sum, own_sum
+
+
+def attend_chunk(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, window: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend to the keys up to each token's own, in a sliding window of `window` tokens; 0 for none."""
+    num_tokens = query.shape[2]
+    if window:
+        return attend_window(query, key, value, scale, window)
+    if num_tokens in (1, key.shape[2]):
+        return attend(query, key, value, scale, is_causal=num_tokens > 1)
+    output, *sums = attend_after_prefix(query, key, value, num_tokens, scale, None)
+    return output, torch.logaddexp(*sums)

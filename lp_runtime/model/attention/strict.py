@@ -1,7 +1,7 @@
 """Attention for exactness=strict: a token's result is bit for bit independent of what else is fed.
 
 In half precision the shape of a forward pass changes rounding: other kernels are chosen, sums are taken in another
-order, and near-ties flip. Two measures prevent that. Every pass feeds the same number of tokens (strict_passes.py), so
+order, and near-ties flip. Two measures prevent that. Every pass feeds the same number of tokens (forward/passes.py), so
 matrix products always have the same shape. And attention works on blocks of absolute positions, in an order that
 depends on a token's position p alone:
 
@@ -40,10 +40,7 @@ POSITION, WINDOW, KEYS = 0, 1, 2  # columns of the table: position, sliding wind
 def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int) -> np.ndarray:
     """Return what each token attends to, [T, KEYS + TAIL] int64, in the form of `strict_attention`'s mask.
 
-    Args:
-        num_cached: committed tokens, at 0 .. num_cached - 1 of the cache; fed token i is written at num_cached + i.
-        parents: [T] index of each token's parent among the fed ones, -1 for the first.
-        window: sliding window of the layers, in tokens; 0 for none.
+    Fed token i is written at num_cached + i of the cache. `parents` are as in mask.py; `window` is 0 for none.
     """
     table = np.full((len(parents), KEYS + TAIL), -1, dtype=np.int64)
     table[:, WINDOW] = window
@@ -66,9 +63,8 @@ def tail_table(num_cached: int, parents: Sequence[int] | np.ndarray, window: int
 def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return L and the cache indices of the keys on each token's path, [T, 1 + BLOCK] int64.
 
-    Column 0 is L, and column 1 + i is for position L + i; columns beyond the token's position are 0. `num_cached` is L,
-    and fed token i is written at L + i of the cache. `parents` and `positions` are [T] int64: indices among the fed
-    tokens, -1 for the first, and absolute positions, L and more.
+    Column 0 is L = `num_cached`, and column 1 + i is for position L + i; columns beyond the token's position are 0. Fed
+    token i is written at L + i of the cache. `parents` and `positions` are [T] int64, as in `MaskBuilder.build`.
     """
     assert len(positions) == 0 or int(positions.max()) < num_cached + MAX_DEPTH
     table = np.zeros((len(parents), 1 + BLOCK), dtype=np.int64)
@@ -78,20 +74,17 @@ def path_table(num_cached: int, parents: np.ndarray, positions: np.ndarray) -> n
 
 @functools.cache
 def _path_kernel() -> Callable:
-    """Return `_fill_paths`, compiled for the types of its arguments."""
     integers = np.zeros(1, np.int64)
     return bound(_fill_paths, 0, integers, integers, np.zeros((1, 1), np.int64))
 
 
 @compiles
 def compile_paths() -> None:
-    """Compile this module's kernel, or load it from disk."""
     _path_kernel()
 
 
 @compiled
 def _fill_paths(num_cached, parents, positions, table):
-    """Write `path_table` to a table of zeros, [T, 1 + BLOCK]."""
     for token in range(len(parents)):
         depth, parent = positions[token] - num_cached, parents[token]
         table[token, 0] = num_cached
@@ -101,19 +94,12 @@ def _fill_paths(num_cached, parents, positions, table):
 
 
 class _Queries(NamedTuple):
-    """Queries of a pass, and the limits of what they see.
-
-    Attributes:
-        states: [H, g, B, D] float32, scaled.
-        positions: [B] int64.
-        windows: [B] int64, sliding window of each token; 0 for none.
-        softcap: scores are squashed to +-softcap; None for no limit.
-    """
+    """Queries of a pass, [H, g, B, D] float32 and scaled, and the limits of what they see."""
 
     states: torch.Tensor
-    positions: torch.Tensor
-    windows: torch.Tensor
-    softcap: float | None
+    positions: torch.Tensor  # [B] int64
+    windows: torch.Tensor  # [B] int64, sliding window of each token; 0 for none
+    softcap: float | None  # scores are squashed to +-softcap, if given
 
     @property
     def tail_start(self) -> torch.Tensor:
@@ -121,7 +107,6 @@ class _Queries(NamedTuple):
         return (self.positions // BLOCK - 1) * BLOCK
 
     def cap(self, scores: torch.Tensor) -> torch.Tensor:
-        """Return scores squashed by `softcap`."""
         return scores if self.softcap is None else torch.tanh(scores / self.softcap) * self.softcap
 
     def in_window(self, key_positions: torch.Tensor) -> torch.Tensor:
@@ -135,25 +120,19 @@ def strict_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor,
+    attention_mask: torch.Tensor,  # [1, 1, B, KEYS + TAIL] int64, from `tail_table`
     scaling: float | None = None,
     softcap: float | None = None,
+    # [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
     s_aux: torch.Tensor | None = None,
+    # Given in a pass of a fixed size, whose keys and values are already in their caches. The mask is then that of the
+    # pass, and only the shape of `key` is read.
     device_cache: DeviceAttention | None = None,
-    **kwargs: object,
+    **kwargs: object,  # of other attention functions, ignored: the mask contains what they would say
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, B, g H, D], None), like transformers: attention by blocks of absolute positions.
 
-    Args:
-        query: [1, g H, B, D].
-        key, value: [1, H, S, D].
-        attention_mask: [1, 1, B, KEYS + TAIL] int64, from `tail_table`.
-        scaling: of the scores; default 1 / sqrt(D).
-        softcap: scores are squashed to +-softcap, if given.
-        s_aux: [g H] attention sinks, one more score of each head in the softmax's sum; None for none.
-        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
-            then that of the pass, and only the shape of `key` is read.
-        **kwargs: of other attention functions, ignored: the mask contains what they would say.
+    `query` is [1, g H, B, D], `key` and `value` are [1, H, S, D].
     """
     num_tokens, num_heads = query.shape[2], key.shape[1]
     groups = query.shape[1] // num_heads
@@ -192,10 +171,9 @@ def strict_attention(
 def _tail(
     queries: _Queries, keys: torch.Tensor, values: torch.Tensor, key_indices: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gather and score each token's last two blocks.
+    """Gather and score each token's last two blocks, whose keys' cache indices are [B, TAIL], -1 for none.
 
-    Takes keys and values, [H, S, D], and the cache index of the key at each position, [B, TAIL], -1 for none. Returns
-    scores, [H, g, B, TAIL], and values, [H, B, TAIL, D], float32.
+    Returns scores, [H, g, B, TAIL], and values, [H, B, TAIL, D], float32.
     """
     positions = queries.tail_start[:, None] + torch.arange(TAIL, device=key_indices.device)
     allowed = (key_indices >= 0) & queries.in_window(positions)
@@ -209,10 +187,9 @@ def _tail(
 def _head(
     queries: _Queries, keys: torch.Tensor, values: torch.Tensor, num_blocks: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Score the blocks before each token's tail; they are committed for every token that may see them.
+    """Score the n blocks before each token's tail; they are committed for every token that may see them.
 
-    Takes keys and values, [H, S, D], and n, the whole blocks among them, at least one. Returns scores,
-    [H, n, g, B, BLOCK], and values, [H, n, BLOCK, D], float32.
+    Returns scores, [H, n, g, B, BLOCK], and values, [H, n, BLOCK, D], float32.
     """
     groups, num_tokens = queries.states.shape[1:3]
     head_keys = keys[:, : num_blocks * BLOCK].float().unflatten(1, (num_blocks, BLOCK))  # [H, n, BLOCK, D]

@@ -22,8 +22,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from lp_runtime.model.attention.parts import attend, attend_masked, attend_window, merge
-from lp_runtime.model.attention.sinks import attend_with_sinks
+from lp_runtime.model.attention.parts import attend_after_prefix, attend_chunk, attend_masked
 
 NAME = "lp_runtime_tree"  # as `attn_implementation` of a model
 
@@ -34,11 +33,7 @@ class DeviceAttention(Protocol):
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the keys of the layer that was written last; return [1, T, g H, D].
-
-        `query` is [1, g H, T, D], `num_heads` is H, `mask` the one that the pass gives the model, and `sinks` are [g
-        H]. `scale` multiplies the scores.
-        """
+        """Attend to the keys of the layer that was written last; return [1, T, g H, D]; see DeviceCache.attend."""
 
 
 class AttentionBatch(Protocol):
@@ -61,28 +56,23 @@ def tree_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    # Additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With `chunk_mask` the
+    # tokens are a chunk of a prompt: each sees the L tokens and those before itself, or a sliding window of them. With
+    # any other mask, or none, this is transformers' sdpa.
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    # Given in a pass of a fixed size, whose keys and values are already in their caches. The mask is then that of the
+    # pass, and only the shapes of `key` and `value` are read.
     device_cache: DeviceAttention | None = None,
+    # Keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the shape of
+    # `value` is.
     batch: AttentionBatch | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: torch.Tensor | None = None,  # [g H] attention sinks, see `_attend_with_sinks`
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return ([1, T, g H, D], None), like transformers: attention to committed tokens and ancestors.
 
-    Args:
-        query: [1, g H, T, D].
-        key, value: [1, H, L + T, D].
-        attention_mask: additive, in the dtype of the query: [1, 1, T, L + T], or [1, 1, T, T], of the tree alone. With
-            `chunk_mask` the tokens are a chunk of a prompt: each sees the L tokens and those before itself, or a
-            sliding window of them. With any other mask, or none, this is transformers' sdpa.
-        scaling: of the scores; default 1 / sqrt(D).
-        device_cache: given in a pass of a fixed size, whose keys and values are already in their caches. The mask is
-            then that of the pass, and only the shapes of `key` and `value` are read.
-        batch: keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the
-            shape of `value` is.
-        s_aux: [g H] attention sinks (sinks.py); None for none.
-        **kwargs: passed to transformers' sdpa.
+    `query` is [1, g H, T, D], `key` and `value` are [1, H, L + T, D].
     """
     if batch is not None:
         return _attend_batch(module, query, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None
@@ -94,8 +84,10 @@ def tree_attention(
         return device_cache.attend(query, num_heads, attention_mask, scale, s_aux), None
     if s_aux is not None:
         window = kwargs.get("sliding_window")
-        return attend_with_sinks(query, key, value, attention_mask, scale, s_aux, window), None
-    num_columns = _num_columns(attention_mask, query.dtype)
+        return _attend_with_sinks(query, key, value, attention_mask, scale, s_aux, window), None
+    num_columns = 0
+    if attention_mask is not None and attention_mask.dtype == query.dtype:  # an additive mask
+        num_columns = attention_mask.shape[-1]
     if num_columns not in (num_tokens, num_keys):
         return _attend_prompt(module, query, key, value, attention_mask, scaling, **kwargs), None
     assert attention_mask is not None
@@ -105,16 +97,13 @@ def tree_attention(
             folded, key, value, attn_mask=_fold(attention_mask, groups), scale=scaling
         )
     else:
-        output = attend_apart(folded, key, value, attention_mask[0, 0], scale)
+        output = attend_after_prefix(folded, key, value, num_tokens, scale, attention_mask[0, 0])[0].to(query.dtype)
     output = output.reshape(1, num_heads * groups, num_tokens, value.shape[3])
     return output.transpose(1, 2).contiguous(), None
 
 
 def chunk_mask(num_tokens: int, device: torch.device, window: int = 0) -> torch.Tensor:
-    """Return the empty mask, [1, 1 + window, T, 0], that marks a chunk of a prompt.
-
-    `window` is the sliding window in tokens; 0 for none.
-    """
+    """Return the empty mask, [1, 1 + window, T, 0], that marks a chunk of a prompt; `window` is 0 for none."""
     return torch.empty((1, 1 + window, num_tokens, 0), dtype=torch.bool, device=device)
 
 
@@ -135,40 +124,50 @@ def _attend_prompt(
     """Return attention of tokens that form no tree, [1, T, g H, D], by a fixed kernel of torch or sdpa.
 
     Fixed kernels are preferred because sdpa may choose one that is planned again for every number of keys, such as
-    cuDNN's. Arguments are those of `tree_attention`.
+    cuDNN's.
     """
     num_tokens, size = query.shape[2:]
-    scale = size**-0.5 if scaling is None else scaling
     window = window_of(attention_mask)
-    if window:
-        output = attend_window(query, key, value, scale, window)[0]
+    is_causal = window is not None or (attention_mask is None and num_tokens in (1, key.shape[2]))
+    if is_causal and (window or size == value.shape[3]):
+        scale = size**-0.5 if scaling is None else scaling
+        output, _ = attend_chunk(query, key, value, scale, window or 0)
         return output.to(query.dtype).transpose(1, 2).contiguous()
-    is_prompt = (attention_mask is None or window is not None) and num_tokens in (1, key.shape[2])
-    if is_prompt and size == value.shape[3]:
-        return attend(query, key, value, scale, is_causal=num_tokens > 1)[0].transpose(1, 2).contiguous()
     if window is not None:
-        if size == value.shape[3]:
-            return attend_chunk(query, key, value, scale)
         shape = (1, 1, num_tokens, key.shape[2])
         attention_mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril(key.shape[2] - num_tokens)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0]
 
 
-def attend_chunk(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attend to the committed prefix without a mask and to the chunk causally, and merge the two.
+def _attend_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    sinks: torch.Tensor,
+    window: int | None,
+) -> torch.Tensor:
+    """Return attention with sinks (gpt-oss), [1, T, g H, D], where each head has one more score without a value.
 
-    `query` is [1, g H, T, D], `key` and `value` [1, H, L + T, D]; `scale` multiplies the scores. The result is [1, T, g
-    H, D], contiguous.
+    The output without a sink is scaled by the weight that the sink leaves to the keys: sigmoid(log-sum-exp - sink).
+    `mask` is [1, 1, T, S] boolean or additive, with a sliding `window` of tokens or None; or as in `tree_attention`.
     """
-    num_cached = key.shape[2] - query.shape[2]
-    prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
-    own = attend(query, key[:, :, num_cached:], value[:, :, num_cached:], scale, is_causal=True)
-    return merge(*prefix, own[0].float(), own[1]).to(query.dtype).transpose(1, 2).contiguous()
-
-
-def _num_columns(mask: torch.Tensor | None, dtype: torch.dtype) -> int:
-    """Return the number of keys of an additive mask; 0 for None or a mask of another dtype."""
-    return mask.shape[-1] if mask is not None and mask.dtype == dtype else 0
+    num_tokens, num_keys = query.shape[2], key.shape[2]
+    if mask is not None and mask.shape[-1] == num_keys:
+        first = 0 if window is None else max(0, num_keys - num_tokens - window + 1)  # no token sees earlier keys
+        shown = mask[0, 0, :, first:]
+        if shown.dtype == torch.bool:
+            lowest = torch.finfo(torch.float32).min
+            shown = torch.zeros(shown.shape, device=mask.device).masked_fill_(~shown, lowest)
+        output, total = attend_masked(query, key[:, :, first:], value[:, :, first:], shown, scale)
+    elif mask is None or mask.shape[-1] == 0:
+        output, total = attend_chunk(query, key, value, scale, window_of(mask) or 0)
+    else:
+        output, *sums = attend_after_prefix(query, key, value, num_tokens, scale, mask[0, 0])
+        total = torch.logaddexp(*sums)
+    left = torch.sigmoid(total - sinks.float()[:, None])[..., None]  # weight left to the keys
+    return (output.float() * left).to(query.dtype).transpose(1, 2).contiguous()
 
 
 def _attend_batch(
@@ -191,22 +190,7 @@ def _attend_batch(
 
 @functools.lru_cache(maxsize=16)  # tensors hash by identity, and all layers of a step get the same masks
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return a mask with its rows repeated g times, [1, 1, g T, S]."""
     return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
-
-
-def attend_apart(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """Attend to the committed prefix without a mask and to the tree with one, and merge the two.
-
-    `query` is [1, H, g T, D], `key` and `value` [1, H, L + T, D], `mask` [T, T] additive; `scale` multiplies the
-    scores. The result is [1, H, g T, D].
-    """
-    num_cached = key.shape[2] - len(mask)
-    prefix = attend(query, key[:, :, :num_cached], value[:, :, :num_cached], scale)
-    tree = attend_masked(query, key[:, :, num_cached:], value[:, :, num_cached:], mask, scale)
-    return merge(*prefix, *tree).to(query.dtype)
 
 
 AttentionInterface.register(NAME, tree_attention)

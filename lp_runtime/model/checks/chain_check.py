@@ -11,10 +11,11 @@ import torch
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.checks.check_passes import random_tokens
 from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, lengths_to_cross
 from lp_runtime.model.forward.passes import FeedOneByOne
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.hf.differences import TOLERANCES, difference_of
+from lp_runtime.model.hf.differences import difference_of, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 
 TEXT_TOKENS = 48
@@ -29,24 +30,19 @@ STEPS = ((28, 28, 0, 4), (28, 29, 2, 1), (28, 32, 3, 0), (36, 36, 2, 2), (36, 39
 
 
 def check_chains(model: ChainRunner) -> float:
-    """Check steps, some with rejected chains, against plain passes; refuse a model that differs.
-
-    Returns the largest relative difference of a node's logits.
-    """
+    """Check steps, some with rejected chains, against plain passes; return the largest relative difference."""
     name = type(model.model).__name__
+    tolerance = tolerance_of(name, model.dtype)
     try:
         with model.slots.borrowed() as slot:
             worst, where = _worst_difference(model, slot), ""
             for field, length in lengths_to_cross(model).items():
-                if worst <= TOLERANCES.get(model.dtype, 0.0):
+                if worst <= tolerance:
                     worst, where = max(worst, _difference_at(model, slot, length)), f" around {field}={length}"
     except ModelError:
         raise
     except Exception as error:  # whatever the model's code raises here, the model cannot be served
         raise ModelError(f"{name} cannot be fed chains of guesses: {first_line(error)}") from error
-    tolerance = TOLERANCES.get(model.dtype)
-    if tolerance is None:
-        raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
     if not worst <= tolerance:
         raise ModelError(
             f"{name} failed the start-up self-check: several tokens fed after its cache differ from plain text"
@@ -58,12 +54,11 @@ def check_chains(model: ChainRunner) -> float:
 
 @torch.inference_mode()
 def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
-    """Return the largest relative difference between the logits of STEPS and of plain text."""
     longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
     if longest < TEXT_TOKENS:
         raise ModelError(f"a context of {longest} tokens is too short to work in")
     rng = random.Random(0)
-    text = [rng.randrange(model.vocabulary_size) for _ in range(TEXT_TOKENS)]
+    text = random_tokens(rng, model, TEXT_TOKENS)
     expected = _plain_logits(model, text, len(text))
     model.begin(slot, TEXT_TOKENS)
     model.prefill(slot, text[PROMPT_TOKENS:])  # another sequence: `begin` must discard it
@@ -85,12 +80,12 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
 def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     """Return the largest relative difference from plain text of a chain across a length.
 
-    Includes the difference of single tokens across it, divided by ALONE_MULTIPLE.
+    The difference of single tokens across it, divided by ALONE_MULTIPLE, counts too.
     """
     rng = random.Random(length)
     start = length - BEFORE_THRESHOLD
-    longest = length + CROSSED_BY if model.context_length is None else min(length + CROSSED_BY, model.context_length)
-    text = [rng.randrange(model.vocabulary_size) for _ in range(longest)]
+    longest = min(length + CROSSED_BY, model.context_length or sys.maxsize)
+    text = random_tokens(rng, model, longest)
     model.begin(slot, longest)
     model.prefill(slot, text[:start])
     tree = TokenTree(text[start : start + 1], max_depth=longest)

@@ -23,10 +23,10 @@ MAX_TRIES = 20  # random insertions for each token of a tree
 
 
 def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
-    """Make every pass of a fixed size, and compare its logits with those of a pass of any size.
+    """Make every pass of a fixed size, and return the largest relative difference from a pass of any size.
 
-    The model must have passed the self-check before. Returns the largest relative difference. Raises ModelError if a
-    pass differs by more than `tolerance`, cannot be captured, or runs out of memory.
+    The model must have passed the self-check before. Raises ModelError if a pass differs by more than `tolerance`,
+    cannot be captured, or runs out of memory.
     """
     try:
         return _worst_of_passes(model, tolerance)
@@ -35,7 +35,6 @@ def check_fixed_passes(model: ModelRunner, tolerance: float) -> float:
 
 
 def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
-    """Do the work of `check_fixed_passes`, and let its out-of-memory errors through."""
     passes = model.fixed_passes
     assert passes is not None
     rng = random.Random(3)
@@ -45,7 +44,7 @@ def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
     for number in range(MAX_BATCH):
         slot = CacheSlot()
         model.begin(slot, longest + passes.max_tokens + 1)
-        model.prefill(slot, _some_tokens(rng, model, max(1, longest >> number)))
+        model.prefill(slot, random_tokens(rng, model, max(1, longest >> number)))
         slots.append(slot)
     worst = 0.0
     for num_tokens, num_sequences in passes.make_all(model.supports_batching):
@@ -67,14 +66,14 @@ def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
     return worst
 
 
-def _some_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int]:
+def random_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int]:
     return [rng.randrange(model.vocabulary_size) for _ in range(count)]
 
 
 def _tree(rng: random.Random, model: ModelRunner, size: int, num_left: int) -> TokenTree:
     """Return a random tree of up to `size` tokens that fits the context's remaining `num_left` positions."""
     depth = max(1, min(MAX_DEPTH, num_left - 2))
-    tree = TokenTree(_some_tokens(rng, model, 1), max_depth=depth)
+    tree = TokenTree(random_tokens(rng, model, 1), max_depth=depth)
     for _ in range(MAX_TRIES * size):  # adding a token that its parent already has changes nothing
         if len(tree) < size:
             tree.add(rng.randrange(len(tree)), rng.randrange(model.vocabulary_size))

@@ -24,8 +24,7 @@ def make_runner(
 ) -> ModelRunner:
     """Make the runner that feeds a model token trees, or chains if it cannot be fed trees.
 
-    The arguments are those of ModelRunner. Raises ModelError if the model can be fed neither, or only chains with
-    exactness=strict or several shards.
+    Raises ModelError if the model can be fed neither, or only chains with exactness=strict or several shards.
     """
     if model.device.type == "cuda" and model.dtype == torch.float32:
         warn_of_tf32()
@@ -43,9 +42,9 @@ def make_runner(
 
 
 def check_runner(runner: ModelRunner) -> float:
-    """Self-check a model before its first request, and disable captured passes if only they fail.
+    """Self-check a model before its first request; return the largest relative difference of its logits.
 
-    Returns the largest relative difference of a node's logits; raises ModelError if the model fails.
+    Captured passes are disabled if only they fail.
     """
     if not isinstance(runner, ChainRunner):
         return check_model_or_disable_graphs(runner)

@@ -16,10 +16,10 @@ import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.checks.check_passes import check_fixed_passes
+from lp_runtime.model.checks.check_passes import check_fixed_passes, random_tokens
 from lp_runtime.model.forward.passes import FeedOneByOne, FeedText
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.hf.differences import TOLERANCES, difference_of
+from lp_runtime.model.hf.differences import difference_of, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import likely_reason, thresholds_of
@@ -46,6 +46,7 @@ def check_model(model: ModelRunner) -> float:
     node's logits.
     """
     name = type(model.model).__name__
+    tolerance = tolerance_of(name, model.dtype)
     worst, where = 0.0, ""
     try:
         with model.slots.borrowed() as slot:
@@ -55,7 +56,7 @@ def check_model(model: ModelRunner) -> float:
                 if threshold == model.rotary_lengths.threshold:  # a longer prompt has other rotary factors
                     starts.append(threshold + 1)
                 for start in starts:
-                    if worst <= TOLERANCES.get(model.dtype, 0.0):
+                    if worst <= tolerance:
                         worst = max(worst, _difference_at(model, slot, threshold, start))
                         where = f" around {field}={threshold}"
     except ModelError:
@@ -64,16 +65,12 @@ def check_model(model: ModelRunner) -> float:
         how = "" if model.strict_tokens is None else " with exactness=strict"
         reason = likely_reason(model.model) or first_line(error)
         raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
-    tolerance = TOLERANCES.get(model.dtype)
-    if tolerance is None:
-        raise ModelError(f"{name} computes in {model.dtype}: must be one of {', '.join(map(str, TOLERANCES))}")
     if not worst <= tolerance:
         raise ModelError(f"{name} failed the start-up self-check: {_what_differs(model, worst, tolerance, where)}")
     return max(worst, _check_other_passes(model, tolerance))
 
 
 def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
-    """Return the part of an error message that says how a model's tree steps differ from plain text."""
     if math.isnan(worst):
         return f"its logits are NaN{where}; check its weights and dtype"
     reason = likely_reason(model.model)
@@ -105,22 +102,18 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
 
 
 def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
-    """Return the largest relative difference between tree steps and plain text."""
     rng = random.Random(0)
-    longest = sys.maxsize if model.context_length is None else model.context_length
+    longest = model.context_length or sys.maxsize
     # Stay below the rotary threshold: beyond it a text fed in one pass differs from one fed token by token.
     length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
     if length < 2:
         raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
 
-    def some_tokens(count: int) -> list[int]:
-        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
-
-    prompt, left, right, below = some_tokens(length), some_tokens(3), some_tokens(3), some_tokens(2)
+    prompt, left, right, below = (random_tokens(rng, model, count) for count in (length, 3, 3, 2))
     model.begin(slot, length + 32)
     differences = [difference_of(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
     # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
-    root = some_tokens(1)
+    root = random_tokens(rng, model, 1)
     tree = TokenTree(root, max_depth=8)
     branches = [tree.add_branch(left), tree.add_branch([left[0], *below]), tree.add_branch(right)]
     differences += _compare(model, slot, tree, branches, prompt)
@@ -132,7 +125,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     """Return the lengths to decode across, ascending, keyed by a config field that names the length."""
-    longest = sys.maxsize if model.context_length is None else model.context_length
+    longest = model.context_length or sys.maxsize
     thresholds = {"max_position_embeddings": model.rotary_lengths.threshold}
     thresholds |= thresholds_of(model.model.config.get_text_config())
     fields = {
@@ -152,16 +145,12 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: i
     name = type(model.model).__name__
     log.info("checking %s around %d tokens", name, threshold)
     rng = random.Random(threshold)
-    text = [rng.randrange(model.vocabulary_size) for _ in range(threshold + CROSSED_BY + ACCEPTED)]
+    text = random_tokens(rng, model, threshold + CROSSED_BY + ACCEPTED)
     try:
         expected = _expected_logits(model, text, start)
     except Exception as error:  # raised by the model's own code, at a length that its configuration allows
-        log.warning(
-            "%s cannot decode %d tokens even without trees; skipping the check there: %s",
-            name,
-            len(text),
-            first_line(error),
-        )
+        what = f"{name} cannot decode {len(text)} tokens even without trees"
+        log.warning("%s; skipping the check there: %s", what, first_line(error))
         return 0.0
     model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
     differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
@@ -170,7 +159,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: i
         depth = model.rotary_lengths.num_together(root, ACCEPTED + 1) - 1
         tree = TokenTree(text[pending : root + 1], max_depth=depth)
         for _ in range(NUM_DECOYS):
-            tree.add_branch([rng.randrange(model.vocabulary_size) for _ in range(depth)])
+            tree.add_branch(random_tokens(rng, model, depth))
         nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + depth])]
         logits = model.forward(StepInputs.whole(slot, tree)).logits
         differences += [
@@ -184,7 +173,7 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: i
 def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
     """Return the logits that `generate` computes for a text after a prompt of `start` tokens.
 
-    They are those of Passes.text_one_by_one; if `generate` re-feeds the text at the rotary threshold, so does this.
+    They are those of FeedOneByOne; if `generate` re-feeds the text at the rotary threshold, so does this.
     """
     lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
     if not lengths.refeeds or not start <= end < len(text):
@@ -219,7 +208,7 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
     batch, texts = [], []
     try:
         for length in (5, 2):
-            tokens = [rng.randrange(model.vocabulary_size) for _ in range(length + 1)]
+            tokens = random_tokens(rng, model, length + 1)
             slot = CacheSlot()
             model.begin(slot, length + 32)
             model.prefill(slot, tokens[:-1])
@@ -238,16 +227,12 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
 def _check_bits(model: ModelRunner) -> None:
     """Raise ModelError unless a text has equal logits, bit for bit, token by token and in larger trees."""
     rng = random.Random(1)
-
-    def some_tokens(count: int) -> list[int]:
-        return [rng.randrange(model.vocabulary_size) for _ in range(count)]
-
-    longest = sys.maxsize if model.context_length is None else model.context_length
+    longest = model.context_length or sys.maxsize
     # GPU libraries choose kernels by size, so check longer texts there too.
     for length in (*STRICT_LENGTHS, *(LONG_STRICT_LENGTHS if model.device.type == "cuda" else ())):
         if length + LONGEST_PATH > longest:
             continue
-        prompt, text = some_tokens(length), some_tokens(LONGEST_PATH)
+        prompt, text = random_tokens(rng, model, length), random_tokens(rng, model, LONGEST_PATH)
         with model.slots.borrowed() as slot:
             model.begin(slot, length + 200)
             model.prefill(slot, prompt)
@@ -255,7 +240,7 @@ def _check_bits(model: ModelRunner) -> None:
             for num_pending, others in ((1, (5, 5, 5)), (3, (2, 7, 4, 7, 1, 6, 3, 5, 7, 7)), (LONGEST_PATH, ())):
                 tree = TokenTree(text[:num_pending], LONGEST_PATH)
                 for size in others:
-                    tree.add_branch(some_tokens(size))
+                    tree.add_branch(random_tokens(rng, model, size))
                 nodes = [tree.root, *tree.add_branch(text[num_pending:])]
                 model.begin(slot, length + 200)
                 model.prefill(slot, prompt)

@@ -26,28 +26,21 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import accepts_attention, attention_of
-from lp_runtime.model.kv_cache.device import DeviceCache
+from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.kv_cache.batch import DeviceCache
 
 MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
 
 
 class GraphOptions(NamedTuple):
-    """Options of fixed-size passes.
+    """Options of fixed-size passes."""
 
-    Attributes:
-        capture: whether passes are captured as CUDA graphs.
-        compiled: whether the model is compiled by torch.compile.
-        refuses_waits: as in GraphCapture.
-        batches: whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
-        max_tokens: tokens of the largest pass.
-    """
-
-    capture: bool
-    compiled: bool = False
-    refuses_waits: bool = True
+    capture: bool  # whether passes are captured as CUDA graphs
+    compiled: bool = False  # whether the model is compiled by torch.compile
+    refuses_waits: bool = True  # as in GraphCapture
+    # Whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
     batches: bool = True
-    max_tokens: int = 1
+    max_tokens: int = 1  # tokens of the largest pass
 
 
 class PassSize(NamedTuple):
@@ -60,11 +53,11 @@ class PassSize(NamedTuple):
 def why_not_captured(model: PreTrainedModel) -> str | None:
     """Return why a model's passes cannot be captured; None if they can.
 
-    The model must be on one GPU, use the attention of attention/tree_attention.py or attention/strict.py, and have the
-    same head size for keys and values, which the Triton kernels require.
+    The model must be on one GPU, use our attention, and have the same head size for keys and values, which the Triton
+    kernels require.
     """
     config = model.config.get_text_config()
-    if attention_of(config) not in (TREE, STRICT) or not accepts_attention(model):
+    if attention_of(config) not in (TREE, STRICT) or not model.is_backend_compatible():
         return "the model uses its own attention"
     if getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"
@@ -74,42 +67,31 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
 
 
 class FixedPass:
-    """A pass of one size, for one sequence or several.
-
-    Attributes:
-        replay: launches the captured graph; None before the capture.
-        logits: [B, V] of the wanted rows, in the model's dtype and in memory that all sizes share; None before the
-            first run.
-        presampled: [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
-    """
+    """A pass of one size, for one sequence or several."""
 
     def __init__(self, inputs: PassInputs, cache: DeviceCache):
         self.inputs, self.cache = inputs, cache
-        self.replay: Callable[[], None] | None = None
+        self.replay: Callable[[], None] | None = None  # launches the captured graph; None before the capture
+        # [B, V] of the wanted rows, in memory that all sizes share; None before the first run.
         self.logits: torch.Tensor | None = None
+        # [B, width] greedy samples of `logits`, packed as in sampling/sampler.py; None before the first run.
         self.presampled: torch.Tensor | None = None
 
 
 class PassSet:
-    """The passes of fixed sizes of a model: makes, captures and runs them.
-
-    Args:
-        model: a Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
-            `is_strict`.
-        sample: returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait
-            for the device.
-
-    Attributes:
-        presampled: [n, width] greedy samples of the last run's logits, valid until the next run.
-    """
+    """The passes of fixed sizes of a model: makes, captures and runs them."""
 
     def __init__(
         self,
+        # A Hugging Face causal LM with the attention of attention/tree_attention.py; of attention/strict.py if
+        # `is_strict`.
         model: PreTrainedModel,
         masks: MaskBuilder,
         options: GraphOptions,
         keeps_logits: bool,
         cache_name: str,
+        # Returns the packed greedy samples, [B, width], of logits [B, V], using the given kernels; must not wait for
+        # the device.
         sample: Callable[[torch.Tensor, ModuleType], torch.Tensor],
         is_strict: bool = False,
     ):
@@ -122,6 +104,7 @@ class PassSet:
         self._keeps_logits = keeps_logits
         self._sample = sample
         self._cache_name = cache_name
+        # [n, width] greedy samples of the last run's logits, valid until the next run.
         self.presampled: torch.Tensor | None = None
         self._num_layers: int = model.config.get_text_config().num_hidden_layers
         self._device: torch.device = model.device
@@ -133,20 +116,11 @@ class PassSet:
         self._logits: torch.Tensor | None = None  # [rows of the largest pass so far, V], written by every pass
         self._is_strict = is_strict
 
-    @property
-    def num_captures(self) -> int:
-        """Number of graphs captured so far."""
-        return 0 if self._capture is None else self._capture.count
-
     def __contains__(self, size: PassSize) -> bool:
-        """Whether the pass of a size has been made."""
         return size in self._passes
 
     def make(self, size: PassSize) -> None:
-        """Make the pass of a size, and capture it if the options ask for that.
-
-        Raises torch.OutOfMemoryError if there is not enough memory.
-        """
+        """Make the pass of a size, captured if the options ask for that; may raise torch.OutOfMemoryError."""
         masks = self._masks
         columns = 1 + BLOCK if self._is_strict else 0
         inputs = PassInputs(*size, self._num_layers, masks.limits_by_kind, masks.by_kind, self._device, columns)
@@ -206,10 +180,7 @@ class PassSet:
     def _allocate_logits(self, like: torch.Tensor) -> torch.Tensor:
         """Return memory for the logits of all sizes; if there is too little for that, for those given, [B, V]."""
         num_rows, size = like.shape
-        for rows in (max(num_rows, self.options.max_tokens), num_rows):
-            try:
-                return torch.empty((rows, size), dtype=like.dtype, device=like.device)
-            except torch.OutOfMemoryError:
-                if rows == num_rows:
-                    raise
-        raise AssertionError("one of them was allocated")
+        try:
+            return torch.empty((max(num_rows, self.options.max_tokens), size), dtype=like.dtype, device=like.device)
+        except torch.OutOfMemoryError:
+            return torch.empty((num_rows, size), dtype=like.dtype, device=like.device)

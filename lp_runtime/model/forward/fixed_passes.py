@@ -16,12 +16,13 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from lp_runtime.model.attention.strict import path_table
 from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.forward.following import LeadingShard
+from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.forward.pass_inputs import Part
 from lp_runtime.model.forward.passes import Feed, FeedFixed, MakeFixed, Passes
 from lp_runtime.model.forward.step_inputs import StepLogits
-from lp_runtime.model.forward.strict_parts import cut_into_passes
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,6 @@ MAX_SEQUENCES = 16  # in a pass; a larger batch takes several passes
 
 
 def pass_sizes(strict_tokens: int | None, is_compiled: bool) -> tuple[int, ...]:
-    """Return the token counts of passes, ascending."""
     if strict_tokens is not None:
         return (strict_tokens,)
     return COMPILED_SIZES if is_compiled else SIZES
@@ -45,16 +45,7 @@ def largest_size(strict_tokens: int | None, is_compiled: bool, has_followers: bo
 
 
 class FixedPasses:
-    """Passes of fixed sizes for trees.
-
-    Args:
-        passes: runs them; `BeginFixed` has run.
-        leading: makes every pass on the replica's other shards, too; None if there are none.
-
-    Attributes:
-        max_tokens: tokens of the largest pass. A larger share takes a pass of any size; with exactness=strict, several
-            passes.
-    """
+    """Passes of fixed sizes for trees, run by `passes` after `BeginFixed`."""
 
     def __init__(self, passes: Passes, feed: Feed, leading: LeadingShard | None = None):
         assert passes.made is not None
@@ -64,31 +55,25 @@ class FixedPasses:
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
         self._all_sizes = pass_sizes(self._strict_tokens, self.options.compiled)
+        # A larger share takes a pass of any size; with exactness=strict, several passes.
         self.max_tokens = largest_size(self._strict_tokens, self.options.compiled, leading is not None)
 
     @property
     def options(self) -> GraphOptions:
-        """Whether passes are captured, and whether the model is compiled."""
         return self._made.options
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Token counts that passes are padded to, ascending."""
         return tuple(size for size in self._all_sizes if size <= self.max_tokens)
 
     def _size(self, num_tokens: int, num_sequences: int) -> PassSize:
-        """Return the smallest size that fits this many tokens and sequences."""
         if self._strict_tokens is not None:
             return PassSize(self._strict_tokens, MAX_SEQUENCES)
         size = self._all_sizes[bisect.bisect_left(self._all_sizes, num_tokens)]
         return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
-        """Make the pass for this many tokens and sequences; return whether it was missing.
-
-        `num_tokens` is 1 to `max_tokens`, and `num_sequences` 1 to MAX_SEQUENCES. Raises torch.OutOfMemoryError if
-        there is not enough memory.
-        """
+        """Make the pass for this many tokens and sequences, if they fit into one; return whether it was missing."""
         size = self._size(num_tokens, num_sequences)
         if size in self._made:
             return False
@@ -101,9 +86,9 @@ class FixedPasses:
     def make_all(self, with_batches: bool) -> Iterator[tuple[int, int]]:
         """Make all passes, the largest first, so that the others reuse its memory.
 
-        Sizes above MIN_LARGEST that do not fit into memory are left out, and `max_tokens` is lowered. Passes for
-        several sequences are made if `with_batches`, and if the options ask for that. Yields the capacity of each pass,
-        (tokens, sequences), once made.
+        Yields the capacity of each, (tokens, sequences). Sizes above MIN_LARGEST that do not fit into memory are left
+        out, and `max_tokens` is lowered. Passes for several sequences are made if `with_batches`, and if the options
+        ask for that.
         """
         with_batches = with_batches and self.options.batches
         for size in reversed(self.sizes):
@@ -124,7 +109,6 @@ class FixedPasses:
         return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
 
     def takes(self, parts: Sequence[Part]) -> bool:
-        """Whether parts fit into passes of fixed sizes."""
         if self._strict_tokens is not None:
             return True
         if len(parts) > 1 and not self.options.batches:
@@ -132,10 +116,7 @@ class FixedPasses:
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, after its committed tokens; return one StepLogits per share.
-
-        There is at least one share, and `takes` is True for them. Results are valid until the next pass.
-        """
+        """Feed one share of each sequence, for which `takes` is True; the results are valid until the next pass."""
         chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(chunks[0])
@@ -147,7 +128,6 @@ class FixedPasses:
         return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
     def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed parts that fit into one pass."""
         num_tokens = _num_tokens(parts)
         self.make(num_tokens, len(parts))
         size = self._size(num_tokens, len(parts))
@@ -168,14 +148,37 @@ class FixedPasses:
 
 
 def _num_tokens(parts: Sequence[Part]) -> int:
-    """Return the total number of tokens of the parts."""
     return sum(len(part.layout.tokens) for part in parts)
 
 
 def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
-    """Merge the results of several passes for one sequence into one."""
     if len(pieces) == 1:
         return pieces[0]
     presampled = [each.presampled for each in pieces if each.presampled is not None]
     assert len(presampled) == len(pieces)
     return StepLogits(torch.cat([each.rows for each in pieces]), torch.cat(presampled))
+
+
+def cut_into_passes(parts: Sequence[Part], size: int, max_sequences: int) -> list[list[Part]]:
+    """Return the pieces of the parts, of different sequences, that each strict pass of `size` tokens feeds.
+
+    A token's result does not depend on which pass it is fed in, if its ancestors are fed in that pass or earlier. So
+    passes are filled one after the other, across sequences.
+    """
+    passes: list[list[Part]] = [[]]
+    num_free = size
+    for part in parts:
+        tokens, positions, parents, rows = part.layout
+        paths = path_table(part.place, parents, positions)
+        start = 0
+        while start < len(tokens):
+            if num_free == 0 or len(passes[-1]) == max_sequences:
+                passes.append([])
+                num_free = size
+            end = min(len(tokens), start + num_free)
+            own, first_row, end_row = slice(start, end), *rows.searchsorted([start, end])
+            layout = InputLayout(tokens[own], positions[own], parents[own], rows[first_row:end_row] - start)
+            passes[-1].append(Part(part.cache, layout, part.place + start, paths[own]))
+            num_free -= end - start
+            start = end
+    return passes

@@ -25,33 +25,23 @@ log = logging.getLogger(__name__)
 
 
 class CacheState(NamedTuple):
-    """State of one of shard 0's caches before a pass.
+    """State of one of shard 0's caches before a pass."""
 
-    Attributes:
-        key: identifies the cache; never reused.
-        length: committed tokens.
-        written: tokens that earlier passes of the step have written after the committed ones.
-    """
-
-    key: int
+    key: int  # identifies the cache; never reused
     capacity: int
-    length: int
-    written: int
+    length: int  # committed tokens
+    written: int  # tokens that earlier passes of the step have written after the committed ones
 
 
 class Announcement(NamedTuple):
-    """An announcement of a forward pass.
-
-    Attributes:
-        gone: keys of caches that shard 0 has freed.
-        is_captured: whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
-        may_fail: whether the replica outlives any failure of the pass. It always outlives that memory runs out.
-    """
+    """An announcement of a forward pass."""
 
     work: Pass
     caches: list[CacheState]
-    gone: list[int]
+    gone: list[int]  # keys of caches that shard 0 has freed
+    # Whether the pass is a captured one, which needs no memory; if it fails, the replica is lost.
     is_captured: bool = False
+    # Whether the replica outlives any failure of the pass. It always outlives that memory runs out.
     may_fail: bool = False
 
 
@@ -74,21 +64,18 @@ def run_agreed(link: ShardLink, order: Announcement, run: Callable[[], torch.Ten
 
 
 class LeadingShard:
-    """Shard 0's side of the link: runs each pass on all shards.
-
-    `can_capture` tells whether passes, with the all-reduces inside them, can be captured as CUDA graphs.
-    """
+    """Shard 0's side of the link: runs each pass on all shards."""
 
     def __init__(self, link: ShardLink):
         self._link = link
         self._keys: weakref.WeakKeyDictionary[TreeCache, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
-        self.can_capture = link.reducer.can_capture
+        self.can_capture = link.reducer.can_capture  # whether passes can be captured as CUDA graphs
         self._gone: list[int] = []  # keys of caches that were freed since the last pass
         self._lock = threading.Lock()  # an idle replica's worker thread runs passes while other threads call `tell`
 
     def run(self, passes: Passes, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Run a pass on all shards; arguments and result are those of Passes.run.
+        """Run a pass on all shards.
 
         If memory runs out on some shards, all of them leave the pass, and this one raises torch.OutOfMemoryError.
         Raises ShardError if they cannot leave it, if a shard is gone, or if the pass fails otherwise on this one.
@@ -98,7 +85,7 @@ class LeadingShard:
             try:
                 return self._run(passes, order, caches)
             except PassFailedError:
-                pass
+                raise torch.OutOfMemoryError("memory has run out on another GPU of the replica") from None
             except ShardError:
                 raise
             except Exception as error:
@@ -106,7 +93,6 @@ class LeadingShard:
                     raise
                 self._link.close()
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
-        raise torch.OutOfMemoryError("memory has run out on another GPU of the replica")
 
     def attempt(self, passes: Passes, work: Pass) -> None:
         """Run a pass without caches on all shards; if it fails on some, report that but keep the replica.
@@ -122,20 +108,17 @@ class LeadingShard:
                 raise ModelError("it has failed on another GPU of the replica") from error
 
     def _run(self, passes: Passes, order: Announcement, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Announce a pass and run it."""
         self._link.announce(order)
         return run_agreed(self._link, order, lambda: passes.run(order.work, caches))
 
     def _order(
         self, work: Pass, caches: Sequence[TreeCache], is_captured: bool = False, may_fail: bool = False
     ) -> Announcement:
-        """Return the announcement of a pass, with the caches that were freed since the last one."""
         gone = [self._gone.pop() for _ in range(len(self._gone))]  # finalizers may append meanwhile
         states = [CacheState(self._key(each), each.capacity, each.length, each.place - each.length) for each in caches]
         return Announcement(work, states, gone, is_captured, may_fail)
 
     def _key(self, cache: TreeCache) -> int:
-        """Return the key of a cache; a new cache gets the next number."""
         key = self._keys.get(cache)
         if key is None:
             key = self._keys[cache] = next(self._numbers)
@@ -179,11 +162,7 @@ class Follower:
         for key in order.gone:
             self._caches.pop(key, None)
         try:
-            run_agreed(
-                self._link,
-                order,
-                lambda: self._passes.run(order.work, [self._cache(each) for each in order.caches]),
-            )
+            run_agreed(self._link, order, lambda: self._passes.run(order.work, list(map(self._cache, order.caches))))
         except PassFailedError:
             return
         except ShardError:
@@ -194,7 +173,6 @@ class Follower:
             log.warning("%s", first_line(error))
 
     def _cache(self, state: CacheState) -> TreeCache:
-        """Return this shard's cache for one of shard 0's, with the same length and capacity."""
         cache = self._caches.get(state.key)
         if cache is None:
             cache = self._caches[state.key] = TreeCache(self._num_layers, state.capacity)

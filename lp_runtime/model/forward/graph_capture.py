@@ -27,10 +27,9 @@ class GraphCapture:
         self._device, self._refuses_waits = device, refuses_waits
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self.count = 0
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Capture what a function launches; return a function that replays it.
+        """Capture what `run` launches; return a function that replays it.
 
         `run` launches a pass, with the same tensors in every call. It runs twice before the capture: libraries
         initialize themselves in the first run, and the second one must not wait for the device. Raises
@@ -50,7 +49,6 @@ class GraphCapture:
                 with self._closing_pool(), capturing:
                     run()
             current.wait_stream(stream)
-        self.count += 1
         return graph.replay
 
     @contextmanager
@@ -68,7 +66,6 @@ class GraphCapture:
 
 @contextmanager
 def _refusing_waits(device: torch.device) -> Iterator[None]:
-    """Raise if the body of a `with` block waits for the device."""
     torch.cuda.current_stream(device).synchronize()
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():

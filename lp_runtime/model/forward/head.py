@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from lp_runtime.model.attention.mask import MaskBuilder
 from lp_runtime.model.forward.passes import TREE_PASSES, Feed, MakeFixed, Pass, Passes
-from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear
 from lp_runtime.sampling.sampler import GREEDY_PACKING
@@ -26,20 +25,10 @@ GREEDY = SampleRequest(GREEDY_PACKING, Truncation(), key=None, positions=())  # 
 
 
 class SlicedPasses(Passes):
-    """Passes whose tree passes return only this shard's slice of the logits, [n, v].
+    """Passes whose tree passes return only this shard's slice of the logits, [n, v]; `ReadRows` gathers whole rows."""
 
-    Further passes gather the whole rows (`ReadRows`), or what sampling needs from each slice (`FindInSlices`).
-    """
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        masks: MaskBuilder,
-        strict_tokens: int | None,
-        lengths: RotaryLengths,
-        head: GatheredLinear,
-    ):
-        super().__init__(model, masks, strict_tokens, lengths)
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None, head: GatheredLinear):
+        super().__init__(model, masks, strict_tokens)
         self._head, self._vocabulary = head, VocabularySlice(head.shard, head.sizes, model.device)
         self._logits, self._number = torch.empty(0), 0  # slice of the last tree pass, and number of tree passes so far
 
@@ -48,17 +37,13 @@ class SlicedPasses(Passes):
             return super(SlicedPasses, self).run(work, caches)
 
         if isinstance(work, TREE_PASSES):
-            return self._keep(feed)
+            self._number += 1  # even if the pass fails, so that all shards have the same number
+            self._logits = self._in_slices(feed)
+            return self._logits
         return self._in_slices(feed) if isinstance(work, MakeFixed) else feed()
 
     def sample(self, logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
         return self._vocabulary.pack(self._head.gather(self._vocabulary.find(logits, GREEDY)), GREEDY)
-
-    def _keep(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run a tree pass, and keep its slice of the logits until the next one."""
-        self._number += 1  # even if the pass fails, so that all shards have the same number
-        self._logits = self._in_slices(feed)
-        return self._logits
 
     def _in_slices(self, feed: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Run a pass with the head returning this shard's slice instead of gathered logits."""
@@ -98,8 +83,6 @@ class SlicedPasses(Passes):
 
 
 class ReadRows(NamedTuple):
-    """Gathers the whole logits of some rows: see `SlicedPasses.read`."""
-
     number: int
     start: int
     stop: int
@@ -110,8 +93,6 @@ class ReadRows(NamedTuple):
 
 
 class FindInSlices(NamedTuple):
-    """Gathers what sampling needs from each slice: see `SlicedPasses.find`."""
-
     number: int
     start: int
     stop: int
@@ -122,11 +103,8 @@ class FindInSlices(NamedTuple):
         return passes.find(*self)
 
 
-def make_passes(
-    model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None, lengths: RotaryLengths
-) -> Passes:
-    """Return the passes of a whole model or of one shard; arguments are those of Passes."""
+def make_passes(model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None) -> Passes:
     head = model.get_output_embeddings()
     if isinstance(head, GatheredLinear):
-        return SlicedPasses(model, masks, strict_tokens, lengths, head)
-    return Passes(model, masks, strict_tokens, lengths)
+        return SlicedPasses(model, masks, strict_tokens, head)
+    return Passes(model, masks, strict_tokens)

@@ -16,19 +16,12 @@ from lp_runtime.utils.jit import bound, compiled, compiles
 
 
 class InputLayout(NamedTuple):
-    """A share of a tree as flat int64 arrays.
+    """A share of a tree as flat int64 arrays."""
 
-    Attributes:
-        tokens: [T] token ids.
-        positions: [T] absolute positions.
-        parents: [T] row of each token's parent; -1 for the first token.
-        rows: [n] rows of the wanted nodes.
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    parents: np.ndarray
-    rows: np.ndarray
+    tokens: np.ndarray  # [T] token ids
+    positions: np.ndarray  # [T] absolute positions
+    parents: np.ndarray  # [T] row of each token's parent; -1 for the first token
+    rows: np.ndarray  # [n] rows of the wanted nodes
 
 
 def lay_out(
@@ -36,10 +29,8 @@ def lay_out(
 ) -> InputLayout:
     """Return a share of a tree as flat arrays.
 
-    Args:
-        nodes: [T] ascending indices into the tree: all pending tokens, and every fed node's ancestors.
-        wanted: [n] ascending indices into the tree, a subset of `nodes`.
-        num_cached: committed tokens of the slot; the tree's first pending token follows them.
+    `nodes`, [T], and `wanted`, [n], a subset, are ascending indices into the tree: all pending tokens, and every fed
+    node's ancestors. The tree's first pending token follows the slot's `num_cached` committed ones.
     """
     arrays, rows = np.empty((3, len(nodes)), np.int64), np.empty(len(wanted), np.int64)
     nodes, wanted = np.ascontiguousarray(nodes, np.int64), np.ascontiguousarray(wanted, np.int64)
@@ -50,13 +41,11 @@ def lay_out(
 
 @compiles
 def compile_layout() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _kernel()
 
 
 @functools.cache
 def _kernel() -> Callable:
-    """Return `_lay_out`, compiled for the types of its arguments."""
     integers = np.zeros(1, np.int64)
     return bound(_lay_out, *[integers] * 5, 0, np.zeros((3, 1), np.int64), integers)
 
@@ -79,11 +68,7 @@ def _lay_out(tokens, parents, depths, nodes, wanted, position, arrays, rows):
 
 
 def concatenated(layouts: Sequence[InputLayout], num_padding: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return several sequences' shares as one input: (tokens, positions, rows of the wanted nodes).
-
-    Tokens and positions are [T + num_padding]: the padding is token 0 at position 0. The [n] rows are indices into
-    them.
-    """
+    """Return several sequences' shares as one input, padded with zeros: (tokens, positions, wanted rows)."""
     sizes = [len(layout.tokens) for layout in layouts]
     starts = np.cumsum(sizes) - sizes
     padding = np.zeros(num_padding, np.int64)
@@ -95,7 +80,7 @@ def concatenated(layouts: Sequence[InputLayout], num_padding: int) -> tuple[np.n
 def rounding_of(num_tokens: int) -> int:
     """Return the power of two to whose multiple the tokens of a batch are padded, on a CPU.
 
-    oneDNN compiles and caches a matrix product for each size that it sees; rounding limits the number of sizes, and
-    adds at most an eighth.
+    oneDNN compiles and caches a matrix product for each size that it sees. Rounding limits them, and adds at most an
+    eighth.
     """
     return 1 << max(0, num_tokens.bit_length() - 4)

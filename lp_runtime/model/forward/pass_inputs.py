@@ -20,8 +20,8 @@ import torch
 
 from lp_runtime.model.attention.mask import LayerMasks
 from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.model.kv_cache.batch import DeviceInputs
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.device import DeviceInputs
 from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 4  # integers in a row of the table before the addresses
@@ -32,34 +32,20 @@ NO_PATHS = np.zeros((0, 1), np.int64)
 
 
 class Part(NamedTuple):
-    """The tokens of one sequence that a pass feeds.
-
-    Attributes:
-        layout: T tokens; its rows and parents are indices among them.
-        place: index in the cache at which the first of them is written.
-        paths: [T, columns] the tokens' paths, with exactness=strict; otherwise without rows.
-    """
+    """The tokens of one sequence that a pass feeds."""
 
     cache: TreeCache
-    layout: InputLayout
-    place: int
-    paths: np.ndarray = NO_PATHS
+    layout: InputLayout  # T tokens; its rows and parents are indices among them
+    place: int  # index in the cache at which the first of them is written
+    paths: np.ndarray = NO_PATHS  # [T, columns] the tokens' paths, with exactness=strict; otherwise without rows
 
     @classmethod
     def whole(cls, cache: TreeCache, layout: InputLayout) -> Part:
-        """Return a whole share as one part, written after the tokens in its cache."""
         return cls(cache, layout, cache.place)
 
 
 class _HostBlock:
-    """A block in host memory, and the event that marks the end of its last copy.
-
-    Attributes:
-        block: 1-D int64, pinned for a GPU.
-        columns: [4 + kinds, B] view of the block, as an array.
-        table: [P, 4 + 2 layers] view.
-        words: [B, words] view.
-    """
+    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks the end of its last copy."""
 
     def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
         on_gpu = device.type == "cuda"
@@ -68,7 +54,7 @@ class _HostBlock:
         self._copied = torch.cuda.Event() if on_gpu else None
         self.block = torch.zeros(end + size * num_words, dtype=torch.int64, pin_memory=on_gpu)
         array = self.block.numpy()
-        self.columns = array[:start].reshape(num_columns, size)
+        self.columns = array[:start].reshape(num_columns, size)  # a view, as are the next two
         self.table, self.words = array[start:end].reshape(shape), array[end:].reshape(size, num_words)
 
     @property
@@ -84,29 +70,17 @@ class _HostBlock:
 
 
 class PassInputs:
-    """Device inputs of the passes of one size.
-
-    Args:
-        size: B.
-        num_sequences: P - 1, the largest number of sequences.
-        limits: (sliding window, chunk) in tokens for each kind of layer; 0 for none.
-        num_path_columns: columns of a path, with exactness=strict; 0 for mask words.
-
-    Attributes:
-        ids, positions: [B] views of the block.
-        wanted: [B] view: rows whose logits are wanted, sequence by sequence, then zeros.
-        masks: passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
-    """
+    """Device inputs of the passes of one size."""
 
     def __init__(
         self,
-        size: int,
-        num_sequences: int,
+        size: int,  # B
+        num_sequences: int,  # P - 1, the largest number of sequences
         num_layers: int,
-        limits: Mapping[str, tuple[int, int]],
+        limits: Mapping[str, tuple[int, int]],  # (sliding window, chunk) in tokens for each kind of layer; 0 for none
         by_kind: bool,
         device: torch.device,
-        num_path_columns: int = 0,
+        num_path_columns: int = 0,  # columns of a path, with exactness=strict; 0 for mask words
     ):
         num_columns, shape = OWNERS + 1 + len(limits), (num_sequences + 1, HEADER + 2 * num_layers)
         num_words = num_path_columns or -(-size // WORD_BITS)
@@ -118,10 +92,11 @@ class PassInputs:
         columns = self.block[:start].view(num_columns, size)
         table, words = self.block[start:end].view(shape), self.block[end:].view(size, -1)
         ids, positions, wanted, owners = columns[: OWNERS + 1]
-        self.ids = ids
+        self.ids = ids  # a [B] view, like the next two
         self.positions = positions
-        self.wanted = wanted
+        self.wanted = wanted  # rows whose logits are wanted, sequence by sequence, then zeros
         by_name = {name: columns[LOWEST + i].view(1, 1, 1, size) for i, name in enumerate(limits)}
+        # Passed to the model as its mask, or masks by kind of layer: [1, 1, 1, B] views.
         self.masks: LayerMasks = by_name if by_kind else next(iter(by_name.values()))
         self.device_inputs = DeviceInputs(self.positions, owners, table, words)
 
@@ -150,14 +125,12 @@ class PassInputs:
 
 @functools.cache
 def _kernels() -> tuple[Callable, Callable]:
-    """Return `_clear` and `_fill`, compiled for the types of their arguments."""
     integers, rows = np.zeros(1, np.int64), np.zeros((1, 1), np.int64)
     return bound(_clear, 0, rows, rows), bound(_fill, *[integers] * 4, *[rows] * 3, *[0] * 5, *[rows] * 3)
 
 
 @compiles
 def compile_pass_inputs() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _kernels()
 
 

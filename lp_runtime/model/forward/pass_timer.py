@@ -14,16 +14,10 @@ class PassTimer:
         self._stopped = torch.cuda.Event(enable_timing=True)
 
     def start(self) -> None:
-        """Record the start event of a forward pass on the current stream."""
-        self._record(self._started)
+        self._started.record(torch.cuda.current_stream(self._device))
 
     def stop(self) -> None:
-        """Record the end event of a forward pass on the current stream."""
-        self._record(self._stopped)
-
-    def _record(self, event: torch.cuda.Event) -> None:
-        """Record an event on the device's current stream."""
-        event.record(torch.cuda.current_stream(self._device))
+        self._stopped.record(torch.cuda.current_stream(self._device))
 
     def seconds(self) -> float:
         """Return the duration of the last forward pass, in seconds.

@@ -1,13 +1,13 @@
 """Forward passes of any size and of fixed sizes, from host data: token ids, positions, parents.
 
 A pass is a value (`Pass`) that can be sent to another process, which runs it on its slice of the model.
-Letters: T tokens fed, n nodes whose successors are wanted, V vocabulary.
+Letters: T tokens fed, n nodes whose successors are wanted, B tokens of a strict pass, V vocabulary.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
@@ -17,18 +17,16 @@ from transformers import PreTrainedModel
 
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
+from lp_runtime.model.attention.strict import BLOCK, KEYS, POSITION, WINDOW, tail_table
 from lp_runtime.model.attention.strict import NAME as STRICT
-from lp_runtime.model.forward.batch_inputs import batch_inputs
 from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
-from lp_runtime.model.forward.inputs import InputLayout
+from lp_runtime.model.forward.inputs import InputLayout, concatenated, rounding_of
 from lp_runtime.model.forward.pass_inputs import Part
-from lp_runtime.model.forward.strict_passes import strict_passes
-from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_name
-from lp_runtime.model.modules.rotary import library_view, view_for_length
+from lp_runtime.model.modules.rotary import library_view, replace_rotaries, view_for_length
 from lp_runtime.sampling.sampler import sample_greedily
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.tensors import tensor_on
@@ -46,38 +44,32 @@ class Pass(Protocol):
 class Feed(Protocol):
     """Runs a pass on all shards of a replica: ModelRunner.feed."""
 
-    def __call__(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor:
-        """Run the pass with these caches."""
+    def __call__(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor: ...
 
 
 class Passes:
     """A model that runs passes: of any size, and of fixed sizes after `BeginFixed`.
 
-    Every pass writes keys and values after the tokens in its caches, and commits nothing.
-
-    Attributes:
-        made: passes of fixed sizes; None before `BeginFixed`.
-        tree_model: the model that trees are fed to; with `strict_tokens` a view of `model`.
-        keeps_logits: whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
-        cache_name: keyword by which the model's forward accepts a cache.
+    Every pass writes keys and values after the tokens in its caches, and commits nothing. Rotary embeddings whose
+    factors change with the text length are replaced permanently (modules/rotary.py).
     """
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        masks: MaskBuilder,
-        strict_tokens: int | None,
-        lengths: RotaryLengths = UNCHANGING,
-    ):
+    can_refeed = True  # whether the caller can feed a whole text again at the length at which `generate` does
+
+    def __init__(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None):
         self._model = model
         self.masks = masks
         self.device = model.device
-        self.strict_tokens, self.lengths = strict_tokens, lengths
-        self.made: PassSet | None = None
+        self.strict_tokens = strict_tokens
+        # The text lengths at which the model's rotary factors change.
+        self.lengths = replace_rotaries(model, may_refeed=self.can_refeed and strict_tokens is None)
+        self.made: PassSet | None = None  # passes of fixed sizes; None before `BeginFixed`
         self._prompt_view: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it
+        # The model that trees are fed to; with `strict_tokens` a view of `model`.
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
+        # Whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
-        self.cache_name = cache_name(model) or CACHE_NAMES[0]
+        self.cache_name = cache_name(model) or CACHE_NAMES[0]  # keyword by which the model's forward accepts a cache
 
     @property
     def are_captured(self) -> bool:
@@ -85,13 +77,12 @@ class Passes:
         return self.made is not None and self.made.options.capture
 
     def run(self, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
-        """Run a pass."""
         return work.run(self, caches)
 
     def step_logits(self, logits: torch.Tensor, feed: Feed, presampled: torch.Tensor | None = None) -> StepLogits:
-        """Return the logits of a tree pass in the form that sampling uses.
+        """Return the logits of a tree pass in the form that sampling uses; `feed` runs further passes.
 
-        `feed` runs further passes. A pass of a fixed size also has its samples, [n, width]: `presampled`.
+        `presampled` are the samples, [n, width], of a pass of a fixed size.
         """
         return StepLogits(logits, presampled, is_reused=presampled is not None)
 
@@ -104,7 +95,6 @@ class Passes:
         return {"logits_to_keep": rows} if self.keeps_logits else {}
 
     def plain_model(self) -> PreTrainedModel:
-        """Return the model with transformers' own rotary modules."""
         return library_view(self._model) if self.lengths.change else self._model
 
     def prompt_model(self, length: int) -> PreTrainedModel | None:
@@ -136,20 +126,16 @@ class Passes:
         return logits
 
     def _inputs(self, positions: torch.Tensor, mask: LayerMasks | None, cache: object) -> dict[str, object]:
-        """Return the keyword arguments of the model's forward except token ids; positions are [T]."""
         inputs: dict[str, object] = {"position_ids": positions[None], "attention_mask": mask, self.cache_name: cache}
         return inputs | ({"batch": cache} if isinstance(cache, BatchedCache) else {})
 
 
 class FeedChunk(NamedTuple):
-    """Feeds T tokens of a text after the cache; returns the logits of `rows`, or of the last token, [n, V].
-
-    `length` is the text length whose rotary factors the pass must use; 0 if each token uses its own.
-    """
+    """Feeds T tokens of a text after the cache; returns the logits of `rows`, or of the last token, [n, V]."""
 
     tokens: Sequence[int]
     rows: Sequence[int] | None = None
-    length: int = 0
+    length: int = 0  # text length whose rotary factors the pass must use; 0 if each token uses its own
 
     @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
@@ -179,12 +165,11 @@ class FeedEachAlone(NamedTuple):
 class FeedShare(NamedTuple):
     """Feeds a share of a tree; returns the logits of the wanted rows, [n, V].
 
-    With exactness=strict it takes several passes of `strict_tokens` each. `length` is as in `FeedChunk`; strict models
-    never re-feed a text, so they ignore it.
+    With exactness=strict it takes several passes of `strict_tokens` each.
     """
 
     layout: InputLayout
-    length: int = 0
+    length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
 
     @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
@@ -201,10 +186,33 @@ class FeedShare(NamedTuple):
     def _run_strictly(self, passes: Passes, cache: TreeCache, size: int) -> torch.Tensor:
         """Return the logits of all T tokens, [T, V], from passes of `size` tokens each, the last one padded."""
         logits = []
-        for ids, positions, mask in strict_passes(self.layout, size, cache.length, passes.masks, passes.device):
+        for ids, positions, mask in _strict_inputs(self.layout, size, cache.length, passes.masks, passes.device):
             logits.append(passes.forward(ids, positions, mask, cache, size, passes.tree_model))
             cache.keep_writing(size)
         return torch.cat(logits)[: len(self.layout.tokens)]
+
+
+def _strict_inputs(
+    layout: InputLayout, size: int, num_cached: int, masks: MaskBuilder, device: torch.device
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, LayerMasks]]:
+    """Yield (ids [B], positions [B], masks) of passes of B = `size` tokens each; the last one is padded.
+
+    Masks are tables from `tail_table` for strict_attention, by kind of layer if the model has several.
+    """
+    # Padding is at position 0 and sees the first committed token, so that its results are finite.
+    num_padding = -len(layout.tokens) % size
+    tables: dict[int, torch.Tensor] = {}  # by window
+    for window, _ in set(masks.limits_by_kind.values()):
+        table = tail_table(num_cached, layout.parents, window)
+        padding = np.full((num_padding, table.shape[1]), -1, dtype=np.int64)
+        padding[:, [POSITION, WINDOW, KEYS + BLOCK]] = 0
+        tables[window] = tensor_on(device, np.concatenate([table, padding]))
+    inputs = np.pad(np.stack([layout.tokens, layout.positions]), ((0, 0), (0, num_padding)))
+    ids, positions = tensor_on(device, inputs)
+    for start in range(0, len(ids), size):
+        rows = slice(start, start + size)
+        by_kind = {kind: tables[window][rows][None, None] for kind, (window, _) in masks.limits_by_kind.items()}
+        yield ids[rows], positions[rows], by_kind if masks.by_kind else next(iter(by_kind.values()))
 
 
 class FeedShares(NamedTuple):
@@ -214,18 +222,23 @@ class FeedShares(NamedTuple):
 
     @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
-        ids, positions, rows, batched = batch_inputs(caches, self.layouts, passes.masks, passes.device)
+        layouts, device = self.layouts, passes.device
+        sizes = [len(layout.tokens) for layout in layouts]
+        num_padding = -sum(sizes) % rounding_of(sum(sizes)) if device.type == "cpu" else 0
+        ids, positions, rows = (tensor_on(device, each) for each in concatenated(layouts, num_padding))
+        masks = [
+            passes.masks.build(layout.parents, tensor_on(device, layout.positions), cache.length)
+            for layout, cache in zip(layouts, caches, strict=True)
+        ]
+        batched = BatchedCache(caches, sizes, masks, num_padding)
         return passes.forward(ids, positions, batched.mask, batched, rows)
 
 
 class FeedFixed(NamedTuple):
-    """Feeds several sequences' shares in the pass of a fixed size, which has been made; returns [n, V] logits.
-
-    Each piece is a Part without its cache, which is in `caches`.
-    """
+    """Feeds several sequences' shares in the pass of a fixed size, which has been made; returns [n, V] logits."""
 
     size: PassSize
-    pieces: Sequence[tuple]
+    pieces: Sequence[tuple]  # each a Part without its cache, which is in `caches`
 
     @torch.no_grad()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:

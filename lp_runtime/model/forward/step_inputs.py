@@ -16,25 +16,20 @@ from lp_runtime.sampling.step_logits import StepLogits as StepLogits  # re-expor
 
 
 class StepInputs(NamedTuple):
-    """A sequence's share of a step's tree, as fed by this replica.
+    """A sequence's share of a step's tree, as fed by this replica."""
 
-    Attributes:
-        slot: holds the sequence's keys and values; the tree's pending tokens are committed to it.
-        tree: its first pending token follows the slot's last committed one.
-        nodes: [T] ascending indices into the tree of the fed nodes: all pending tokens, and every fed node's ancestors.
-        wanted: [n] ascending indices into the tree of the nodes whose logits are returned, a subset of `nodes`.
-        start: tokens of the sequence before the first fed one; None for all that the slot holds. A replica that is fed
-            chains may already hold some of the pending tokens.
-    """
-
+    # The tree's first pending token follows its last committed one, and the pending tokens are committed to it.
     slot: CacheSlot
     tree: TokenTree
+    # [T] ascending indices into the tree of the fed nodes: all pending tokens, and every fed node's ancestors.
     nodes: Sequence[int] | np.ndarray
+    # [n] ascending indices into the tree of the nodes whose logits are returned, a subset of `nodes`.
     wanted: Sequence[int] | np.ndarray
+    # Tokens of the sequence before the first fed one; None for all that the slot holds. A replica that is fed chains
+    # may already hold some of the pending tokens.
     start: int | None = None
 
     @classmethod
     def whole(cls, slot: CacheSlot, tree: TokenTree) -> StepInputs:
-        """Return all nodes of a tree, with logits wanted from the root on."""
         nodes = np.arange(len(tree))
         return cls(slot, tree, nodes, nodes[tree.root :])

@@ -15,9 +15,9 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
     """Return how many positions a sequence may have; None if the model sets no limit.
 
     transformers' own rotary modules choose the factors of all tokens of a pass by its longest position, so a token's
-    logits would depend on what else is fed. If these modules could not be replaced, the context ends at the length
-    where factors change. The same holds for model types whose cache `generate` drops at that length. `lengths` says
-    where factors change if our modules choose them token by token; it is UNCHANGING if transformers' modules stay.
+    logits would depend on what else is fed. If these modules could not be replaced (`lengths` is UNCHANGING), the
+    context ends at the length where factors change. The same holds for model types whose cache `generate` drops at that
+    length.
     """
     length = max_positions(config)
     if lengths.change:  # "dynamic" factors extend the context beyond max_position_embeddings
@@ -41,10 +41,7 @@ def max_positions(config: PreTrainedConfig) -> int | None:
 
 
 def config_json(location: str, revision: str | None) -> str:
-    """Return a model's config.json, as transformers reads it, with sorted keys; empty if there is none.
-
-    `location` is a directory or hub id; `revision` is a branch, tag or commit of a hub id.
-    """
+    """Return a model's config.json, as transformers reads it, with sorted keys; empty if there is none."""
     try:
         return json.dumps(PreTrainedConfig.get_config_dict(location, revision=revision or "main")[0], sort_keys=True)
     except (OSError, ValueError):
@@ -52,13 +49,7 @@ def config_json(location: str, revision: str | None) -> str:
 
 
 def attention_of(config: PreTrainedConfig) -> str:
-    """Return the attention implementation of a (text) configuration."""
     return config._attn_implementation  # no public attribute exists
-
-
-def accepts_attention(model: PreTrainedModel) -> bool:
-    """Whether a model accepts any registered attention function, not only those named in its code."""
-    return model.is_backend_compatible()
 
 
 def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
@@ -71,14 +62,11 @@ def attention_settings(model: PreTrainedModel) -> str | dict[str, str]:
 
 
 def of_text_model(model: PreTrainedModel, attention: str) -> str | dict[str, str]:
-    """Return a model's attention settings with the text model's attention replaced.
-
-    The result is an argument of `set_attn_implementation`. The model may itself be the text model, or contain it as one
-    of several sub-models.
-    """
+    """Return a model's attention settings, for `set_attn_implementation`, with the text model's replaced."""
     settings = attention_settings(model)
     if isinstance(settings, str):
         return attention
     text = model.config.get_text_config()
+    # The model may itself be the text model.
     name = next((name for name in settings if name and getattr(model.config, name) is text), "")
     return settings | {name: attention}

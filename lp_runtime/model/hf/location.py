@@ -11,8 +11,8 @@ from lp_runtime.errors import ModelError
 def check_location(config: ModelConfig) -> None:
     """Refuse a model directory that does not exist, before any process is started.
 
-    A location that is written as a path must be a directory with a config.json, and with safetensors files unless
-    the settings allow pickled weights. A hub id is not looked up.
+    A location that is written as a path must be a directory with a config.json, and with safetensors files unless the
+    settings allow pickled weights. A hub id is not looked up.
     """
     path = Path(config.location)
     try:

@@ -21,19 +21,15 @@ class RotaryLengths(NamedTuple):
 
     Factors are rows of a table (modules/rotary.py). Row 0 is for texts of up to `threshold` tokens, row n for n tokens
     more; the last row is also for longer texts.
-
-    Attributes:
-        num_rows: rows of the table; 1 if factors never change.
-        refeeds: whether `generate` re-feeds the whole text once it is longer than the threshold. `num_rows` is then 2.
     """
 
     threshold: int = sys.maxsize
-    num_rows: int = 1
+    num_rows: int = 1  # rows of the table; 1 if factors never change
+    # Whether `generate` re-feeds the whole text once it is longer than the threshold. `num_rows` is then 2.
     refeeds: bool = False
 
     @property
     def change(self) -> bool:
-        """Whether factors change at all."""
         return self.num_rows > 1
 
     @property

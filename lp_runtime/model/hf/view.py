@@ -48,10 +48,7 @@ def view_of(model: PreTrainedModel, attention: str | None = None) -> PreTrainedM
 
 
 def _viewed(value: Any, views: dict[int, nn.Module], configs: dict[int, Any]) -> Any:
-    """Return a module's attribute as the module's view has it.
-
-    `views` are by `id` of the module; `configs` is the memo of copy.deepcopy for configurations.
-    """
+    """Return a module's attribute as the module's view has it; `views` are by `id` of the module."""
     value = getattr(value, COMPILED, value)
     if isinstance(value, nn.Module):
         return views.get(id(value), value)

@@ -1,7 +1,8 @@
 """KV cache of one sequence: preallocated, holds committed tokens, truncated in O(1).
 
 A forward pass writes its keys and values after the committed ones; committing only changes the length. Implements
-transformers' cache interface. Letters: T tokens fed, H key/value heads, D head size.
+transformers' cache interface. Letters: T tokens fed, H key/value heads, D head size. Keys and values of a layer are [1,
+H, T, D] each.
 """
 
 from __future__ import annotations
@@ -18,49 +19,35 @@ LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its ke
 
 @dataclass(frozen=True)
 class SavedStates:
-    """Immutable snapshot of the states that recurrent layers carry at one point of a sequence.
+    """Immutable snapshot of the states that recurrent layers carry at one point of a sequence."""
 
-    `layers` has the attributes of each such layer by name; tensors in dictionaries are copies.
-    """
-
-    layers: tuple[Mapping[str, object], ...]
+    layers: tuple[Mapping[str, object], ...]  # attributes of each layer by name; tensors in dictionaries are copies
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in the snapshot."""
         values = [value for layer in self.layers for value in layer.values()]
         tensors = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
         return sum(each.numel() * each.element_size() for each in tensors if isinstance(each, torch.Tensor))
 
 
 class _Length:
-    """Number of tokens in a cache, and the addresses of its tensors; shared by all its layers.
-
-    Attributes:
-        value: committed tokens.
-        written: tokens after the committed ones that the next pass must not overwrite.
-        addresses: [layers, 2] int64, addresses of each layer's keys and values; 0 before they are allocated.
-    """
+    """Number of tokens in a cache, and the addresses of its tensors; shared by all its layers."""
 
     __slots__ = ("value", "written", "addresses")
 
     def __init__(self, num_layers: int) -> None:
-        self.value = 0
-        self.written = 0
+        self.value = 0  # committed tokens
+        self.written = 0  # tokens after the committed ones that the next pass must not overwrite
+        # [layers, 2] int64, addresses of each layer's keys and values; 0 before they are allocated.
         self.addresses = np.zeros((num_layers, 2), np.int64)
 
     @property
     def place(self) -> int:
-        """Index at which the next token is written."""
         return self.value + self.written
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch.
-
-    `length` is shared by all layers of the cache. `arrays` are numpy views of keys and values, on a CPU in float32;
-    else None.
-    """
+    """Keys and values of one layer, [1, H, capacity, D] each; all after the committed length is scratch."""
 
     is_sliding = False  # sliding windows are applied by the step's mask
     keys: torch.Tensor
@@ -69,8 +56,8 @@ class TreeCacheLayer(CacheLayerMixin):
     def __init__(self, capacity: int, length: _Length, index: int):
         super().__init__()
         self.capacity = capacity
-        self.arrays: tuple[np.ndarray, np.ndarray] | None = None
-        self._length, self._index = length, index
+        self.arrays: tuple[np.ndarray, np.ndarray] | None = None  # views of keys and values, on a CPU in float32
+        self._length, self._index = length, index  # `length` is shared by all layers
 
     def grow(self, capacity: int) -> None:
         """Reallocate for `capacity` tokens, and copy the committed ones; unchanged if memory runs out."""
@@ -86,7 +73,7 @@ class TreeCacheLayer(CacheLayerMixin):
                 new[..., :length, :] = before[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the layer's tensors like the given ones, [1, H, any, D], except for their length."""
+        """Allocate the layer's tensors like the given ones, except for their length."""
 
         def empty(like: torch.Tensor) -> torch.Tensor:
             return like.new_empty((*like.shape[:-2], self.capacity, like.shape[-1]))
@@ -100,10 +87,7 @@ class TreeCacheLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of T new tokens, [1, H, T, D] each; ignores transformers' further arguments.
-
-        Returns views of all keys and values up to and including the new ones, [1, H, length, D] each.
-        """
+        """Write keys and values of T new tokens; return views of all up to and including the new ones."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         start = self._length.place
@@ -117,11 +101,9 @@ class TreeCacheLayer(CacheLayerMixin):
         return self._length.value + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Return the number of committed tokens."""
         return self._length.value
 
     def get_max_length(self) -> int:
-        """Return the capacity in tokens."""
         return self.capacity
 
 
@@ -136,12 +118,10 @@ class TreeCache(Cache):
 
     @property
     def length(self) -> int:
-        """Number of committed tokens."""
         return self._length.value
 
     @property
     def place(self) -> int:
-        """Index at which the next token is written."""
         return self._length.place
 
     @property
@@ -150,10 +130,7 @@ class TreeCache(Cache):
         return self._length.addresses
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return numpy views of a layer's keys and values, [1, H, capacity, D] each; only on a CPU in float32.
-
-        Allocates the layer's tensors, for `num_heads` heads H of `size` D, if they are not yet.
-        """
+        """Return numpy views of a layer's keys and values, allocated if they are not yet; only on a CPU in float32."""
         tree_layer = self._layers[layer]
         if not tree_layer.is_initialized:
             example = torch.empty(1, num_heads, 0, size, dtype=torch.float32)
@@ -168,11 +145,11 @@ class TreeCache(Cache):
         return sum(each.numel() * each.element_size() for each in tensors) // self.capacity
 
     def tensors(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the whole keys and values of a layer that has been used, [1, H, capacity, D] each."""
+        """Return the whole keys and values of a layer that has been used, up to its capacity."""
         return self._layers[layer].keys, self._layers[layer].values
 
     def committed(self) -> Iterator[LayerStates]:
-        """Yield (index, keys, values) of each used layer: views, [1, H, committed tokens, D] each."""
+        """Yield (index, keys, values) of each used layer: views of the committed tokens."""
         for index, layer in enumerate(self._layers):
             if layer.is_initialized:
                 yield index, layer.keys[:, :, : self.length], layer.values[:, :, : self.length]
@@ -202,7 +179,6 @@ class TreeCache(Cache):
         self._length.written = 0
 
     def truncate(self, length: int) -> None:
-        """Keep the first `length` committed tokens; discard the others."""
         assert length <= self._length.value
         self._length.value = length
         self._length.written = 0
@@ -220,7 +196,6 @@ class TreeCache(Cache):
         self.place_at(length, 0)
 
     def grow(self, capacity: int) -> None:
-        """Reallocate for `capacity` tokens, layer by layer, and copy the committed ones."""
         for layer in self._layers:
             layer.grow(capacity)
         self.capacity = capacity
@@ -232,21 +207,16 @@ class TreeCache(Cache):
 
 @dataclass(frozen=True)
 class CacheCopy:
-    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them.
-
-    Attributes:
-        attention: (index, keys, values) of each layer that has keys.
-        conv, recurrent: (index of the layer, index of the state in the layer, state [1, ...]).
-    """
+    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them."""
 
     num_tokens: int
-    attention: tuple[LayerStates, ...]
+    attention: tuple[LayerStates, ...]  # (index, keys, values) of each layer that has keys
+    # (index of the layer, index of the state in the layer, state [1, ...])
     conv: tuple[tuple[int, int, torch.Tensor], ...]
     recurrent: tuple[tuple[int, int, torch.Tensor], ...]
 
     @staticmethod
     def of(cache: TreeCache) -> CacheCopy:
-        """Copy the contents of a cache."""
         stateful = [
             (index, layer)
             for index, layer in enumerate(cache.layers)
@@ -267,7 +237,6 @@ def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.T
     """Write the caches of a batch's sequences into one empty cache of transformers.
 
     For each row of the batch, `places` has the column of each of its tokens, [tokens] int64; other columns become zero.
-    A row's states are those after its last token.
     """
     longest = max(int(place[-1]) for place in places) + 1
     for layers in zip(*(row.attention for row in rows), strict=True):
@@ -283,7 +252,7 @@ def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.T
 
 
 def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Scatter [1, H, tokens, D] states to `places`, [tokens], of a zero tensor [1, H, length, D]."""
+    """Scatter states to `places` of a zero tensor with room for `length` tokens."""
     spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
     spread[:, :, places] = states
     return spread

@@ -38,41 +38,28 @@ class _Point:
 
 @dataclass(eq=False)
 class _Segment:
-    """Edge of the radix tree: consecutive tokens of a sequence, with their keys and values.
+    """Edge of the radix tree: consecutive tokens of a sequence, with their keys and values."""
 
-    Attributes:
-        tokens: [n] int64.
-        states: (layer, keys, values) of each layer, [1, H, n, D] each; empty for a root.
-        parent: None for a root.
-        place: key in the parent's `children`: (number of the parent's tokens before this segment, its first token).
-        children: segments attached below this one, by `place`.
-        points: recurrent states, by the number of this segment's tokens they come after; empty without such layers.
-        tag: identifies the draft tables of the last sequence that had this segment; 0 for none.
-        last_used: time at which the segment was last read or stored, on the PrefixCache's clock.
-    """
-
-    tokens: np.ndarray
+    tokens: np.ndarray  # [n] int64
+    # (layer, keys, values) of each layer, [1, H, n, D] each; empty for a root.
     states: list[LayerStates] = field(default_factory=list)
     parent: _Segment | None = None
+    # Key in the parent's `children`: (number of the parent's tokens before this segment, its first token)
     place: tuple[int, int] = (0, 0)
     children: dict[tuple[int, int], _Segment] = field(default_factory=dict)
+    # Recurrent states, by the number of this segment's tokens they come after; empty without such layers.
     points: dict[int, _Point] = field(default_factory=dict)
-    tag: int = 0
-    last_used: int = 0
+    tag: int = 0  # identifies the draft tables of the last sequence that had this segment; 0 for none
+    last_used: int = 0  # time at which the segment was last read or stored, on the PrefixCache's clock
 
 
 @dataclass(frozen=True)
 class Prefix:
-    """Cached prefix of a prompt; its keys and values stay readable even if the cache evicts them.
-
-    Attributes:
-        tag: identifies the draft tables of a sequence that began with it; 0 for none.
-        num_shared: tokens that the prompt shares with the stored ones, including those that cannot be read.
-    """
+    """Cached prefix of a prompt; its keys and values stay readable even if the cache evicts them."""
 
     num_tokens: int = 0
-    tag: int = 0
-    num_shared: int = 0
+    tag: int = 0  # identifies the draft tables of a sequence that began with it; 0 for none
+    num_shared: int = 0  # tokens that the prompt shares with the stored ones, including those that cannot be read
     _parts: tuple[tuple[_Segment, int], ...] = ()  # (segment, number of its tokens used)
     _points: tuple[tuple[int, SavedStates], ...] = ()  # (length, states after that many tokens), longest first
 
@@ -93,7 +80,6 @@ class Prefix:
 
     @property
     def tokens(self) -> list[int]:
-        """Token ids of the prefix."""
         return [token for segment, size in self._parts for token in segment.tokens[:size].tolist()]
 
     @torch.inference_mode()
@@ -106,24 +92,19 @@ class Prefix:
 
 
 class PrefixCache:
-    """Keys and values of finished sequences, shared by prefix and evicted least recently used first.
-
-    Args:
-        memory_bytes: limit of the stored bytes and the slots' memory together.
-        token_bytes: bytes of one token in all layers.
-        prompt_chunk: tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only
-            whole chunks of prompts are stored and read. None to store and read any number of tokens.
-        keeps_states: whether layers carry states; a prefix can then be read only up to a point with stored states.
-        lengths: at which the model's rotary factors change; keys with other factors than a prompt's are not read.
-    """
+    """Keys and values of finished sequences, shared by prefix and evicted least recently used first."""
 
     def __init__(
         self,
         max_bytes: int,
-        memory_bytes: int,
-        token_bytes: int,
+        memory_bytes: int,  # limit of the stored bytes and the slots' memory together
+        token_bytes: int,  # bytes of one token in all layers
+        # Tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only whole chunks
+        # of prompts are stored and read.
         prompt_chunk: int | None = None,
+        # Whether layers carry states; a prefix can then be read only up to a point with stored states.
         keeps_states: bool = False,
+        # The lengths at which the model's rotary factors change; keys with other factors than a prompt's are not read.
         lengths: RotaryLengths = UNCHANGING,
     ):
         self.num_bytes = 0
@@ -143,10 +124,7 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest stored prefix that is shorter than the prompt; empty if too short to be useful.
-
-        Only tokens stored with the same `salt` are found. `prompt_length` is P of the sequence (hf/rotary_lengths.py).
-        """
+        """Return the longest prefix stored with `salt`, shorter than the prompt; empty if too short to be useful."""
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
         num_tokens, points = self._whole_chunks(num_shared), self._points_of(parts, num_shared)
@@ -170,24 +148,14 @@ class PrefixCache:
     @torch.inference_mode()
     def store(
         self,
-        cache: TreeCache,
-        tokens: Sequence[int],
-        num_prefilled: int,
+        cache: TreeCache,  # of a sequence whose prompt has been fed, or that has ended
+        tokens: Sequence[int],  # ids of all tokens committed in `cache`
+        num_prefilled: int,  # how many of them were fed as a prompt, not as a tree
         salt: str,
-        tag: int = 0,
-        prompt_length: int = 0,
+        tag: int = 0,  # identifies the sequence's draft tables; 0 for none
+        prompt_length: int = 0,  # P of the sequence; tokens with other rotary factors than its prompt's are not stored
     ) -> None:
-        """Copy the tokens of a sequence that are not stored yet, if there is memory for them.
-
-        If the memory does not suffice after all, the cache is emptied.
-
-        Args:
-            cache: of a sequence whose prompt has been fed, or that has ended.
-            tokens: ids of all tokens committed in `cache`.
-            num_prefilled: how many of them were fed as a prompt, not as a tree.
-            tag: identifies the sequence's draft tables; 0 for none.
-            prompt_length: P of the sequence; tokens with other rotary factors than its prompt's are not stored.
-        """
+        """Copy the tokens of a sequence that are not stored yet; if memory runs out, the cache is emptied."""
         try:
             self._store(cache, tokens, num_prefilled, salt, tag, prompt_length)
         except Exception as error:
@@ -196,13 +164,11 @@ class PrefixCache:
             self.clear()
 
     def clear(self) -> None:
-        """Drop all stored prefixes and their memory."""
         self._roots, self.num_bytes = {}, 0
 
     def _store(
         self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int, prompt_length: int
     ) -> None:
-        """Carry out `store`."""
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
         length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)

@@ -21,19 +21,14 @@ OVERHEAD_TOKENS = 2560
 
 @dataclass
 class CacheSlot:
-    """Memory for one sequence's keys and values, and the tokens that it holds.
-
-    Attributes:
-        tokens: token ids whose keys and values are committed in `cache`.
-        num_prefilled: number of leading `tokens` that were fed as a prompt, not as a tree.
-        prompt_length: P, prompt tokens of the sequence, including those not fed yet; see model/hf/rotary_lengths.py.
-        undecided: token ids fed after `tokens` as a chain of guesses; the next pass commits them or takes them back.
-    """
+    """Memory for one sequence's keys and values, and the tokens that it holds."""
 
     _cache: TreeCache | None = None
-    tokens: list[int] = field(default_factory=list)
-    num_prefilled: int = 0
+    tokens: list[int] = field(default_factory=list)  # token ids whose keys and values are committed in `cache`
+    num_prefilled: int = 0  # number of leading `tokens` that were fed as a prompt, not as a tree
+    # P, prompt tokens of the sequence, including those not fed yet; see model/hf/rotary_lengths.py.
     prompt_length: int = 0
+    # Token ids fed after `tokens` as a chain of guesses; the next pass commits them or takes them back.
     undecided: list[int] = field(default_factory=list)
 
     @property
@@ -44,7 +39,6 @@ class CacheSlot:
 
     @property
     def capacity(self) -> int:
-        """Capacity of the slot's memory in tokens; 0 before memory was allocated."""
         return 0 if self._cache is None else self._cache.capacity
 
     def reset(
@@ -52,11 +46,8 @@ class CacheSlot:
     ) -> None:
         """Empty the slot except for its first `length` tokens, and make `capacity` tokens fit.
 
-        Args:
-            make_cache: returns an empty cache of a capacity in tokens.
-            capacity: in tokens; memory is reallocated only if the current capacity is smaller.
-            length: committed tokens to keep; they are copied if memory is reallocated.
-            prompt_length: P of the next sequence.
+        Memory is reallocated, by `make_cache`, only if the current capacity is smaller. `prompt_length` is P of the
+        next sequence.
         """
         if self.capacity < capacity and length:
             self.cache.truncate(length)
@@ -73,7 +64,6 @@ class CacheSlot:
         self.prompt_length = prompt_length
 
     def drop(self) -> None:
-        """Free the slot's memory and forget its tokens."""
         self._cache = None
         self.tokens, self.undecided = [], []
         self.num_prefilled = 0
@@ -83,10 +73,6 @@ class CacheSlot:
         is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
 
-    def rope_length(self, lengths: RotaryLengths) -> int:
-        """Return the text length whose rotary factors the next pass must use; see RotaryLengths.rope_length."""
-        return lengths.rope_length(self.prompt_length, len(self.tokens))
-
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
         """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""
         self.cache.commit(len(tokens) if keeps_any else 0)
@@ -94,7 +80,6 @@ class CacheSlot:
             self.tokens += tokens
 
     def restore(self, prefix: Prefix) -> None:
-        """Copy a cached prefix into the empty slot, as if it had been fed as the start of a prompt."""
         prefix.copy_into(self.cache)
         self.tokens = prefix.tokens
         self.num_prefilled = len(self.tokens)
@@ -105,33 +90,27 @@ class SlotPool:
 
     A slot begins with room for ROOM_TOKENS of output, and grows. torch.OutOfMemoryError is raised if memory runs out,
     or if several slots in use would have room for more tokens than `limit`.
-
-    `padded` maps the number of tokens that must fit to the capacity to allocate. `prefixes` has keys and values of
-    finished sequences, evicted when slots need the memory; None for no prefix cache. `bytes_per_token` is the size of a
-    token in all layers of a slot; 0 before a slot that has been used is released.
     """
 
     def __init__(self, padded: Callable[[int], int]):
-        self.prefixes: PrefixCache | None = None
+        self.prefixes: PrefixCache | None = None  # evicted when slots need the memory
         self.limit: int | None = None  # tokens of all slots in use; None for no limit
-        self.bytes_per_token = 0
-        self._padded = padded
+        self.bytes_per_token = 0  # of a token in all layers of a slot; 0 before a slot that has been used is released
+        self._padded = padded  # the capacity to allocate, by the number of tokens that must fit
         self._free: list[CacheSlot] = []
         self._in_use: dict[int, tuple[CacheSlot, int]] = {}  # by id(slot): (slot, tokens that must fit)
 
     @property
     def capacity(self) -> int:
-        """Capacity in tokens of all slots together, free or in use."""
         in_use = sum(max(slot.capacity, capacity) for slot, capacity in self._in_use.values())
         return in_use + sum(slot.capacity for slot in self._free)
 
     def acquire(self, capacity: int = 0, tokens: Sequence[int] = ()) -> CacheSlot:
         """Take a slot out of the pool, or make one.
 
-        Prefers, in this order: the slot that holds the longest prefix of `tokens`; one that is large enough; the
-        smallest of these, or the largest if none is large enough. If the chosen slot is too small, all other free slots
-        are dropped, so that their memory can be allocated again. `capacity` is in tokens. `tokens` are those of a
-        sequence that is resumed; empty for a new one.
+        Prefers, in this order: the slot that holds the longest prefix of `tokens`, those of a sequence that is resumed;
+        one that is large enough; the smallest of these, or the largest if none is large enough. If the chosen slot is
+        too small, all other free slots are dropped, so that their memory can be allocated again.
         """
         wanted, capacity = list(tokens), self._padded(capacity) if capacity else 0
 
@@ -163,7 +142,6 @@ class SlotPool:
                     raise
 
     def drop(self, slot: CacheSlot) -> None:
-        """Free the memory of a slot in use, which loses its tokens."""
         slot.drop()
         self._in_use[id(slot)] = slot, 0
 
@@ -181,7 +159,6 @@ class SlotPool:
             self.prefixes.reserve(self.capacity)
 
     def release(self, slot: CacheSlot) -> None:
-        """Return a slot to the pool."""
         self._in_use.pop(id(slot), None)
         self._free.append(slot)
         if slot.capacity:
@@ -191,7 +168,6 @@ class SlotPool:
 
     @contextmanager
     def borrowed(self, capacity: int = 0, tokens: Sequence[int] = ()) -> Iterator[CacheSlot]:
-        """Acquire a slot for the duration of a `with` block; the arguments are those of `acquire`."""
         slot = self.acquire(capacity, tokens)
         try:
             yield slot

@@ -33,10 +33,7 @@ BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAtt
 
 
 class TreeStateLayer(LinearAttentionLayer, TreeCacheLayer):  # type: ignore[misc, override]  # as transformers' own such layers
-    """Cache layer of a decoder layer that has both attention and a recurrent state.
-
-    Replaces `keys_and_values`, a layer of the same cache, and takes its length and index.
-    """
+    """Cache layer with keys, values and a recurrent state, in place of `keys_and_values` in a cache."""
 
     is_compileable = False
 
@@ -74,7 +71,6 @@ def _restore(layer: AnyLayer, attributes: Mapping[str, object]) -> None:
 
 
 def _copy(value: object) -> object:
-    """Clone a tensor; return anything else unchanged."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
@@ -109,7 +105,6 @@ class StateCache(TreeCache):
         self._saved = self.states()
 
     def take_back(self) -> None:
-        """Undo what was fed since the states were saved."""
         if self._saved is not None:
             self.restore_states(self._saved)
         self.truncate(self.length)

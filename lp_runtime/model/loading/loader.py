@@ -85,21 +85,22 @@ def load_model(
 
 def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
     """Build a model on the meta device: names and shapes, no weights; dtype "auto" is the checkpoint's."""
-    remote = {"trust_remote_code": config.trust_remote_code}
     with QUIET:
-        hf_config = AutoConfig.from_pretrained(config.location, revision=config.revision or "main", **remote)
+        hf_config = AutoConfig.from_pretrained(config.location, **_source(config))
         given = DTYPES.get(dtype) or getattr(hf_config, "dtype", None) or torch.float32
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config, dtype=given, **remote)
+            return AutoModelForCausalLM.from_config(hf_config, dtype=given, trust_remote_code=config.trust_remote_code)
+
+
+def _source(config: ModelConfig) -> dict[str, Any]:
+    return {"revision": config.revision or "main", "trust_remote_code": config.trust_remote_code}
 
 
 def _load_options(config: ModelConfig, device: torch.device, dtype: str) -> dict[str, Any]:
-    """Return the keyword arguments of `from_pretrained`."""
     optional = {"device_map": config.device_map, "quantization_config": config.quantization_config}
     return {
         "dtype": DTYPES.get(dtype, torch.float32 if device.type == "cpu" else "auto"),
-        "revision": config.revision or "main",
-        "trust_remote_code": config.trust_remote_code,
+        **_source(config),
         "use_safetensors": config.use_safetensors or None,  # None: transformers prefers safetensors files
         "attn_implementation": None if config.attn_implementation == "auto" else config.attn_implementation,
         "output_loading_info": True,
@@ -112,9 +113,7 @@ def _slice_options(config: ModelConfig, place: ShardPlace) -> dict[str, Any]:
     """Return the arguments for `from_pretrained` to load slices; ModelError if it cannot be sliced."""
     from transformers.distributed.configuration_utils import DistributedConfig
 
-    hf_config = AutoConfig.from_pretrained(
-        config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
-    )
+    hf_config = AutoConfig.from_pretrained(config.location, **_source(config))
     check_shards(hf_config, place.num_shards)
     return {"distributed_config": DistributedConfig(tp_size=place.num_shards, tp_plan=own_plan(hf_config))}
 
@@ -129,13 +128,10 @@ def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load a model's tokenizer; ModelError if it is missing or broken."""
     check_location(config)
     try:
         with QUIET:
-            return AutoTokenizer.from_pretrained(
-                config.location, revision=config.revision or "main", trust_remote_code=config.trust_remote_code
-            )
+            return AutoTokenizer.from_pretrained(config.location, **_source(config))
     except Exception as error:
         raise ModelError(f"model.path={config.location}: no usable tokenizer: {first_line(error)}") from error
 

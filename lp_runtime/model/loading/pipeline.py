@@ -19,15 +19,10 @@ from lp_runtime.model.loading.loader import load_model, without_memory
 
 
 class Part(NamedTuple):
-    """Modules that stay together on one GPU.
+    """Modules that stay together on one GPU."""
 
-    Attributes:
-        names: of modules, and of parameters and buffers outside of these modules.
-        num_bytes: size of their parameters and buffers; a tensor shared between parts counts in the first only.
-    """
-
-    names: tuple[str, ...]
-    num_bytes: int
+    names: tuple[str, ...]  # of modules, and of parameters and buffers outside of these
+    num_bytes: int  # of parameters and buffers; a tensor shared between parts counts in the first only
     num_layers: int
 
 
@@ -70,7 +65,6 @@ def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
 
 
 def _weights(item: nn.Module | torch.Tensor) -> set[int]:
-    """Return the `id()` of each parameter of a module, or of the tensor itself."""
     return {id(item)} if isinstance(item, torch.Tensor) else {id(each) for each in item.parameters()}
 
 
@@ -122,10 +116,9 @@ def device_map_of(parts: Sequence[Part], devices: Sequence[torch.device]) -> dic
 
 
 def load_in_stages(config: ModelConfig, device: torch.device, num_gpus: int, dtype: str) -> PreTrainedModel:
-    """Load a model with its layers spread over several GPUs of this process.
+    """Load a model with its layers spread over several GPUs of this process, from `device` on.
 
-    The layers start on `device` and continue on the GPUs with the next indices; accelerate's hooks move activations
-    between them. On a CPU all layers are on the CPU.
+    accelerate's hooks move activations between them. On a CPU all layers are on the CPU.
     """
     devices = [device] * num_gpus
     if device.type == "cuda":

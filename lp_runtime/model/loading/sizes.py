@@ -8,6 +8,7 @@ Letters: P shards.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from pathlib import Path
@@ -22,7 +23,7 @@ from lp_runtime.model.hf.config import max_positions
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.loading.loader import without_memory
 from lp_runtime.model.loading.pipeline import Part, parts_of, stages_of
-from lp_runtime.model.tensor_parallel.slicing import check_shards, is_split, own_plan, splits_keys
+from lp_runtime.model.tensor_parallel.slicing import check_shards, is_quantized, is_split, own_plan, splits_keys
 
 log = logging.getLogger(__name__)
 
@@ -31,38 +32,26 @@ HEADER_LENGTH = struct.Struct("<Q")  # first field of a safetensors file: the le
 
 
 class ModelSize(NamedTuple):
-    """Memory needs of a model, in bytes, from which those of each GPU are computed.
-
-    Attributes:
-        parts: for pipeline parallelism; empty if the layers are not in one list.
-        split: (bytes of a row or column, number of them) of each parameter that shards divide.
-        whole: bytes of all tensors that every shard holds in full.
-        token_bytes: of one token's keys and values in all layers, not divided.
-        pass_bytes: of the logits of the largest step, which captured passes keep allocated.
-        context_tokens: prompt and output tokens, together, that a replica must be able to hold.
-    """
+    """Memory needs of a model, in bytes, from which those of each GPU are computed."""
 
     config: PreTrainedConfig
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...]  # for pipeline parallelism; empty if the layers are not in one list
+    # (bytes of a row or column, number of them) of each parameter that shards divide.
     split: tuple[tuple[int, int], ...]
-    whole: int
-    token_bytes: int
-    pass_bytes: int
-    context_tokens: int
+    whole: int  # bytes of all tensors that every shard holds in full
+    token_bytes: int  # of one token's keys and values in all layers, not divided
+    pass_bytes: int  # of the logits of the largest step, which captured passes keep allocated
+    context_tokens: int  # prompt and output tokens, together, that a replica must be able to hold
 
     def weight_bytes(self, num_shards: int) -> int:
         """Return the bytes of weights on each of P GPUs; if they are not divided evenly, on the fullest."""
         return self.whole + sum(row * -(-number // num_shards) for row, number in self.split)
 
     def cache_bytes_per_token(self, num_shards: int) -> int:
-        """Return the bytes of a token's keys and values on each of P GPUs."""
         return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
 
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs to load the model in slices (tensor parallel).
-
-        Includes `num_bytes` for NCCL's buffers.
-        """
+        """Return the bytes that must be free on each of P GPUs to load slices, with `num_bytes` for NCCL's buffers."""
         cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
         return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
 
@@ -78,7 +67,6 @@ class ModelSize(NamedTuple):
         return max(map(sum, zip(weights, caches, strict=True))) + self.pass_bytes + num_bytes
 
     def check_shards(self, num_shards: int) -> None:
-        """Raise ModelError, naming what cannot be divided, if the model cannot be sliced into P shards."""
         if num_shards > 1:
             check_shards(self.config, num_shards)
 
@@ -87,16 +75,14 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
     """Compute a model's memory needs from its configuration and, if quantized, the headers of its files.
 
     Returns None if the configuration is broken, for example; loading the model then reports the reason.
-
-    Args:
-        dtype: a name in loader.DTYPES; "auto" is the checkpoint's dtype.
-        context_tokens: prompt and output tokens, together, that a replica must be able to hold; None for the model's
-            context length, at most DEFAULT_CONTEXT_TOKENS.
+    `context_tokens` are those of ModelSize; None for the model's context length, at most DEFAULT_CONTEXT_TOKENS.
     """
     try:
         check_location(config)
         model = without_memory(config, dtype)
-        parts = _parts(model)
+        parts: tuple[Part, ...] = ()
+        with contextlib.suppress(ModelError):  # the layers are not in one list
+            parts = tuple(parts_of(model))
         text = model.config.get_text_config()
         length = max_positions(text) or DEFAULT_CONTEXT_TOKENS
         others = {
@@ -105,7 +91,7 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
             "pass_bytes": STEP_TOKENS * text.vocab_size * (model.dtype.itemsize + LOGITS_BYTES),
             "context_tokens": context_tokens or min(length, DEFAULT_CONTEXT_TOKENS),
         }
-        if _is_quantized(model.config) and (num_bytes := safetensors_bytes(config.location)):
+        if is_quantized(model.config) and (num_bytes := safetensors_bytes(config.location)):
             scale = num_bytes / sum(each.num_bytes for each in parts) if parts else 0
             parts = tuple(each._replace(num_bytes=int(each.num_bytes * scale)) for each in parts)
             return ModelSize(parts=parts, split=(), whole=num_bytes, **others)
@@ -114,13 +100,6 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
     except Exception as error:  # configurations and transformers' many models raise anything
         log.debug("the size of %s cannot be determined: %s", config.location, first_line(error))
         return None
-
-
-def _parts(model: PreTrainedModel) -> tuple[Part, ...]:
-    try:
-        return tuple(parts_of(model))
-    except ModelError:
-        return ()
 
 
 def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...], int]:
@@ -134,11 +113,6 @@ def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...],
         else:
             split.append((tensor.nbytes // tensor.shape[dimension], tensor.shape[dimension]))
     return tuple(split), whole
-
-
-def _is_quantized(config: PreTrainedConfig) -> bool:
-    parts = (config, config.get_text_config())
-    return any(getattr(each, "quantization_config", None) is not None for each in parts)
 
 
 def _cached_numbers(config: PreTrainedConfig) -> int:

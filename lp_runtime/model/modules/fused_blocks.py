@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.device import DeviceCache
 
 
 class FusedNorm(nn.Module):
@@ -42,7 +42,6 @@ class FusedNorm(nn.Module):
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # (sum, normalized sum), set by add_ahead
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Normalize [..., E], in the dtype of the input."""
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
             if total is hidden_states:  # else the model passed on another tensor than the sum
@@ -65,10 +64,9 @@ class FusedNorm(nn.Module):
         return total, self(total)
 
     def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """Return states + added, [..., E], and keep its normalized form for the next `forward`.
+        """Return states + added, and keep its normalized form for a `forward` that is called with this very sum.
 
         The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
-        `forward` uses the kept result only if it is called with this very sum.
         """
         if torch.compiler.is_compiling():  # torch.compile fuses the two operations itself
             return states + added
@@ -77,10 +75,7 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F].
-
-    Shares the down projection of the MLP that it replaces.
-    """
+    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F]."""
 
     def __init__(self, mlp: LlamaMLP):
         super().__init__()
@@ -91,7 +86,6 @@ class FusedMLP(nn.Module):
         self._kernels = kernels_for(self.gate_up_proj.weight.device) if is_silu else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return down(act(gate(x)) * up(x)), [..., E]."""
         gate_up = self.gate_up_proj(x)
         if self._kernels is not None:
             return self.down_proj(self._kernels.gate(gate_up))
@@ -104,7 +98,7 @@ class FusedAttention(nn.Module):
 
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
     where a kernel does that, it also writes keys and values into the cache. Replaces blocks with LlamaAttention's
-    attributes, as Mistral's and Qwen's have, and shares their output projection.
+    attributes, as Mistral's and Qwen's have.
     """
 
     def __init__(self, attention: LlamaAttention):
@@ -122,20 +116,13 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, D] each
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
-        past_key_values: Cache | None = None,
+        past_key_values: Cache | None = None,  # name of `cache` before transformers 5.24
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return (output [1, T, E], the attention function's weights), like the block that this one replaces.
-
-        Args:
-            hidden_states: [1, T, E].
-            position_embeddings: cosines and sines, [1, T, D] each.
-            cache: receives keys and values; None: attend without a cache.
-            past_key_values: name of `cache` before transformers 5.24.
-        """
+        """Return (output [1, T, E], the attention function's weights), like the block that this one replaces."""
         cache = past_key_values if cache is None else cache
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
@@ -159,8 +146,7 @@ class FusedAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rotate queries and keys and write keys and values into the cache, with the CPU kernels.
 
-        Takes `states` of [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and
-        values, [1, H, L + T, D] each.
+        Takes [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the cache's whole keys and values.
         """
         num_queries, num_keys, _ = self._sizes
         query = key = value = states.numpy()
@@ -227,7 +213,6 @@ class FusedLayer(nn.Module):
         past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the layer's output, [1, T, E]; the arguments are those of `FusedAttention.forward`."""
         assert position_embeddings is not None
         # Call the forward methods directly: nn.Module.__call__ takes as long as some of the blocks.
         normed = self.input_layernorm.forward(hidden_states)
@@ -252,7 +237,6 @@ def _signed(sin: torch.Tensor) -> torch.Tensor:
 
 
 def _merge(*linears: nn.Linear) -> nn.Linear:
-    """Merge linear layers into one whose output is the concatenation of theirs."""
     first, num_outputs = linears[0], sum(each.out_features for each in linears)
     merged = nn.Linear(first.in_features, num_outputs, first.bias is not None, device="meta", dtype=first.weight.dtype)
     merged.weight = nn.Parameter(torch.cat([each.weight.detach() for each in linears]), requires_grad=False)

@@ -46,15 +46,12 @@ FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
 
 
 def fuse_blocks(model: nn.Module) -> int:
-    """Replace a model's known blocks in place, and return how many were replaced.
-
-    Blocks are replaced one by one; the old weights of each are freed before the next.
-    """
+    """Replace a model's known blocks in place, one by one to free their weights; return how many."""
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
-        (_is_mlp, FusedMLP, _mlp_input),
-        (_is_norm, FusedNorm, _norm_input),
-        (_is_layer, FusedLayer, _layer_input),
+        (_is_mlp, FusedMLP, lambda mlp: {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}),
+        (_is_norm, FusedNorm, lambda norm: {"hidden_states": _random(norm.weight, len(norm.weight))}),
+        (_is_layer, FusedLayer, lambda layer: _attention_input(layer.self_attn)),
     )
     count = 0
     for is_kind, fused, make_input in kinds:
@@ -90,7 +87,6 @@ def _chain_layers(model: nn.Module) -> None:
 
 
 def _is_attention(module: Block) -> bool:
-    """Whether a module is attention that FusedAttention can replace."""
     names = {name for name, _ in module.named_children()}
     return (
         names in (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
@@ -103,26 +99,22 @@ def _is_attention(module: Block) -> bool:
 
 
 def _is_mlp(module: Block) -> bool:
-    """Whether a module is an MLP that FusedMLP can replace."""
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
 def _is_layer(module: Block) -> bool:
-    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace.
-
-    On a GPU this requires the Triton kernels: passes are captured there, and FusedLayer without them gains nothing.
-    """
+    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace."""
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
         _runs_code_of(module, llama.LlamaDecoderLayer)
         and blocks == FUSED_BLOCKS
         and not any(map(is_hooked, module.children()))
+        # On a GPU without the Triton kernels nothing is captured, and FusedLayer gains nothing.
         and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
     )
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Whether a module is a norm that FusedNorm can replace."""
     return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
 
 
@@ -134,7 +126,6 @@ def _can_merge(*linears: Block) -> bool:
 
 
 def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
-    """Whether a module's forward is, instruction by instruction, that of a known class."""
     return not is_hooked(module) and _same_code(type(module).forward, known.forward)
 
 
@@ -149,12 +140,10 @@ def _same_code(left: Callable | None, right: Callable) -> bool:
 
 
 def _global(module: nn.Module, name: str) -> Callable | None:
-    """Look up a global name as a module's forward method sees it; None if it is not defined."""
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
 def _attention_input(attention: Block) -> dict[str, object]:
-    """Return random arguments for an attention block."""
     weight = next(attention.parameters())
     cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
     return {
@@ -164,30 +153,13 @@ def _attention_input(attention: Block) -> dict[str, object]:
     }
 
 
-def _mlp_input(mlp: Block) -> dict[str, object]:
-    """Return random arguments for an MLP."""
-    return {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}
-
-
-def _norm_input(norm: Block) -> dict[str, object]:
-    """Return random arguments for a norm."""
-    return {"hidden_states": _random(norm.weight, len(norm.weight))}
-
-
-def _layer_input(layer: Block) -> dict[str, object]:
-    """Return random arguments for a decoder layer."""
-    return _attention_input(layer.self_attn)
-
-
 def _random(like: torch.Tensor, size: int) -> torch.Tensor:
-    """Return normally distributed numbers, [1, NUM_TOKENS, size], with the dtype and device of `like`."""
     generator = torch.Generator().manual_seed(size)
     return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
 
 
 @torch.inference_mode()
-def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, object]) -> bool:
-    """Whether the outputs of a block and of its replacement differ by rounding only."""
+def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, Any]) -> bool:
     with on(next(block.parameters()).device):
         outputs = [each(**arguments) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)

@@ -46,16 +46,9 @@ class WeightInfo:
 class PackedLinear(nn.Module):
     """Linear layer, [..., in_features] to [..., out_features], whose weights are packed for oneDNN.
 
-    The unpacked weights are not kept. Raises RuntimeError if the library cannot pack weights of the layer's dtype on
-    this CPU.
-
-    Args:
-        linear: a layer on a CPU, in one of `dtypes`; not changed.
-
-    Attributes:
-        dtypes: dtypes of weights that can be packed.
-        weight: describes the weights; it is not a tensor.
-        sample: a few of the weights, unpacked; the model's fingerprint (calibration.py) reads them.
+    The unpacked weights of `linear`, a layer on a CPU in one of `dtypes`, are not kept. Raises RuntimeError if the
+    library cannot pack weights of that dtype on this CPU. The model's fingerprint (calibration.py) reads `sample`, a
+    few of the weights.
     """
 
     dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
@@ -71,15 +64,12 @@ class PackedLinear(nn.Module):
         self.register_buffer("sample", weight.flatten()[::stride][:NUM_SAMPLED_WEIGHTS].clone(), persistent=False)
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return weights, [out_features, in_features], in the library's packed layout."""
         return torch.ops.mkldnn._reorder_linear_weight(weight, NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + bias, [..., out_features]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
     def extra_repr(self) -> str:
-        """Return the layer's sizes for torch's `repr` of a model."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
@@ -93,11 +83,9 @@ class MKLPackedLinear(PackedLinear):
         self._like_weight = linear.weight.detach().new_zeros(1).expand(linear.weight.shape)  # MKL reads its shape only
 
     def _pack(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return weights, [out_features, in_features], in MKL's packed layout."""
         return torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_NUM_TOKENS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x W^T + bias, [..., out_features]."""
         num_tokens = x.numel() // self.in_features  # with any other number torch ignores the packed weights
         return torch.ops.mkl._mkl_linear(x, self._packed, self._like_weight, self.bias, num_tokens)
 
@@ -138,7 +126,7 @@ def pack_if_faster(model: nn.Module) -> int:
     """
     places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
-    if sum(map(_num_bytes, plain)) > SMALL_BYTES:
+    if sum(linear.weight.nbytes for linear in plain) > SMALL_BYTES:
         packed = _faster_order(plain)
         del plain
         return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the dtypes that MKL cannot
@@ -163,18 +151,13 @@ def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
     for linear in linears:
         if linear.weight.dtype in MKLPackedLinear.dtypes and num_bytes < SAMPLE_BYTES:
             sample.append(linear)
-            num_bytes += _num_bytes(linear)
+            num_bytes += linear.weight.nbytes
     orders = (MKLPackedLinear, PackedLinear)
     try:
         choices = [[order(linear) for linear in sample] for order in orders]
     except (RuntimeError, AttributeError):
         return PackedLinear
     return orders[_fastest(choices, _seconds_of_layers)] if sample else PackedLinear
-
-
-def _num_bytes(linear: nn.Linear) -> int:
-    """Return the size of a layer's weights, in bytes."""
-    return linear.weight.numel() * linear.weight.element_size()
 
 
 def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
@@ -195,14 +178,12 @@ def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
 
 
 def _put(places: list[tuple[nn.Module, str]], layers: list[nn.Module]) -> None:
-    """Put layers at the given places, as returned by `places_of`."""
     for (parent, name), layer in zip(places, layers, strict=True):
         setattr(parent, name, layer)
 
 
 @torch.inference_mode()
 def _seconds_of_a_pass(model: nn.Module) -> float:
-    """Return the seconds that a forward pass of NUM_TOKENS tokens takes."""
     ids = torch.zeros(1, NUM_TOKENS, dtype=torch.int64)
     started = time.perf_counter()
     model(input_ids=ids, use_cache=False)
@@ -242,13 +223,11 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
-    """Whether a module is a plain linear layer on a CPU, with weights in one of `dtypes`."""
     return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
 
 
 @torch.inference_mode()
 def _agree(linear: nn.Linear, packed: PackedLinear) -> bool:
-    """Whether the outputs of a layer and its packed form differ by rounding only."""
     x = torch.randn(3, linear.in_features, generator=torch.Generator().manual_seed(0)).to(linear.weight.dtype)
     expected, actual = linear(x).float(), packed(x).float()
     return bool((actual - expected).norm() <= TOLERANCES[linear.weight.dtype] * expected.norm())

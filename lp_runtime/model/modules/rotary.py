@@ -38,47 +38,33 @@ REFEEDS_SINCE = (5, 20)  # version of transformers; earlier ones dropped the cac
 
 
 class RotaryByLength(nn.Module):
-    """Replacement of a rotary embedding whose factors change with the text's length.
+    """Replacement of a rotary embedding, `library`, whose factors change with the text's length."""
 
-    Args:
-        library: transformers' module, not changed. Its forward must read the factors from `inv_freq` only.
-
-    Attributes:
-        library: a copy of the module; `forward` sets its `inv_freq` before running it.
-        factors: [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
-        prompt_length: P of the tokens that are fed; 0 if each token uses its own length.
-    """
-
+    # [n, D / 2] float32: row i is for a text of threshold + i tokens, the last row also for longer ones.
     factors: torch.Tensor
 
     def __init__(self, library: Rotary):
         super().__init__()
-        self.library, self.prompt_length = _fresh(library), 0
+        self.library, self.prompt_length = _fresh(library), 0  # 0 if each token uses its own length
         self.threshold, table = _table(library)
         self.register_buffer("factors", table, persistent=False)
         self._compute: Callable[..., Any] = inspect.unwrap(type(library).forward)
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Return what transformers' module returns, with the factors of each token's length.
-
-        Of `x` only dtype and device are used. Positions are [..., T] int64.
-        """
+        """Return what transformers' module returns, with the factors of each token's length; positions are [..., T]."""
         lengths = (position_ids + 1).clamp_min(self.prompt_length)
         rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
         self.library.inv_freq = self.factors[rows]
         return self._compute(self.library, x, position_ids)
 
 
-def _changes(rope_type: object) -> bool:
-    """Whether a rope type's factors change with the length; like transformers, any with "dynamic" counts."""
-    return isinstance(rope_type, str) and (DYNAMIC in rope_type or rope_type == LONG)
-
-
 def _has_changing_factors(module: nn.Module) -> bool:
     """Whether a module is a rotary embedding whose factors change with the length, for any layer type."""
     rope_type = getattr(module, "rope_type", None)
-    return any(map(_changes, rope_type.values() if isinstance(rope_type, dict) else [rope_type]))
+    types = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    # Like transformers, count any type with "dynamic" in its name.
+    return any(isinstance(each, str) and (DYNAMIC in each or each == LONG) for each in types)
 
 
 def _fresh(library: Rotary) -> Rotary:
@@ -110,14 +96,11 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
 
 
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
-    """Replace each rotary embedding of a model whose factors change with the length by a RotaryByLength.
+    """Replace all rotary embeddings of a model whose factors change with the length by RotaryByLength, or none.
 
     Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
-    lengths at which its factors do not change.
-
-    Args:
-        model: changed in place; either all of these rotary embeddings are replaced or none.
-        may_refeed: whether the caller can re-feed a whole text at the length at which `generate` does.
+    lengths at which its factors do not change. With `may_refeed`, the caller can re-feed a whole text at the length at
+    which `generate` does.
     """
     _put_back(model)
     places = places_of(model, _has_changing_factors)
@@ -170,7 +153,6 @@ def _agrees(replacement: RotaryByLength) -> bool:
 
 
 def _parts(output: Any) -> tuple[torch.Tensor, ...]:
-    """Return a rotary embedding's output as a tuple: cosines and sines, or complex numbers, [1, T, D]."""
     return output if isinstance(output, tuple) else (output,)
 
 

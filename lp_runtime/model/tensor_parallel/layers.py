@@ -22,18 +22,14 @@ class SliceModule(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """This shard's slice of the weights."""
         return self.sliced.weight  # type: ignore[return-value]  # torch declares it as Tensor | Module
 
 
 class RowwiseLinear(SliceModule):
     """Linear layer whose weights are split by input features; the shards' outputs are summed.
 
-    Every shard has the bias; it is added once, to the sum.
-
-    Args:
-        splits_input: whether `forward` receives the whole input, and selects this shard's part itself.
-        first: index of the first input feature of this shard.
+    Every shard has the bias; it is added once, to the sum. With `splits_input`, `forward` receives the whole input, and
+    selects this shard's part, from feature `first` on.
     """
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, splits_input: bool = False, first: int = 0):
@@ -44,7 +40,6 @@ class RowwiseLinear(SliceModule):
         self._first = first if splits_input else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the whole layer's output, [..., out_features]."""
         if self._first is not None:
             x = x[..., self._first : self._first + self.in_features]
         total = self._reducer.all_reduce(self.sliced(x))
@@ -59,15 +54,12 @@ class OutputMode:
 
 
 class GatheredLinear(SliceModule):
-    """Linear layer whose weights are split by output features, and whose output is gathered: the LM head.
-
-    `sizes` are [P] output features of each shard, the largest first; `out_features` is the size of the whole output.
-    """
+    """Linear layer whose weights are split by output features, and whose output is gathered: the LM head."""
 
     def __init__(self, linear: nn.Linear, reducer: Reducer, sizes: list[int], shard: int):
         super().__init__(linear, reducer)
         self.in_features, self.out_features = linear.in_features, sum(sizes)
-        self.sizes = sizes
+        self.sizes = sizes  # [P] output features of each shard, the largest first
         self.shard = shard
         self.mode = OutputMode()
 
@@ -77,7 +69,6 @@ class GatheredLinear(SliceModule):
         return self.put_together(part) if self.mode.is_whole else part
 
     def put_together(self, part: torch.Tensor) -> torch.Tensor:
-        """Gather and concatenate all shards' parts of an output, [..., out_features]."""
         parts = self.gather(nn.functional.pad(part, (0, self.sizes[0] - part.shape[-1])))
         return torch.cat([each[..., :size] for each, size in zip(parts, self.sizes, strict=True)], -1)
 
@@ -95,7 +86,6 @@ class VocabularyEmbedding(SliceModule):
         self._first = first
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Return the embeddings of token ids, [..., E]."""
         place = ids - self._first
         is_here = (place >= 0) & (place < self.num_embeddings)
         found = self.sliced(place.clamp(0, self.num_embeddings - 1))
@@ -103,5 +93,4 @@ class VocabularyEmbedding(SliceModule):
 
 
 def is_sliced(model: nn.Module) -> bool:
-    """Whether a model was sliced by `slicing.slice_model`."""
     return any(isinstance(module, SliceModule) for module in model.modules())

@@ -67,7 +67,7 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
     """Raise ModelError, naming what cannot be divided, if a configuration rules out P shards."""
     text = config.get_text_config()
     what = f"gpus_per_replica={num_shards}: {text.model_type}"
-    if any(getattr(each, "quantization_config", None) is not None for each in (config, text)):
+    if is_quantized(config):
         raise ModelError(f"{what}: a quantized model cannot be sliced; only with gpus_per_replica=1")
     plan = own_plan(config) or getattr(text, "base_model_tp_plan", None)
     if not plan:
@@ -78,20 +78,19 @@ def check_shards(config: PreTrainedConfig, num_shards: int) -> None:
             raise ModelError(f"{what}: {name}={number}: must be a multiple of gpus_per_replica")
 
 
-def splits_keys(config: PreTrainedConfig) -> bool:
-    """Whether the shards of a model divide its keys and values, in addition to its weights.
+def is_quantized(config: PreTrainedConfig) -> bool:
+    parts = (config, config.get_text_config())
+    return any(getattr(each, "quantization_config", None) is not None for each in parts)
 
-    Plans of some types (phi3, olmo2) gather queries, keys and values on every shard.
-    """
+
+def splits_keys(config: PreTrainedConfig) -> bool:
+    """Whether shards divide keys and values, too: plans of some types (phi3, olmo2) gather them on every shard."""
     plan = own_plan(config) or getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items())
 
 
 def is_split(plan: dict[str, str], name: str, num_dimensions: int) -> int | None:
-    """Return the dimension in which shards divide a parameter; None if every shard holds it whole.
-
-    The plan maps names of modules and parameters, with * for layer numbers, to styles.
-    """
+    """Return the dimension in which shards divide a parameter; None if every shard holds it whole."""
     pattern = LAYER_NUMBER.sub("*", name)
     style = plan.get(pattern)
     if style is None:
@@ -141,7 +140,6 @@ def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
 
 
 def _keep_slices(module: nn.Module, weights: Weights) -> None:
-    """Replace a module's DTensors by plain parameters with this shard's slices; tied weights stay tied."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         if hasattr(parameter, "to_local"):  # a DTensor; importing its class takes seconds
             if id(parameter) not in weights:
@@ -172,7 +170,6 @@ def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace
 
 
 def _chunk(size: int, place: ShardPlace) -> int:
-    """Return the size of each shard's part of a dimension; the last shards may have less."""
     return -(-size // place.num_shards)
 
 
@@ -184,5 +181,4 @@ def _add_biases_once(module: nn.Module, place: ShardPlace) -> None:
 
 
 def _sum_output(reducer: Reducer, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    """Forward hook that sums the outputs of all shards."""
     return reducer.all_reduce(output)

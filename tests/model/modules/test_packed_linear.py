@@ -184,7 +184,7 @@ def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fast
         return 1.0 if type(layers[0]) is fastest else 2.0
 
     monkeypatch.setattr(packing, "SMALL_BYTES", 0)
-    monkeypatch.setattr(packing, "SAMPLE_BYTES", 2 * packing._num_bytes(linears[0]))
+    monkeypatch.setattr(packing, "SAMPLE_BYTES", 2 * linears[0].weight.nbytes)
     monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("the whole model is tried"))
     monkeypatch.setattr(packing, "_seconds_of_layers", seconds)
     assert pack_if_faster(model) == len(linears) - (not packs_bfloat16)

@@ -7,8 +7,7 @@ from support.causal_types import small_model
 from support.chain_models import model_of
 from transformers import DynamicCache
 
-from lp_runtime.model.chain_runner import ChainRunner
-from lp_runtime.model.modules.scans import MAX_CHUNK, FittedScans
+from lp_runtime.model.chain_runner import MAX_CHUNK, ChainRunner, FittedScans
 
 OWN_CHUNK = 256
 
