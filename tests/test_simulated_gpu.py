@@ -402,7 +402,7 @@ def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypat
     assert [each for each in options if "blocking" in each] == [{"blocking": num_cores < 2}]
 
 
-@pytest.mark.parametrize("place", ["load_model", "pack_if_faster", "check_runner"])
+@pytest.mark.parametrize("place", ["load_model", "pack_fastest", "check_runner"])
 def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     """While weights are loaded, while layers are changed, while passes are captured: one line says what was free."""
 
@@ -412,7 +412,7 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
     monkeypatch.setattr(loading, place, full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))
     with pytest.raises(ModelError) as caught:
-        ready_model(RuntimeConfig(dtype="float32"), CUDA)
+        ready_model(RuntimeConfig(dtype="float32", cache_dir=None), CUDA)
     assert str(caught.value).endswith(
         ": not enough memory on cuda:0: the weights take 0.0 GiB, 1.5 GiB were free before loading"
     )

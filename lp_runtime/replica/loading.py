@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
@@ -20,7 +24,7 @@ from lp_runtime.model.loading.loader import WHOLE, load_model
 from lp_runtime.model.loading.pipeline import load_in_stages
 from lp_runtime.model.loading.sizes import size_of_model
 from lp_runtime.model.modules.fusing import fuse_blocks
-from lp_runtime.model.modules.packed_linear import pack_if_faster, pack_linears
+from lp_runtime.model.modules.packed_linear import LAYOUTS, pack_as, pack_fastest, pack_linears
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import why_chains
 from lp_runtime.model.tensor_parallel.slicing import slice_model
@@ -169,10 +173,29 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
             torch.cuda.empty_cache()  # return freed memory to other processes on this GPU
     if config.model.packing == "auto":
         # Replicas with exactness=strict, and the shards of a replica, must make the same choice: do not measure there.
-        pack = pack_linears if config.exactness == "strict" or is_slice else pack_if_faster
-        if pack(loaded):
+        measures = config.exactness == "fast" and not is_slice
+        if _pack_fastest(loaded, config.cache_dir) if measures else pack_linears(loaded):
             undo.append("model.packing=off")
     return undo
+
+
+def _pack_fastest(model: CausalLM, cache_dir: str | None) -> bool:
+    """Pack a model's layers in the fastest layout and return whether any is packed.
+
+    It is measured once per model and machine: that takes up to a second, and with another layout results round
+    differently.
+    """
+    library, cpu = torch.__version__, (torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads())
+    what = repr((model.config.to_json_string(), str(model.dtype), library, *cpu))
+    name = f"packing-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.npz"
+    files = CalibrationFiles(cache_dir)
+    saved = files.load(name, ["layout"])
+    if saved is not None and (layout := str(saved["layout"])) in LAYOUTS:
+        return pack_as(model, layout) > 0
+    fastest = pack_fastest(model)
+    if fastest is not None:
+        files.store(name, {"layout": np.array(fastest)})
+    return fastest not in (None, "plain")
 
 
 def choose_device(device: str, index: int) -> torch.device:

@@ -114,7 +114,8 @@ def test_parts_without_keys_are_neither_written_nor_read(
     positions, owners, table, words = inputs.device_inputs
     kernels.write(key, value, owners, table, LAYER)
     monkeypatch.setattr(torch, "empty", lambda shape, **options: unwritten(shape, **options))
-    actual = kernels.attend(query, HEADS, inputs.masks[0, 0, 0], positions, words, table, LAYER, 0.3, num_processors, None)
+    lowest = inputs.masks[0, 0, 0]
+    actual = kernels.attend(query, HEADS, lowest, positions, words, table, LAYER, 0.3, num_processors, None)
     monkeypatch.undo()
     _, output, total, num_used = made
     assert len(total) == num_parts

@@ -118,35 +118,49 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
     return count
 
 
-def pack_if_faster(model: nn.Module) -> int:
-    """Pack a causal LM's plain CPU linear layers in the fastest layout, and return how many are packed.
+LAYOUTS: dict[str, type[PackedLinear] | None] = {"plain": None, "MKL": MKLPackedLinear, "oneDNN": PackedLinear}
+
+
+def pack_as(model: nn.Module, layout: str) -> int:
+    """Pack a model's plain CPU linear layers in one of LAYOUTS, and return how many were packed."""
+    packed = LAYOUTS[layout]
+    if packed is None:
+        return 0
+    return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the dtypes that MKL cannot
+
+
+def pack_fastest(model: nn.Module) -> str | None:
+    """Pack a causal LM's plain CPU linear layers in the fastest of LAYOUTS and return it; None if there are no such.
 
     The model is changed in place. A small model is timed as a whole, and stays unpacked if that is fastest. Of a large
     one only a few layers are timed, because both layouts of all layers would take too much memory.
     """
     places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
     plain = [getattr(parent, name) for parent, name in places]
+    if not plain:
+        return None
     if sum(linear.weight.nbytes for linear in plain) > SMALL_BYTES:
-        packed = _faster_order(plain)
+        layout = _faster_order(plain)
         del plain
-        return pack_linears(model, packed) + pack_linears(model)  # oneDNN packs the dtypes that MKL cannot
-    choices = [plain]
-    for packed in (MKLPackedLinear, PackedLinear):
-        if pack_linears(model, packed):
-            choices.append([getattr(parent, name) for parent, name in places])
+        pack_as(model, layout)
+        return layout
+    choices = {"plain": plain}
+    for layout in ("MKL", "oneDNN"):
+        if pack_as(model, layout):
+            choices[layout] = [getattr(parent, name) for parent, name in places]
             _put(places, plain)
 
     def seconds_with(layers: list[nn.Module]) -> float:
         _put(places, layers)
         return _seconds_of_a_pass(model)
 
-    fastest = choices[_fastest(choices, seconds_with)]
-    _put(places, fastest)
-    return sum(isinstance(each, PackedLinear) for each in fastest)
+    layout = list(choices)[_fastest(list(choices.values()), seconds_with)]
+    _put(places, choices[layout])
+    return layout
 
 
-def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
-    """Return the packed class that is faster, timed on the first layers, up to SAMPLE_BYTES of weights."""
+def _faster_order(linears: list[nn.Linear]) -> str:
+    """Return the packed layout that is faster, timed on the first layers, up to SAMPLE_BYTES of weights."""
     sample, num_bytes = [], 0
     for linear in linears:
         if linear.weight.dtype in MKLPackedLinear.dtypes and num_bytes < SAMPLE_BYTES:
@@ -156,8 +170,8 @@ def _faster_order(linears: list[nn.Linear]) -> type[PackedLinear]:
     try:
         choices = [[order(linear) for linear in sample] for order in orders]
     except (RuntimeError, AttributeError):
-        return PackedLinear
-    return orders[_fastest(choices, _seconds_of_layers)] if sample else PackedLinear
+        return "oneDNN"
+    return ("MKL", "oneDNN")[_fastest(choices, _seconds_of_layers)] if sample else "oneDNN"
 
 
 def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:

@@ -22,7 +22,7 @@ from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.modules.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm, rotate
 from lp_runtime.model.modules.fusing import TOLERANCES, fuse_blocks
-from lp_runtime.model.modules.packed_linear import pack_linears
+from lp_runtime.model.modules.packed_linear import PackedLinear, pack_as, pack_linears
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica import loading
 
@@ -263,12 +263,28 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
         raise ModelError("wrong")
 
     monkeypatch.setattr(loading, "check_runner", fail)
-    monkeypatch.setattr(loading, "pack_if_faster", pack_linears)  # whatever is faster
+    monkeypatch.setattr(loading, "pack_fastest", lambda model: pack_linears(model) and "oneDNN")  # whatever is faster
     for settings, hint in (
         ({}, "try model.fusing=off model.packing=off"),
         ({"packing": "off"}, "try model.fusing=off"),
         ({"packing": "off", "fusing": "off"}, "wrong"),
     ):
-        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), **settings))
+        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), **settings), cache_dir=None)
         with pytest.raises(ModelError, match=hint):
             loading.ready_model(config, torch.device("cpu"))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+def test_the_layout_of_weights_is_measured_once(tiny_model_dir, tmp_path, monkeypatch):
+    measured = []
+
+    def pack(model) -> str:
+        measured.append(pack_as(model, "oneDNN"))
+        return "oneDNN"
+
+    monkeypatch.setattr(loading, "pack_fastest", pack)
+    config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)), device="cpu", cache_dir=str(tmp_path))
+    for _ in range(2):
+        model, _ = loading.ready_model(config, torch.device("cpu"))
+        packed = [each for each in model.model.modules() if type(each) is PackedLinear]
+        assert measured == [len(packed)] and packed

@@ -10,7 +10,7 @@ from torch import nn
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.modules import packed_linear as packing
-from lp_runtime.model.modules.packed_linear import MKLPackedLinear, PackedLinear, pack_if_faster, pack_linears
+from lp_runtime.model.modules.packed_linear import LAYOUTS, MKLPackedLinear, PackedLinear, pack_fastest, pack_linears
 from lp_runtime.model.runner import ModelRunner
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
@@ -154,7 +154,8 @@ def test_a_small_model_has_the_layers_that_are_fastest(random_model, monkeypatch
         return 1.0 if kind is fastest else 2.0
 
     monkeypatch.setattr(packing, "_seconds_of_a_pass", seconds)
-    assert pack_if_faster(model) == (0 if fastest is nn.Linear else len(plain))
+    layout = pack_fastest(model)
+    assert layout is not None and LAYOUTS[layout] is (None if fastest is nn.Linear else fastest)
     assert [type(each) for each in layers()] == [fastest] * len(plain)
     if fastest is nn.Linear:
         assert layers() == plain
@@ -164,11 +165,11 @@ def test_a_small_model_has_the_layers_that_are_fastest(random_model, monkeypatch
 
 
 @needs_mkl
-def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch):
+def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch, packs_bfloat16):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
     monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: 1.0 + (type(model[0]) is not MKLPackedLinear))
-    assert pack_if_faster(model) == 1
-    assert type(model[1]) is nn.Linear
+    assert pack_fastest(model) == "MKL"
+    assert [type(each) for each in model] == [MKLPackedLinear, PackedLinear if packs_bfloat16 else nn.Linear]
 
 
 @needs_mkl
@@ -187,7 +188,7 @@ def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fast
     monkeypatch.setattr(packing, "SAMPLE_BYTES", 2 * linears[0].weight.nbytes)
     monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("the whole model is tried"))
     monkeypatch.setattr(packing, "_seconds_of_layers", seconds)
-    assert pack_if_faster(model) == len(linears) - (not packs_bfloat16)
+    pack_fastest(model)
     kinds = [type(each) for each in model.modules() if isinstance(each, nn.Linear | PackedLinear)]
     assert kinds == [fastest] * (len(kinds) - 1) + [PackedLinear if packs_bfloat16 else nn.Linear]
     assert len(set(tried)) == 1 < tried[0] < len(linears) and len(tried) > 8
@@ -204,7 +205,7 @@ def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
 
     model = random_model("Llama")
     monkeypatch.setattr(model, "forward", fails)
-    assert pack_if_faster(model) > 0
+    assert pack_fastest(model) == "oneDNN"
     assert not any(type(each) is torch.nn.Linear for each in model.modules())
 
 
@@ -214,7 +215,7 @@ def test_a_pass_is_timed_for_what_it_is(random_model):
     model.register_forward_hook(lambda *_: seen.append(1))
     before = model(torch.arange(5)[None]).logits
     seen.clear()
-    pack_if_faster(model)
+    pack_fastest(model)
     num_choices = 3 if torch.backends.mkl.is_available() else 2
     assert len(seen) >= 2 * num_choices  # the first round initializes the libraries
     torch.testing.assert_close(model(torch.arange(5)[None]).logits, before)
