@@ -81,9 +81,6 @@ class _EqualReplicas(Calibration):
     def vocabulary(self) -> np.ndarray:
         return self._measured.vocabulary()
 
-    def prepare_vocabulary(self, seconds: float | None = None) -> None:
-        self._measured.prepare_vocabulary(seconds)
-
 
 class LocalRequest(RunningRequest):
     """A request of rank 0 whose other ranks do not exist: no exchange happens, and rank 0 knows all results.

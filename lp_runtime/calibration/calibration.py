@@ -18,31 +18,30 @@ import numpy as np
 import torch
 
 from lp_runtime.calibration.files import CalibrationFiles
-from lp_runtime.calibration.step_meter import StepMeasurement, measure_steps, measurement_of, num_context_tokens, row_of
-from lp_runtime.calibration.vocabulary_prior import Answers, VocabularyPrior
+from lp_runtime.calibration.step_meter import (
+    StepMeasurement,
+    make_greedy_sampler,
+    measure_steps,
+    measurement_of,
+    num_context_tokens,
+    row_of,
+)
+from lp_runtime.calibration.vocabulary_prior import Answers, agreed_answers
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
-SWEEP_SECONDS = 8.0  # approximate limit of querying the whole vocabulary at once; the rest is left out
-START_SECONDS = 1.0  # time to query the vocabulary at start, if the rest is queried between requests
 FORMAT_VERSION = 7  # of cached files; increment it when their layout or the work of a pass changes
 
 
 @dataclass
 class Measured:
-    """Measurements of a model that a process keeps across groups.
-
-    Attributes:
-        steps, vocabulary, fingerprint: None until they are known.
-        is_started: whether the process has already queried the vocabulary for START_SECONDS.
-    """
+    """Measurements of a model that a process keeps across groups; None until they are known."""
 
     steps: StepMeasurement | None = None
     vocabulary: Answers | None = None
-    is_started: bool = False
     fingerprint: str | None = None
 
 
@@ -52,25 +51,15 @@ class Calibration:
     Args:
         cache_dir: folder that caches measurements; None to measure at every start.
         known: earlier measurements of this process; updated in place.
-        is_gradual: whether `vocabulary` returns what is known so far and the caller runs `ask_vocabulary` between
-            requests; otherwise the first call queries the whole vocabulary.
     """
 
-    def __init__(
-        self,
-        model: ModelRunner,
-        group: Group,
-        cache_dir: str | None,
-        known: Measured | None = None,
-        is_gradual: bool = False,
-    ):
+    def __init__(self, model: ModelRunner, group: Group, cache_dir: str | None, known: Measured | None = None):
         self._model = model
         self._group = group
-        self.is_gradual = is_gradual
         self._files = CalibrationFiles(cache_dir)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas
-        self._prior: VocabularyPrior | None = None
+        self._vocabulary: np.ndarray | None = None
 
     def _all_steps(self) -> list[StepMeasurement]:
         """Return the measured steps of every replica, [R]."""
@@ -111,59 +100,13 @@ class Calibration:
     def vocabulary(self) -> np.ndarray:
         """Return the vocabulary prior, [V, ENTRY] entries of the draft tables; equal on all replicas.
 
-        Rows of tokens not queried yet are empty. All replicas must call this at the same request.
+        The first call queries the model for a few seconds. Rows of tokens that it does not reach are empty.
         """
-        prior = self._vocabulary_prior()
-        if self.is_gradual:
-            prior.agree()
-        elif not prior.is_settled:
-            prior.agree()
-            if not prior.is_complete:
-                prior.ask(SWEEP_SECONDS)
-                prior.agree(min_new=1)
-                prior.save()
-            prior.is_settled = True
-        return prior.entries()
-
-    def prepare_vocabulary(self, seconds: float | None = None) -> None:
-        """Query the vocabulary for a limited time if calibration is gradual, else completely.
-
-        If gradual, it takes at least `seconds`; by default START_SECONDS, once per process.
-        """
-        self.vocabulary()
-        prior = self._vocabulary_prior()
-        if self.is_gradual and not prior.is_complete:
-            if seconds is not None or not self._known.is_started:
-                prior.ask(START_SECONDS if seconds is None else seconds)
-            self._known.is_started = True
-            prior.agree(min_new=1)
-            if prior.is_complete:
-                prior.save()
-
-    def ask_vocabulary(self) -> bool:
-        """Query a slice of the vocabulary on this replica alone; return whether there is more to query.
-
-        For use between requests. The results take effect when all replicas next call `vocabulary`.
-        """
-        return self._vocabulary_prior().ask_once()
-
-    @property
-    def has_vocabulary(self) -> bool:
-        """Whether all replicas know the predictions of all tokens."""
-        return self._vocabulary_prior().is_complete
-
-    def save_vocabulary(self) -> None:
-        """Save the known part of the vocabulary prior to disk, if it has grown."""
-        self._vocabulary_prior().save()
-
-    def _vocabulary_prior(self) -> VocabularyPrior:
-        if self._prior is None:
-            width = Answers.width_of(K)
-            if self._known.vocabulary is None:
-                self._known.vocabulary = Answers.none(self._model.vocabulary_size, width)
-            name = f"vocabulary-{self._fingerprint()}.npz"
-            self._prior = VocabularyPrior(self._model, self._group, self._known.vocabulary, self._files, name)
-        return self._prior
+        if self._vocabulary is None:
+            known, name = self._known, f"vocabulary-{self._fingerprint()}.npz"
+            known.vocabulary = agreed_answers(self._model, self._group, known.vocabulary, self._files, name)
+            self._vocabulary = known.vocabulary.entries(make_greedy_sampler(self._model))
+        return self._vocabulary
 
     def _fingerprint(self) -> str:
         """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions.

@@ -42,7 +42,7 @@ class CalibrationFiles:
         if self._folder is None:
             return
         data = io.BytesIO()
-        np.savez_compressed(data, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
+        np.savez(data, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
         try:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:

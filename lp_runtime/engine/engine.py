@@ -96,7 +96,7 @@ class Engine:
             if settings.is_auto:
                 self._calibration.max_step_tokens()
             if settings.has_vocabulary_prior:
-                self._calibration.prepare_vocabulary()
+                self._calibration.vocabulary()
             pool = self._draft_pool
             pool.release(pool.acquire(settings.draft_tables_bytes))
 
