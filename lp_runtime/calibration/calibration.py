@@ -1,7 +1,6 @@
 """Measurements that a replica makes of its model before it drafts.
 
-They are the duration of a step of n tokens (step_meter.py), and which tokens the model predicts after each token of the
-vocabulary (vocabulary_prior.py). Both are cached on disk.
+They are the duration of a step of n tokens, and the vocabulary prior. Both are cached on disk.
 
 Letters: V vocabulary, R replicas, M tokens of the largest measured step.
 """
@@ -62,7 +61,6 @@ class Calibration:
         self._vocabulary: np.ndarray | None = None
 
     def _all_steps(self) -> list[StepMeasurement]:
-        """Return the measured steps of every replica, [R]."""
         if self._steps is None:
             name = f"steps-{self._fingerprint()}-{self._machine()}.npz"
             mine = self._known.steps
@@ -72,8 +70,7 @@ class Calibration:
                 mine = measure_steps(self._model)
                 self._files.store(name, mine._asdict())
             self._known.steps = mine
-            rows = gather_rows(row_of(mine), self._group)
-            self._steps = [measurement_of(row) for row in rows]
+            self._steps = [measurement_of(row) for row in gather_rows(row_of(mine), self._group)]
         return self._steps
 
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
@@ -90,7 +87,7 @@ class Calibration:
         return np.stack(found)
 
     def max_step_tokens(self) -> int:
-        """Return M, the largest number of step tokens measured on all replicas."""
+        """Return M, the largest number of tokens of a step that all replicas have measured."""
         return min(int(steps.tokens[-1]) for steps in self._all_steps())
 
     def harvest_ns(self) -> int:
@@ -109,26 +106,22 @@ class Calibration:
         return self._vocabulary
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions.
-
-        It is computed once per process: every group that a replica joins needs it.
-        """
-        if self._known.fingerprint is None:
-            self._known.fingerprint = self._digest_of_model()
-        return self._known.fingerprint
-
-    def _digest_of_model(self) -> str:
+        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions."""
+        if self._known.fingerprint is not None:  # every group that a replica joins needs it
+            return self._known.fingerprint
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]
-        parts = [FORMAT_VERSION, K, str(self._model.dtype), self._model.strict_tokens, _graphs(self._model), *versions]
+        graphs = None if self._model.graphs is None else self._model.graphs._asdict()
+        parts = [FORMAT_VERSION, K, str(self._model.dtype), self._model.strict_tokens, graphs, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             with contextlib.suppress(Exception):  # meta and quantized tensors may not support this
                 sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]
                 digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        self._known.fingerprint = digest.hexdigest()
+        return self._known.fingerprint
 
     def _machine(self) -> str:
         """Return a digest of the hardware and thread settings that steps are timed on."""
@@ -136,8 +129,3 @@ class Calibration:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {os.cpu_count()}"
         what = f"{name} {torch.get_num_threads()} {self._group.size}"
         return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
-
-
-def _graphs(model: ModelRunner) -> dict[str, bool] | None:
-    """Return the settings of the model's captured passes, in the form used in digests since version 1."""
-    return None if model.graphs is None else model.graphs._asdict()

@@ -25,7 +25,7 @@ class CalibrationFiles:
                 self._folder = Path(folder).expanduser()
 
     def load(self, name: str, keys: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """Return a file's arrays by key; None if the file is missing or damaged."""
+        """Return a file's arrays by key; None if it is missing or damaged."""
         if self._folder is None:
             return None
         try:

@@ -95,7 +95,6 @@ class Counts:
             np.add.at(self.accepted, (self.latest, columns[path]), 1)
 
     def latest_sources(self) -> list[str]:
-        """Return the source names of the nodes on the latest step's committed path."""
         return [self.sources[row] for row in self.latest]
 
 
@@ -116,7 +115,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a request with the prompt `tokens`."""
+        """Begin a request; `tokens` are the prompt."""
 
     @abstractmethod
     def propose(
@@ -146,7 +145,7 @@ class Drafter(ABC):
         return accept(tree, result.successors)
 
     def may_accept(self, node: int) -> bool:
-        """Return whether `accept` may continue to a node of the tree proposed last."""
+        """Return whether `accept` may continue to a node."""
         return True
 
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)

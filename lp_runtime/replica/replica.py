@@ -43,10 +43,7 @@ UNLIMITED_TOKENS = 1 << 40  # encodes an unknown capacity in the gather; above a
 
 
 class Replica:
-    """A loaded and checked model that is connected to its peers. Created by `join_group`.
-
-    `leading` makes the replica's other shards run this shard's passes; None for a replica of one shard.
-    """
+    """A loaded and checked model that is connected to its peers. Created by `join_group`."""
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
@@ -84,7 +81,6 @@ class Replica:
                     raise
 
     def _events(self, request: Request, should_cancel: Callable[[], bool]) -> Iterator[Event]:
-        """Return the events of one attempt at a request."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is None:
             return events
@@ -124,9 +120,8 @@ class Replica:
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
         """Write the draft tables to the draft store if the event ends a request of its scope."""
-        if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
-            return
-        if scope_of(request) != "":
+        is_end = isinstance(event, Report) and scope_of(request) == ""
+        if not is_end or self._draft_store is None or self.group.rank != 0:
             return
         draft_tables = self._engine.draft_pool.latest("")
         if draft_tables is not None and draft_tables.num_bytes == self._draft_store.num_bytes:
