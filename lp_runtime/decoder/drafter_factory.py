@@ -25,12 +25,8 @@ def make_drafter(
 ) -> Drafter:
     """Return the drafter that a request asks for.
 
-    Args:
-        noise_key: None for greedy decoding.
-        max_nodes: largest tree that all replicas together can feed.
-        draft_tables: only for drafter=full; None for other drafters.
-        vocabulary: [V, ENTRY] vocabulary prior, and
-        corpus: only for drafter=full.
+    `noise_key` is None for greedy decoding. `max_nodes` is the largest tree that all replicas together can feed. The
+    tables, the vocabulary prior, [V, ENTRY], and the corpus are for drafter=full only.
     """
     W, N, G = settings.window
     if settings.drafter == "full":

@@ -128,12 +128,8 @@ class Drafter(ABC):
     ) -> TokenTree:
         """Return the next step's tree.
 
-        Args:
-            tokens: prompt and committed tokens; the last one is the root.
-            num_cached: leading tokens that are cached; the others are pending.
-            max_depth: largest depth of a node below the root.
-            tree_size_hint: largest useful number of nodes; None for the drafter's own limit.
-            guide: constraint of the text, which excludes forbidden nodes; None without one.
+        `tokens` are the prompt and the committed tokens. The first `num_cached` of them are cached, the others
+        pending. `tree_size_hint` is the largest useful number of nodes; None for the drafter's own limit.
         """
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:

@@ -95,7 +95,6 @@ def load_replica(
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
     Args:
-        device_index: index of the GPU among those that this process sees.
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
         owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
