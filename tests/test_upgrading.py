@@ -57,12 +57,11 @@ def test_measurements_are_read(files, tmp_path):
 
     def calibration() -> tuple[Calibration, Measured]:
         known = Measured()
-        return Calibration(model, Group.alone(), str(tmp_path / "cache"), known, is_gradual=True), known
+        return Calibration(model, Group.alone(), str(tmp_path / "cache"), known), known
 
     first, _ = calibration()
     first.max_step_tokens()
-    first.prepare_vocabulary(0.01)
-    first.save_vocabulary()
+    first.vocabulary()
     for name in ("steps", "vocabulary"):
         (path,) = (tmp_path / "cache").glob(f"{name}-*.npz")
         shutil.copy(files / f"{name}.npz", path)
@@ -71,7 +70,8 @@ def test_measurements_are_read(files, tmp_path):
     second.vocabulary()
     steps, vocabulary = (np.load(files / f"{name}.npz") for name in ("steps", "vocabulary"))
     assert known.steps.nanoseconds.tolist() == steps["nanoseconds"].tolist()
-    assert known.vocabulary.num_known == vocabulary["is_known"].sum() > 0
+    read = vocabulary["is_known"]
+    assert read.any() and (known.vocabulary.packed[read] == vocabulary["packed"][read]).all()
 
 
 def test_a_draft_store_is_read(script, files, capsys):

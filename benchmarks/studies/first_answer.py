@@ -3,7 +3,7 @@
     python benchmarks/speed.py first_answer --model REAL --prompts humaneval.jsonl:prompt --limit 3
 
 Each row is a runtime of its own: the seconds until it was ready, and those of its first, second and third answer.
-`again` has the cache that `empty cache` left: what was asked between the requests, and as the process ended.
+`again` has the cache that `empty cache` left, and asks for what is missing in it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     add_prompt_arguments(parser, limit=3, max_new_tokens=64)
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two requests")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
 
@@ -51,7 +50,6 @@ def run(args: argparse.Namespace) -> int:
                     sampling = SamplingConfig(temperature=0.0)
                     generations.append(runtime.generate(prompt, args.max_new_tokens, eos=False, sampling=sampling))
                     row[f"answer {number} s"] = time.perf_counter() - asked
-                    time.sleep(args.pause)
             row["S"] = sum(each.num_tokens for each in generations) / sum(each.steps for each in generations)
             texts.append([each.token_ids for each in generations])
             results.add(row)

@@ -27,7 +27,7 @@ from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Outcome
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.running_request import Callbacks, RunningRequest
+from lp_runtime.engine.running_request import Callbacks, RunningRequest, capacity_of
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -71,9 +71,6 @@ class _EqualReplicas(Calibration):
 
     def vocabulary(self) -> np.ndarray:
         return self._measured.vocabulary()
-
-    def prepare_vocabulary(self, seconds: float | None = None) -> None:
-        self._measured.prepare_vocabulary(seconds)
 
 
 class LocalRequest(RunningRequest):
@@ -134,8 +131,8 @@ class _SharesInTurn(LocalRequest):
         if model.feeds_chains:
             for _ in range(1, self._group.size):
                 slot = self._open.enter_context(model.slots.borrowed())
-                model.begin(slot, self.capacity, prompt_length=len(self._request.prompt_ids))
-                model.prefill(slot, self._request.prompt_ids)
+                model.begin(slot, capacity_of(self.request, self.decoder), prompt_length=len(self.request.prompt_ids))
+                model.prefill(slot, self.request.prompt_ids)
                 self._other_slots.append(slot)
         return (yield from super().prefill())
 

@@ -1,1 +1,1 @@
-"""Measurements of a model taken before and between requests: step times and the vocabulary prior."""
+"""Measurements of a model taken at start: step times and the vocabulary prior."""

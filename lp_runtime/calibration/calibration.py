@@ -1,7 +1,6 @@
 """Measurements that a replica makes of its model before it drafts.
 
-They are the duration of a step of n tokens (step_meter.py), and which tokens the model predicts after each token of the
-vocabulary (vocabulary_prior.py). Both are cached on disk.
+They are the duration of a step of n tokens, and the vocabulary prior. Both are cached on disk.
 
 Letters: V vocabulary, R replicas, M tokens of the largest measured step.
 """
@@ -18,31 +17,30 @@ import numpy as np
 import torch
 
 from lp_runtime.calibration.files import CalibrationFiles
-from lp_runtime.calibration.step_meter import StepMeasurement, measure_steps, measurement_of, num_context_tokens, row_of
-from lp_runtime.calibration.vocabulary_prior import Answers, VocabularyPrior
+from lp_runtime.calibration.step_meter import (
+    StepMeasurement,
+    make_greedy_sampler,
+    measure_steps,
+    measurement_of,
+    num_context_tokens,
+    row_of,
+)
+from lp_runtime.calibration.vocabulary_prior import Answers, agreed_answers
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
-SWEEP_SECONDS = 8.0  # approximate limit of querying the whole vocabulary at once; the rest is left out
-START_SECONDS = 1.0  # time to query the vocabulary at start, if the rest is queried between requests
 FORMAT_VERSION = 7  # of cached files; increment it when their layout or the work of a pass changes
 
 
 @dataclass
 class Measured:
-    """Measurements of a model that a process keeps across groups.
-
-    Attributes:
-        steps, vocabulary, fingerprint: None until they are known.
-        is_started: whether the process has already queried the vocabulary for START_SECONDS.
-    """
+    """Measurements of a model that a process keeps across groups; None until they are known."""
 
     steps: StepMeasurement | None = None
     vocabulary: Answers | None = None
-    is_started: bool = False
     fingerprint: str | None = None
 
 
@@ -52,28 +50,17 @@ class Calibration:
     Args:
         cache_dir: folder that caches measurements; None to measure at every start.
         known: earlier measurements of this process; updated in place.
-        is_gradual: whether `vocabulary` returns what is known so far and the caller runs `ask_vocabulary` between
-            requests; otherwise the first call queries the whole vocabulary.
     """
 
-    def __init__(
-        self,
-        model: ModelRunner,
-        group: Group,
-        cache_dir: str | None,
-        known: Measured | None = None,
-        is_gradual: bool = False,
-    ):
+    def __init__(self, model: ModelRunner, group: Group, cache_dir: str | None, known: Measured | None = None):
         self._model = model
         self._group = group
-        self.is_gradual = is_gradual
         self._files = CalibrationFiles(cache_dir)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas
-        self._prior: VocabularyPrior | None = None
+        self._vocabulary: np.ndarray | None = None
 
     def _all_steps(self) -> list[StepMeasurement]:
-        """Return the measured steps of every replica, [R]."""
         if self._steps is None:
             name = f"steps-{self._fingerprint()}-{self._machine()}.npz"
             mine = self._known.steps
@@ -83,8 +70,7 @@ class Calibration:
                 mine = measure_steps(self._model)
                 self._files.store(name, mine._asdict())
             self._known.steps = mine
-            rows = gather_rows(row_of(mine), self._group)
-            self._steps = [measurement_of(row) for row in rows]
+            self._steps = [measurement_of(row) for row in gather_rows(row_of(mine), self._group)]
         return self._steps
 
     def times(self, num_tokens: int, num_committed: int = 0) -> np.ndarray:
@@ -101,7 +87,7 @@ class Calibration:
         return np.stack(found)
 
     def max_step_tokens(self) -> int:
-        """Return M, the largest number of step tokens measured on all replicas."""
+        """Return M, the largest number of tokens of a step that all replicas have measured."""
         return min(int(steps.tokens[-1]) for steps in self._all_steps())
 
     def harvest_ns(self) -> int:
@@ -111,81 +97,31 @@ class Calibration:
     def vocabulary(self) -> np.ndarray:
         """Return the vocabulary prior, [V, ENTRY] entries of the draft tables; equal on all replicas.
 
-        Rows of tokens not queried yet are empty. All replicas must call this at the same request.
+        The first call queries the model for a few seconds. Rows of tokens that it does not reach are empty.
         """
-        prior = self._vocabulary_prior()
-        if self.is_gradual:
-            prior.agree()
-        elif not prior.is_settled:
-            prior.agree()
-            if not prior.is_complete:
-                prior.ask(SWEEP_SECONDS)
-                prior.agree(min_new=1)
-                prior.save()
-            prior.is_settled = True
-        return prior.entries()
-
-    def prepare_vocabulary(self, seconds: float | None = None) -> None:
-        """Query the vocabulary for a limited time if calibration is gradual, else completely.
-
-        If gradual, it takes at least `seconds`; by default START_SECONDS, once per process.
-        """
-        self.vocabulary()
-        prior = self._vocabulary_prior()
-        if self.is_gradual and not prior.is_complete:
-            if seconds is not None or not self._known.is_started:
-                prior.ask(START_SECONDS if seconds is None else seconds)
-            self._known.is_started = True
-            prior.agree(min_new=1)
-            if prior.is_complete:
-                prior.save()
-
-    def ask_vocabulary(self) -> bool:
-        """Query a slice of the vocabulary on this replica alone; return whether there is more to query.
-
-        For use between requests. The results take effect when all replicas next call `vocabulary`.
-        """
-        return self._vocabulary_prior().ask_once()
-
-    @property
-    def has_vocabulary(self) -> bool:
-        """Whether all replicas know the predictions of all tokens."""
-        return self._vocabulary_prior().is_complete
-
-    def save_vocabulary(self) -> None:
-        """Save the known part of the vocabulary prior to disk, if it has grown."""
-        self._vocabulary_prior().save()
-
-    def _vocabulary_prior(self) -> VocabularyPrior:
-        if self._prior is None:
-            width = Answers.width_of(K)
-            if self._known.vocabulary is None:
-                self._known.vocabulary = Answers.none(self._model.vocabulary_size, width)
-            name = f"vocabulary-{self._fingerprint()}.npz"
-            self._prior = VocabularyPrior(self._model, self._group, self._known.vocabulary, self._files, name)
-        return self._prior
+        if self._vocabulary is None:
+            known, name = self._known, f"vocabulary-{self._fingerprint()}.npz"
+            known.vocabulary = agreed_answers(self._model, self._group, known.vocabulary, self._files, name)
+            self._vocabulary = known.vocabulary.entries(make_greedy_sampler(self._model))
+        return self._vocabulary
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions.
-
-        It is computed once per process: every group that a replica joins needs it.
-        """
-        if self._known.fingerprint is None:
-            self._known.fingerprint = self._digest_of_model()
-        return self._known.fingerprint
-
-    def _digest_of_model(self) -> str:
+        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions."""
+        if self._known.fingerprint is not None:  # every group that a replica joins needs it
+            return self._known.fingerprint
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]
-        parts = [FORMAT_VERSION, K, str(self._model.dtype), self._model.strict_tokens, _graphs(self._model), *versions]
+        graphs = None if self._model.graphs is None else self._model.graphs._asdict()
+        parts = [FORMAT_VERSION, K, str(self._model.dtype), self._model.strict_tokens, graphs, *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
             with contextlib.suppress(Exception):  # meta and quantized tensors may not support this
                 sample = tensor.detach().flatten()[:: max(1, tensor.numel() // 64)][:64]
                 digest.update(sample.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        self._known.fingerprint = digest.hexdigest()
+        return self._known.fingerprint
 
     def _machine(self) -> str:
         """Return a digest of the hardware and thread settings that steps are timed on."""
@@ -193,8 +129,3 @@ class Calibration:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {os.cpu_count()}"
         what = f"{name} {torch.get_num_threads()} {self._group.size}"
         return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()
-
-
-def _graphs(model: ModelRunner) -> dict[str, bool] | None:
-    """Return the settings of the model's captured passes, in the form used in digests since version 1."""
-    return None if model.graphs is None else model.graphs._asdict()

@@ -25,7 +25,7 @@ class CalibrationFiles:
                 self._folder = Path(folder).expanduser()
 
     def load(self, name: str, keys: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """Return a file's arrays by key; None if the file is missing or damaged."""
+        """Return a file's arrays by key; None if it is missing or damaged."""
         if self._folder is None:
             return None
         try:
@@ -42,7 +42,7 @@ class CalibrationFiles:
         if self._folder is None:
             return
         data = io.BytesIO()
-        np.savez_compressed(data, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
+        np.savez(data, **arrays)  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
         try:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:

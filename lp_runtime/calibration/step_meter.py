@@ -76,12 +76,12 @@ def measurement_of(row: np.ndarray) -> StepMeasurement:
 
 
 def make_greedy_sampler(model: ModelRunner) -> Sampler:
-    """Return a greedy sampler with K top-k candidates."""
+    """Return a greedy sampler that reports K top-k candidates."""
     return Sampler(TreeProcessors([], model.device), None, num_top_k=K)
 
 
 def num_context_tokens(model: ModelRunner) -> int:
-    """Return the number of tokens in the context while a model's steps are measured."""
+    """Return how many tokens are cached while a model's steps are measured."""
     return max(1, min(CONTEXT_TOKENS, (model.context_length or CONTEXT_TOKENS) // 4))
 
 
@@ -123,11 +123,8 @@ class _StepMeter:
         self._sizes = [*padded, *(size for size in GRID if self._num_padded < size <= limit)]
 
     def measure(self) -> StepMeasurement:
-        """Measure as many steps as time allows and return the shortest duration of each size.
-
-        Disturbances only make a step longer. A size that seems too slow would never be used, so no later step would
-        correct its duration.
-        """
+        """Measure as many steps as time allows."""
+        # The shortest of several counts: a size that seems too slow would never be used, and never be corrected.
         durations, deadline = self._first_round()
         sizes = self._sizes[: len(durations)]
         for number in range(MAX_ROUNDS):
@@ -169,7 +166,6 @@ class _StepMeter:
         return durations, deadline
 
     def _harvest_ns(self) -> int:
-        """Return the additional prefill time, in ns, for each token whose top-k candidates are collected."""
         prompt = self._context[:HARVESTED_TOKENS]
         durations: dict[bool, list[int]] = {False: [], True: []}
         for _ in range(HARVEST_ROUNDS):
@@ -182,19 +178,14 @@ class _StepMeter:
         return max(0, min(durations[True]) - min(durations[False])) // len(prompt)
 
     def _prefix_ns(self, durations: Mapping[int, int]) -> tuple[int, int]:
-        """Return what PREFIX_UNIT more committed tokens add to a one-token step, and to each further token.
-
-        `durations` are nanoseconds of steps after the short context, by number of tokens.
-        """
+        """Return `StepMeasurement.prefix_ns`, given the durations after the short context by number of tokens."""
         num_long, num_short = self._num_long(), len(self._context)
         one, several = LONG_SIZES
         if num_long < 2 * num_short or not durations.keys() >= set(LONG_SIZES) or durations[one] > MAX_LONG_NS:
             return 0, 0
         longer = dict.fromkeys(LONG_SIZES, sys.maxsize)
-        slot, self._slot = (
-            self._slot,
-            CacheSlot(),
-        )  # a temporary slot: its keys and values are dummies, and its memory is freed afterwards
+        slot = self._slot
+        self._slot = CacheSlot()  # its keys and values are dummies, and its memory is freed afterwards
         try:
             self._begin(num_long)
             for _ in range(NUM_WARM):
@@ -233,14 +224,11 @@ class _StepMeter:
 
     @property
     def _can_pretend(self) -> bool:
-        """Whether a slot can be filled with dummy keys and values instead of a prefill.
-
-        Not on a replica of several GPUs: the free memory of the other GPUs is unknown.
-        """
+        """Whether a slot can hold dummy keys and values: not on several GPUs, whose free memory is unknown."""
         return not self._model.feeds_chains and self._model.leading is None
 
     def _step(self, size: int) -> int:
-        """Run a step of `size` tokens and return its duration in nanoseconds."""
+        """Return the duration, in ns, of a step of `size` tokens."""
         model = self._model
         tree = dummy_tree(size, size if model.feeds_chains else BRANCH_TOKENS, model.vocabulary_size)
         inputs = StepInputs(self._slot, tree, list(range(size)), list(range(size)))

@@ -5,8 +5,9 @@ token is (attention sinks, arXiv 2309.17453). So every token is queried after a 
 SmolLM2-135M-Instruct, 34 to 38% of a text's tokens are then among the eight candidates of the token before; without the
 first token it is 18%.
 
-Each replica queries its model about a part of the vocabulary, in slices of a tenth of a second, when it is idle. The
-results take effect once all replicas have them: they are shared at the start of a request.
+A start queries the model for ASKING_SECONDS, each replica about its part of the vocabulary. The cache on disk keeps the
+results, and the next start continues with the tokens that are still unknown. The lowest ids come first: byte-pair
+encodings give them to the most frequent tokens.
 
 Letters: V vocabulary, R replicas, K top-k candidates.
 """
@@ -23,22 +24,24 @@ import torch
 
 from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import make_greedy_sampler
-from lp_runtime.distributed.exchange import broadcast_object, gather_rows
+from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SLICE_SECONDS = 0.1  # target duration of a slice: about the longest that a request waits for one
-MAX_ASKING_SECONDS = 120.0  # total query time of a process; after that the rest of the vocabulary is left out
+ASKING_SECONDS = 3.0  # of a start; a GPU answers for 150,000 tokens in this time
+SLICE_SECONDS = 0.1  # slices grow to about this duration, so that the last one ends soon after ASKING_SECONDS
 FIRST_SLICE_TOKENS = 64
 MIN_SLICE_TOKENS = 8
 MAX_SLICE_TOKENS = {"cpu": 256, "cuda": 1024}  # enough to keep the device busy
 MAX_SLICE_LOGITS = 1 << 28  # largest number of logits (tokens x V) of a slice
-MIN_NEW_PART = 8  # replicas share new results once they are 1/8 of the vocabulary, or all that was missing
 NUM_SPACED = 64  # evenly spaced tokens; the most frequent of their likeliest successors is the common token
 NO_CANDIDATES = -1  # packed candidates of a token that was not queried
+WIDTH = 1 + -(-K // 2)  # int64 of a packed successor with K candidates
 
 
 @dataclass
@@ -46,30 +49,20 @@ class Answers:
     """The model's predictions after single tokens.
 
     Attributes:
-        packed: [V, width] int64 as packed by a Sampler; 0 if unknown.
+        packed: [V, WIDTH] int64 as packed by a Sampler; 0 if unknown.
         is_known: [V] bool, whether each token was queried.
     """
 
     packed: np.ndarray
     is_known: np.ndarray
 
-    @staticmethod
-    def width_of(num_top_k: int) -> int:
-        """Return the packed width, in int64, of a token with `num_top_k` candidates."""
-        return 1 + -(-num_top_k // 2)
-
     @classmethod
-    def none(cls, vocabulary_size: int, width: int) -> Answers:
+    def none(cls, vocabulary_size: int) -> Answers:
         """Return answers in which no token is known."""
-        return cls(np.zeros((vocabulary_size, width), np.int64), np.zeros(vocabulary_size, np.bool_))
-
-    @property
-    def num_known(self) -> int:
-        """Number of tokens queried so far."""
-        return int(self.is_known.sum())
+        return cls(np.zeros((vocabulary_size, WIDTH), np.int64), np.zeros(vocabulary_size, np.bool_))
 
     def add(self, tokens: np.ndarray, packed: np.ndarray) -> None:
-        """Store the rows `packed`, [m, width], of `tokens`, [m]; the last row of a repeated token counts."""
+        """Store the rows `packed`, [m, WIDTH], of `tokens`, [m]; the last row of a repeated token counts."""
         self.packed[tokens] = packed
         self.is_known[tokens] = True
 
@@ -78,160 +71,108 @@ class Answers:
         whole = hashlib.blake2b(self.packed.tobytes() + self.is_known.tobytes(), digest_size=8).digest()
         return int.from_bytes(whole, "big") >> 1
 
+    def entries(self, sampler: Sampler) -> np.ndarray:
+        """Return [V, ENTRY] int32 entries of the draft tables; those of unknown tokens are empty."""
+        packed = self.packed.copy()
+        packed[~self.is_known, 1:] = NO_CANDIDATES
+        *_, entries = sampler.unpack(packed)
+        assert entries is not None  # the sampler reports top-k candidates
+        return entries
 
-class VocabularyPrior:
-    """Queries a model about the vocabulary and shares the results with the other replicas.
 
-    Args:
-        known: results of this process; updated in place.
-        files: cache on disk, written by rank 0.
+def agreed_answers(
+    model: ModelRunner, group: Group, known: Answers | None, files: CalibrationFiles, name: str
+) -> Answers:
+    """Return the model's predictions after single tokens, equal on all replicas of the group.
 
-    Attributes:
-        is_settled: set by the owner once no more queries will follow.
+    `known` are those of an earlier group of this process, updated in place. If any replica has some, the model is not
+    queried: a replica that joins others does not delay them. Rank 0 reads and writes the file `name`.
+
+    Raises:
+        ReplicaError: if a peer is gone.
     """
+    answers = known or Answers.none(model.vocabulary_size)
+    # Replicas from different groups may have queried the model with different common tokens or slices.
+    rows = gather_rows(np.array([known is not None, answers.digest()]), group)
+    have_asked = rows[:, 0] > 0
+    if have_asked.all() and (rows == rows[0]).all():
+        return answers
+    num_saved = 0
+    if group.rank == 0 and known is None:
+        num_saved = _load(answers, files, name)
+    _share(answers, np.flatnonzero(answers.is_known), group)
+    unknown = np.flatnonzero(~answers.is_known)
+    if len(unknown) and not have_asked.any():
+        mine = unknown[group.rank :: group.size]
+        _ask(model, answers, mine)
+        _share(answers, mine[answers.is_known[mine]], group)
+        num_known = int(answers.is_known.sum())
+        if group.rank == 0 and num_known > num_saved:
+            files.store(name, {"packed": answers.packed, "is_known": answers.is_known})
+            if num_known < len(answers.is_known):
+                log.info("%d of the vocabulary's %d tokens were queried", num_known, len(answers.is_known))
+    return answers
 
-    def __init__(self, model: ModelRunner, group: Group, known: Answers, files: CalibrationFiles, name: str):
-        self._model = model
-        self._group = group
-        self._known = known
-        self._files, self._name = files, name
-        self._sampler = make_greedy_sampler(model)
-        self._agreed = Answers.none(*known.packed.shape)
-        self._has_begun = False
-        self._entries: np.ndarray | None = None  # cached result of `entries`
-        self._num_saved = 0
-        self._common_token: int | None = None
-        self._max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
-        # Size of the next slice. A model fed with chains computes each text separately, from its first token.
-        first_tokens = MIN_SLICE_TOKENS if model.feeds_chains else FIRST_SLICE_TOKENS
-        self._num_tokens = min(first_tokens, self._max_tokens)
-        self._seconds_left = MAX_ASKING_SECONDS
-        self.is_settled = False
 
-    @property
-    def is_complete(self) -> bool:
-        """Whether all replicas have the predictions of all tokens."""
-        return bool(self._agreed.is_known.all())
+def _load(answers: Answers, files: CalibrationFiles, name: str) -> int:
+    """Add the results of a cache file; return their number."""
+    saved = files.load(name, ("packed", "is_known"))
+    if saved is None or saved["packed"].shape != answers.packed.shape:
+        return 0
+    tokens = np.flatnonzero(saved["is_known"])
+    answers.add(tokens, saved["packed"][tokens])
+    return len(tokens)
 
-    def entries(self) -> np.ndarray:
-        """Return the shared results, [V, ENTRY] int32 entries of the draft tables."""
-        if self._entries is None:
-            packed = self._agreed.packed.copy()
-            packed[~self._agreed.is_known, 1:] = NO_CANDIDATES
-            *_, entries = self._sampler.unpack(packed)
-            assert entries is not None  # the sampler reports top-k candidates
-            self._entries = entries
-        return self._entries
 
-    # Queries, on this replica alone.
+def _share(answers: Answers, tokens: np.ndarray, group: Group) -> None:
+    """Add all replicas' rows of their `tokens`; if several have a token, the row of the lowest rank counts."""
+    num_rows = int(gather_rows(np.array([len(tokens)]), group).max())
+    if group.is_alone or not num_rows:
+        return
+    block = np.full((num_rows, 1 + WIDTH), -1, dtype=np.int64)
+    block[: len(tokens), 0], block[: len(tokens), 1:] = tokens, answers.packed[tokens]
+    rows = gather_rows(block.reshape(-1), group).reshape(-1, 1 + WIDTH)[::-1]  # rank 0 last: its rows win
+    rows = rows[rows[:, 0] >= 0]
+    answers.add(rows[:, 0], rows[:, 1:])
 
-    def ask(self, seconds: float) -> None:
-        """Query this replica's part of the unknown tokens for `seconds`, at least one slice."""
-        end = time.perf_counter() + seconds
-        while self.ask_once() and time.perf_counter() < end:
-            pass
 
-    def ask_once(self) -> bool:
-        """Query one slice of this replica's part of the unknown tokens; return whether more is left."""
-        unknown = np.flatnonzero(~self._known.is_known)
-        mine = unknown[unknown % self._group.size == self._group.rank]
-        tokens = mine[: self._num_tokens]
-        if not len(tokens) or self._seconds_left <= 0:
-            return False
-        started = time.perf_counter()
+def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
+    """Query the model about `tokens`, [m], slice by slice, for ASKING_SECONDS; at least about one slice."""
+    deadline = time.perf_counter() + ASKING_SECONDS
+    sampler = make_greedy_sampler(model)
+    max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
+    # A model fed with chains computes each text separately, from its first token.
+    num_tokens = min(MIN_SLICE_TOKENS if model.feeds_chains else FIRST_SLICE_TOKENS, max_tokens)
+    common_token: int | None = None
+    while len(tokens):
+        started, asked = time.perf_counter(), tokens[:num_tokens]
         try:
-            self._known.add(tokens, self._ask_about(tokens))
-        except torch.OutOfMemoryError:  # retry with the smallest slices; give up if those fail, too
-            self._seconds_left = 0.0 if self._num_tokens == MIN_SLICE_TOKENS else self._seconds_left
-            self._num_tokens = self._max_tokens = MIN_SLICE_TOKENS
-            return self._seconds_left > 0
-        seconds = time.perf_counter() - started
-        self._seconds_left -= seconds
-        if seconds > SLICE_SECONDS:
-            self._num_tokens = max(min(MIN_SLICE_TOKENS, self._max_tokens), self._num_tokens // 2)
-        elif seconds < SLICE_SECONDS / 2:
-            self._num_tokens = min(self._max_tokens, self._num_tokens * 2)
-        return len(mine) > len(tokens) and self._seconds_left > 0
-
-    def _ask_about(self, tokens: np.ndarray) -> np.ndarray:
-        """Return [m, width] packed top-k candidates after each of `tokens`, [m], preceded by a common token."""
-        if self._common_token is None:
-            size = self._model.vocabulary_size
-            num_spaced = min(NUM_SPACED, self._num_tokens)
-            packed = self._candidates_after(size // 2, np.arange(num_spaced) * size // num_spaced)
-            self._common_token = int(np.bincount(self._sampler.unpack(packed)[0]).argmax())
-        return self._candidates_after(self._common_token, tokens)
-
-    def _candidates_after(self, first: int, tokens: np.ndarray) -> np.ndarray:
-        """Return [m, width] packed top-k candidates after each two-token text (`first`, token)."""
-        with self._model.slots.borrowed() as slot:
-            self._model.begin(slot, 1 + len(tokens))
-            found = self._model.logits_after_each(slot, tokens.tolist(), [first])
-            packed, _ = self._sampler.sample(found, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
-            return packed.cpu().numpy()
-
-    # Agreement, on all replicas at once.
-
-    def agree(self, min_new: int | None = None) -> None:
-        """Share the replicas' new results if there are at least `min_new`, or all that were missing.
-
-        None stands for 1 / MIN_NEW_PART of the vocabulary, or for any number on a replica without peers. Raises
-        ReplicaError if a peer is gone.
-        """
-        if not self._has_begun:
-            self._begin()
-        agreed, group = self._agreed, self._group
-        if self.is_complete:
+            if common_token is None:
+                common_token = _common_token(model, sampler, num_tokens)
+            answers.add(asked, _candidates_after(model, sampler, common_token, asked))
+        except torch.OutOfMemoryError:
+            if num_tokens <= MIN_SLICE_TOKENS:
+                return
+            num_tokens = max_tokens = MIN_SLICE_TOKENS
+            continue
+        tokens, ended = tokens[len(asked) :], time.perf_counter()
+        if ended > deadline:
             return
-        new = np.flatnonzero(self._known.is_known & ~agreed.is_known)
-        counts = gather_rows(np.array([len(new)]), group)[:, 0]
-        num_new, size = int(counts.sum()), len(agreed.is_known)
-        if min_new is None:
-            min_new = 1 if group.is_alone else max(1, size // MIN_NEW_PART)
-        if num_new == 0 or num_new < min(min_new, size - agreed.num_known):
-            return
-        block = np.full((counts.max(), 1 + agreed.packed.shape[1]), -1, dtype=np.int64)
-        block[: len(new), 0], block[: len(new), 1:] = new, self._known.packed[new]
-        rows = gather_rows(block.reshape(-1), group).reshape(-1, block.shape[1])[::-1]  # rank 0 last: its rows win
-        rows = rows[rows[:, 0] >= 0]
-        self._adopt(rows[:, 0], rows[:, 1:])
+        if ended - started < SLICE_SECONDS / 2:
+            num_tokens = min(max_tokens, 2 * num_tokens)
 
-    def _begin(self) -> None:
-        """Start from what all replicas equally know, else from what rank 0 or its cache file knows."""
-        known, group = self._known, self._group
-        # Replicas from different groups may have queried the model with different common tokens or slices.
-        digests = gather_rows(np.array([known.digest()]), group)
-        if (digests == digests[0]).all() and known.is_known.all():
-            self._adopt(np.arange(len(known.packed)), known.packed)
-        else:
-            if group.rank == 0:
-                self._load()
-            tokens = np.flatnonzero(known.is_known)
-            self._adopt(*broadcast_object((tokens, known.packed[tokens]), group))
-        self._has_begun = True
 
-    def _adopt(self, tokens: np.ndarray, packed: np.ndarray) -> None:
-        """Store results that all replicas have from now on."""
-        self._agreed.add(tokens, packed)
-        self._known.add(tokens, packed)
-        self._entries = None
+def _common_token(model: ModelRunner, sampler: Sampler, num_tokens: int) -> int:
+    """Return the token to query others after, from a pass of up to `num_tokens` tokens."""
+    size, num_spaced = model.vocabulary_size, min(NUM_SPACED, num_tokens)
+    packed = _candidates_after(model, sampler, size // 2, np.arange(num_spaced) * size // num_spaced)
+    return int(np.bincount(sampler.unpack(packed)[0]).argmax())
 
-    # Cache on disk.
 
-    def _load(self) -> None:
-        """Add the cache file's results to those of this process."""
-        saved = self._files.load(self._name, ("packed", "is_known"))
-        if saved is None or saved["packed"].shape != self._known.packed.shape:
-            return
-        tokens = np.flatnonzero(saved["is_known"] & ~self._known.is_known)
-        self._known.add(tokens, saved["packed"][tokens])
-        self._num_saved = int(saved["is_known"].sum())
-
-    def save(self) -> None:
-        """Write the results to the cache file, on rank 0, if they have grown."""
-        answers = self._known if self._group.is_alone else self._agreed
-        if self._group.rank == 0 and answers.num_known > self._num_saved:
-            self._files.store(self._name, {"packed": answers.packed, "is_known": answers.is_known})
-            self._num_saved = answers.num_known
-            if not answers.is_known.all():
-                log.info("%d of the vocabulary's %d tokens were queried", answers.num_known, len(answers.is_known))
+def _candidates_after(model: ModelRunner, sampler: Sampler, first: int, tokens: np.ndarray) -> np.ndarray:
+    """Return [m, WIDTH] packed top-k candidates after each two-token text (`first`, token)."""
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 1 + len(tokens))
+        found = model.logits_after_each(slot, tokens.tolist(), [first])
+        packed, _ = sampler.sample(found, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
+        return packed.cpu().numpy()

@@ -258,11 +258,6 @@ class BenchConfig(RuntimeConfig):
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
 
-    @property
-    def works_when_idle(self) -> bool:
-        """False: transformers' methods are timed on the same device while the replicas are idle."""
-        return False
-
     def _check_splits(self) -> None:
         """Check the settings that go with `splits`."""
         if self.splits is None:

@@ -252,11 +252,6 @@ class RuntimeConfig:
         return False
 
     @property
-    def works_when_idle(self) -> bool:
-        """Whether replicas complete the vocabulary prior between requests; if not, they do what they can at start."""
-        return True
-
-    @property
     def num_gpus(self) -> int:
         """Number of GPUs, or processes on CPUs, by the settings; under torchrun, WORLD_SIZE decides instead."""
         return self.gpus or self.replica_gpus

@@ -16,7 +16,7 @@ import torch
 
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.partition.partition import Shares
-from lp_runtime.lookahead.drafter import Drafter, VerificationResult
+from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.lookahead.tree import TokenTree
@@ -76,8 +76,6 @@ class Decoder:
     """The state, step budget and sampler of one request.
 
     Args:
-        state: before its prefill, or resumed.
-        draft_tables: memory of the drafter; None for a drafter without tables.
         num_followers: replicas that own no node, in addition to those of the budget. Processors of an ordered sampler
             are called on one replica only.
         num_harvested: number of trailing prompt tokens whose top-k candidates the drafter learns.
@@ -95,6 +93,7 @@ class Decoder:
         is_traced: bool = False,
     ):
         self.state = state
+        self.drafter = state.drafter
         self.budget = budget
         self.sampler = sampler
         self.draft_tables = draft_tables
@@ -103,17 +102,10 @@ class Decoder:
         self._is_traced = is_traced
 
     @property
-    def drafter(self) -> Drafter:
-        """The state's drafter."""
-        return self.state.drafter
-
-    @property
     def max_owned(self) -> int:
-        """Largest number of nodes that a replica may own in a step."""
         return min(self.drafter.max_nodes, self.budget.limit or self.drafter.max_nodes)
 
     def propose_prefill(self) -> Step:
-        """Return the prefill's step: a tree of the prompt's last token alone."""
         return self._step(self.state.propose_prefill(), is_prefill=True)
 
     def propose(self, batch_size: int = 1) -> Step:
@@ -122,9 +114,7 @@ class Decoder:
         budget.set_batch_size(batch_size)
         if budget.is_resting and not state.has_forced:
             return self._step(state.propose_root(), has_top_k=False)
-        if budget.selects:
-            return self._step(state.propose(None, budget.tree_size_hint, budget.select))
-        return self._step(state.propose(budget.fit, budget.tree_size_hint))
+        return self._step(state.propose(budget.choose, budget.tree_size_hint))
 
     def _step(self, proposal: Proposal, has_top_k: bool = True, is_prefill: bool = False) -> Step:
         shares = self.budget.shares(proposal.tree)
@@ -160,10 +150,7 @@ class Decoder:
         overhead_ns: Sequence[int] = (),
         times_are_late: bool = False,
     ) -> Gathered:
-        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read.
-
-        The times are kept with them: see Gathered.
-        """
+        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read."""
         root = step.tree.root
         successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
         logprobs = None if logprobs is None else [-1.0] * root + logprobs
@@ -183,7 +170,7 @@ class Decoder:
         follows_chains = isinstance(budget, ChainBudget)
         token_ids, nodes = self.state.advance(step.proposal, gathered.result, caches_pending=not follows_chains)
         if isinstance(budget, ChainBudget):
-            self.state.count_cached(budget.settle(shares, nodes, step.tree.root + 1))
+            self.state.num_cached += budget.settle(shares, nodes, step.tree.root + 1)
         forward_ns, overhead_ns = gathered.forward_ns, gathered.overhead_ns
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)

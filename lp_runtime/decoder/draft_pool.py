@@ -41,7 +41,6 @@ class DraftPool:
 
     @property
     def num_in_use(self) -> int:
-        """Number of tables that requests are using."""
         return len(self._in_use)
 
     def find(self, tag: int, scope: str | None, num_bytes: int) -> int:
@@ -64,10 +63,7 @@ class DraftPool:
         return next((kept.tables for kept in reversed(self._kept.values()) if kept.scope == scope), None)
 
     def acquire(self, num_bytes: int, tag: int = 0) -> DraftTables:
-        """Return tables for one request: the kept ones of this tag, as they are, else empty ones of this size.
-
-        They are in use until `release`.
-        """
+        """Return tables for one request: the kept ones of this tag, as they are, else empty ones of this size."""
         kept = self._kept.pop(tag, None)
         if kept is None:
             tables = self._acquire_free(num_bytes)

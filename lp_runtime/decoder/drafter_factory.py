@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 
 from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
@@ -22,25 +20,20 @@ def make_drafter(
     noise_key: NoiseKey | None,
     max_nodes: int,
     draft_tables: DraftTables | None,
-    vocabulary: Callable[[], np.ndarray],
+    vocabulary: np.ndarray | None,
     corpus: CorpusIndex = NO_CORPUS,
 ) -> Drafter:
     """Return the drafter that a request asks for.
 
-    Args:
-        noise_key: None for greedy decoding.
-        max_nodes: largest tree that all replicas together can feed.
-        draft_tables: only for drafter=full; None for other drafters.
-        vocabulary: returns the vocabulary prior, [V, ENTRY]; only called for drafter=full.
-        corpus: only used by drafter=full.
+    `noise_key` is None for greedy decoding. `max_nodes` is the largest tree that all replicas together can feed. The
+    tables, the vocabulary prior, [V, ENTRY], and the corpus are for drafter=full only.
     """
     W, N, G = settings.window
     if settings.drafter == "full":
         assert draft_tables is not None
         compile_drafter()
         limit = min(max_nodes, max(1, (W + G) * (N - 1))) if settings.has_window else max_nodes
-        prior = vocabulary() if settings.prior == "vocabulary" else None
-        return BestFirstDrafter(limit, draft_tables, prior, noise_key, MAX_DEPTH, corpus)
+        return BestFirstDrafter(limit, draft_tables, vocabulary, noise_key, MAX_DEPTH, corpus)
     if settings.drafter == "prompt_lookup":
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":

@@ -21,10 +21,12 @@ from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.sizing.prompt_rows import num_paying
 
 MAX_HARVESTED = 1 << 13  # tokens: draft tables of the default size hold the candidates of that many
 MAX_LOGITS = 1 << 26  # numbers: logits of one chunk in memory
+EXPECTED_NEW_TOKENS = 128  # assumed length of an answer whose limit is higher
+TOKENS_A_STEP = 2  # assumed tokens per step without the prompt's candidates
+GAIN_PERMILLE = 10  # steps saved by the candidates of a whole prompt, about (docs/decisions/drafters.md)
 
 
 def num_to_harvest(
@@ -44,12 +46,22 @@ def num_to_harvest(
     return num_paying(num_tokens, request.max_new_tokens, step_ns, calibration.harvest_ns(), num_replicas)
 
 
+def num_paying(num_tokens: int, max_new_tokens: int, step_ns: int, harvest_ns: int, num_replicas: int) -> int:
+    """Return how many trailing prompt tokens are worth collecting top-k candidates for.
+
+    `step_ns` is the duration of a step of one token, and `harvest_ns` what collecting one token's candidates adds to
+    the prefill of its replica.
+    """
+    num_steps = min(max_new_tokens, EXPECTED_NEW_TOKENS) // TOKENS_A_STEP
+    saved_ns = num_steps * step_ns * GAIN_PERMILLE // 1000
+    return min(num_tokens, saved_ns * num_replicas // max(1, harvest_ns))
+
+
 class PromptHarvest:
     """Prefill of a prompt that keeps the top-k candidates of its last n tokens.
 
     Args:
         slot: begun; holds what precedes `prompt`: nothing, or a prefix from the cache.
-        prompt: [P] token ids to feed, P >= 1.
         num_harvested: n, 0 to P.
         group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
     """

@@ -28,7 +28,6 @@ class SamplerSpec:
     Attributes:
         noise: Gumbel noise of the sample; None for greedy decoding.
         temperature: value by which the processors divide the logits.
-        with_logprobs: whether the exchange includes log-probabilities.
         num_top_logprobs: likeliest tokens per node that the exchange includes with their log-probabilities.
     """
 

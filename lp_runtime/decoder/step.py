@@ -20,7 +20,6 @@ class Step:
     """A step's token tree, and which replica feeds which of its nodes; equal on every replica.
 
     Attributes:
-        proposal: the token tree, T nodes, with the digest of the state that proposed it.
         shares: [R] nodes that each replica feeds, and those whose successors it reports.
         has_top_k: whether top-k candidates are exchanged; False in a step of the pending tokens alone.
         is_prefill: whether this step ends the prefill.
@@ -33,7 +32,6 @@ class Step:
 
     @property
     def tree(self) -> TokenTree:
-        """The token tree."""
         return self.proposal.tree
 
     @cached_property

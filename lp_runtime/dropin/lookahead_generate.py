@@ -45,8 +45,6 @@ from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.truncation import temperature_of
 from lp_runtime.sampling.types import LogitsProcessor
 
-ASKING_SECONDS = 0.25  # that each call spends on the vocabulary prior, until the prior is complete
-
 # Per model, from earlier calls: an entry means that it passed the self-check; the value has its measurements. They only
 # affect speed, never the output, so keeping them between calls is safe.
 _known: weakref.WeakKeyDictionary[CausalLM, dict[tuple, Measured]] = weakref.WeakKeyDictionary()
@@ -135,9 +133,7 @@ def lookahead_generate(
     make = functools.partial(runner_of, model, tokens)
     with _ranks(model.device, share_ranks and not is_split) as group, _runners.runner(model, (tokens,), make) as runner:
         measured = _checked(model, runner, group)
-        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured, is_gradual=True)
-        if lookahead.has_vocabulary_prior:
-            calibration.prepare_vocabulary(ASKING_SECONDS)
+        calibration = Calibration(runner, group, RuntimeConfig.cache_dir, measured)
         if call.do_sample and seed is None:
             with _ranks(model.device, share_ranks or is_split) as ranks:
                 sampling.seed = broadcast_object(int(torch.randint(2**63 - 1, ())), ranks)

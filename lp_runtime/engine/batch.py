@@ -73,6 +73,5 @@ class Batch:
             self.delivery.add((key, running.report()))
 
     def close(self) -> None:
-        """Close all requests."""
         for running in (*self.running.values(), *(running for running, _ in self.prefilling.values())):
             self._close(running, False)

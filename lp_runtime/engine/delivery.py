@@ -24,7 +24,6 @@ class Delivery(Generic[T]):
         self._seconds = 0.0  # that the caller took for the latest outputs
 
     def add(self, output: T) -> None:
-        """Queue an output."""
         self._queue.append(output)
 
     def deliver(self) -> Iterator[T]:

@@ -40,7 +40,7 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.prefill.prefix import PromptPrefix, scope_of
 from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.packing import compile_sampler
@@ -73,14 +73,9 @@ class Engine:
         self._model, self._group = model, group
         self._peers = Peers(group, make_exchange, model.timer is not None if times_are_late is None else times_are_late)
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
-        self._draft_pool = draft_pool or DraftPool()
-        self._decoders = DecoderFactory(model, group, self._calibration, self._draft_pool, grammars)
+        self.draft_pool = draft_pool or DraftPool()
+        self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
-
-    @property
-    def draft_pool(self) -> DraftPool:
-        """The draft tables of this engine's requests."""
-        return self._draft_pool
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure and compile now what a request with these settings would have to wait for."""
@@ -96,9 +91,8 @@ class Engine:
             if settings.is_auto:
                 self._calibration.max_step_tokens()
             if settings.has_vocabulary_prior:
-                self._calibration.prepare_vocabulary()
-            pool = self._draft_pool
-            pool.release(pool.acquire(settings.draft_tables_bytes))
+                self._calibration.vocabulary()
+            self.draft_pool.release(self.draft_pool.acquire(settings.draft_tables_bytes))
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
@@ -109,7 +103,7 @@ class Engine:
     def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
         """Release a decoder's draft tables; see `DraftPool.release`."""
         if decoder.draft_tables is not None:
-            self._draft_pool.release(decoder.draft_tables, tag, scope)
+            self.draft_pool.release(decoder.draft_tables, tag, scope)
 
     def _open(
         self, request: Request, callbacks: Callbacks, spec: SamplerSpec | None = None, stop: Stop | None = None
@@ -117,7 +111,7 @@ class Engine:
         model, group = self._model, self._group
         with out_of_memory_as(lambda reason: unshared_error(model, request, group, reason)), ExitStack() as opened:
             spec = spec or make_sampler_spec(model, request, self._plain_kinds)
-            prefix = PromptPrefix(model.slots.prefixes, request, group, self._draft_pool)
+            prefix = PromptPrefix(model.slots.prefixes, request, group, self.draft_pool)
             decoder = self.open_decoder(request, spec, stop, prefix.tag)
             opened.callback(self.close_decoder, decoder)
             text = (*request.prompt_ids, *request.committed) if request.committed else ()
@@ -130,12 +124,12 @@ class Engine:
     def make_running(
         self, request: Request, decoder: Decoder, slot: CacheSlot, prefix: PromptPrefix, callbacks: Callbacks
     ) -> RunningRequest:
-        """Return a request to decode. Engines that measure return one that computes its steps in another way."""
+        """Return a request to decode; overridden by engines that compute its steps in another way to measure them."""
         return RunningRequest(self._model, self._peers, request, decoder, slot, prefix, callbacks)
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
-        self.close_decoder(running.decoder, running.keep_prefix(), running.draft_scope)
+        self.close_decoder(running.decoder, running.keep_prefix(), scope_of(running.request))
         self._model.slots.release(running.slot)
         if frees_memory:
             self._model.free_memory()
@@ -245,7 +239,7 @@ class Engine:
             if not is_out_of_memory(error):
                 raise
             reason = first_line(error)
-        return [running.unshared_error(reason) for running in batch]
+        return self._unshared_errors(batch, reason)
 
     def _step(
         self, batch: list[RunningRequest], delivery: Delivery[Any]
@@ -284,6 +278,9 @@ class Engine:
             for running, each in zip(batch, inputs, strict=True)
         ]
 
+    def _unshared_errors(self, batch: list[RunningRequest], reason: str) -> list[Any]:
+        return [unshared_error(self._model, running.request, self._group, reason) for running in batch]
+
     def _feed(self, batch: list[RunningRequest], inputs: list[StepInputs]) -> list[StepLogits | LookaheadError]:
         """Feed the requests' shares in one pass; while memory does not suffice, leave out the youngest, the last."""
         lengths = [len(each.slot.tokens) for each in inputs]
@@ -291,7 +288,7 @@ class Engine:
         if not isinstance(logits, LookaheadError):
             return list(logits)
         if len(batch) > 1 and lengths != [len(each.slot.tokens) for each in inputs]:  # re-fed, and committed in part
-            return [running.unshared_error("its batch lacks memory") for running in batch]
+            return self._unshared_errors(batch, "its batch lacks memory")
         self._model.slots.drop(inputs[-1].slot)
         if len(batch) == 1:
             return [logits]
@@ -302,7 +299,6 @@ class Engine:
     def _sample(
         self, batch: list[RunningRequest], steps: list[Step], logits: list[StepLogits | LookaheadError]
     ) -> list[Samples | LookaheadError]:
-        """Sample the successors of the nodes that this replica owns; on a GPU, launch that and return."""
         samples = [running.sample(step, each) for running, step, each in zip(batch, steps, logits, strict=True)]
         if self._model.timer is None:
             _lap(batch, "forward")
@@ -317,8 +313,7 @@ class Engine:
             running.start_exchange(step, each)
 
     def _deliver_previous(self, delivery: Delivery[Any]) -> Iterator[Any]:
-        """Yield outputs of earlier steps while a GPU runs this one. A CPU has finished the pass by now."""
-        if self._model.timer is None:
+        if self._model.timer is None:  # a CPU has finished the pass by now
             return
         try:
             yield from delivery.deliver()
@@ -333,7 +328,6 @@ class Engine:
         samples: Sequence[Samples | LookaheadError],
         delivery: Delivery[Any],
     ) -> list[Gathered | LookaheadError]:
-        """Wait for the samples of all replicas, and account for the time of the pass."""
         timer = self._model.timer
         delivered_after = batch[0].timer.since_last_lap()
         # The last one first: once it has arrived, none of the others is waited for.
@@ -351,7 +345,6 @@ class Engine:
     def _advance(
         self, batch: list[RunningRequest], steps: list[Step], gathered: Sequence[Gathered | LookaheadError]
     ) -> list[StepOutput | LookaheadError]:
-        """Accept, commit and learn; an error ends its own request only."""
         outputs: list[StepOutput | LookaheadError] = []
         for running, step, each in zip(batch, steps, gathered, strict=True):
             try:

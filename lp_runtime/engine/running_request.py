@@ -26,7 +26,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
-from lp_runtime.prefill.prefix import PromptPrefix, scope_of
+from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.prefill.resume import Resume
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
@@ -63,26 +63,10 @@ class Peers:
 
 @dataclass(frozen=True)
 class Callbacks:
-    """Functions that the engine calls while it decodes a request.
-
-    `should_cancel` is asked once a step, and between chunks of the prompt.
-    """
+    """Functions that the engine calls in each step, and `should_cancel` also between chunks of the prompt."""
 
     should_cancel: Callable[[], bool] = never_cancel
     observe: Observer | None = None
-
-
-@dataclass
-class _Fed:
-    """Counts of what the steps of a request fed.
-
-    Attributes:
-        tokens: mean over replicas, summed over steps, without the prefill.
-        extra_passes: forward passes beyond one per step.
-    """
-
-    tokens: float = 0.0
-    extra_passes: int = 0
 
 
 class RunningRequest:
@@ -101,30 +85,25 @@ class RunningRequest:
         prefix: PromptPrefix,
         callbacks: Callbacks,
     ):
+        self.request = request
         self.decoder = decoder
         self.slot = slot
         self.timer = StepTimer()
         self._model = model
         self._group = peers.group
         self._times_are_late = peers.times_are_late
-        self._request = request
         self._prefix = prefix
         self._callbacks = callbacks
         self._exchange = peers.make_exchange(peers.group, decoder.max_owned, decoder.sampler.width)
         self._started = time.perf_counter()
         self._ended_by = 0  # bits of the control word
-        self._fed = _Fed()
+        self._num_fed = 0.0  # tokens, mean over replicas, summed over the steps after the prefill
+        self._num_extra_passes = 0  # forward passes beyond one per step
         self._prefill_seconds = 0.0
 
     @property
     def is_finished(self) -> bool:
-        """Whether decoding has ended."""
         return self.decoder.state.finish_reason is not None or self._ended_by != 0
-
-    @property
-    def capacity(self) -> int:
-        """Tokens that the slot must hold at first; see `capacity_of`."""
-        return capacity_of(self._request, self.decoder)
 
     # Out of memory.
 
@@ -140,11 +119,7 @@ class RunningRequest:
                 raise
             reason = first_line(error)
         # Not in the handler: there, the exception still holds the tensors of the failed pass.
-        return memory_error(self._model, self._request, self.decoder.state.new_tokens, reason)
-
-    def unshared_error(self, reason: str) -> LookaheadError:
-        """Return the error to raise if memory has run out where peers do not expect an error of this replica."""
-        return unshared_error(self._model, self._request, self._group, reason)
+        return memory_error(self._model, self.request, self.decoder.state.new_tokens, reason)
 
     # Prefill.
 
@@ -154,13 +129,12 @@ class RunningRequest:
         Yields between chunks, when other requests may be fed. Returns None if an earlier attempt delivered the output,
         or if the request was cancelled.
         """
-        with out_of_memory_as(self.unshared_error):
-            output = yield from self._timed(self._resume() if self._request.committed else self._prefill())
+        with out_of_memory_as(lambda reason: unshared_error(self._model, self.request, self._group, reason)):
+            output = yield from self._timed(self._resume() if self.request.committed else self._prefill())
         self.timer = StepTimer()
         return output
 
     def _timed(self, chunks: Generator[None, None, StepOutput | None]) -> Generator[None, None, StepOutput | None]:
-        """Yield after each chunk, and add the time that it takes to the prefill's."""
         while True:
             started = time.perf_counter()
             try:
@@ -175,8 +149,9 @@ class RunningRequest:
 
     def _resume(self) -> Generator[None, None, StepOutput | None]:
         """Feed those tokens of the prompt and of an earlier attempt that are not in the slot."""
-        resume = Resume(self._model, self._request, self.slot, self.decoder.sampler, self._group)
-        if not (yield from resume.in_step(self.capacity, self._callbacks.should_cancel, self.attempt)):
+        resume = Resume(self._model, self.request, self.slot, self.decoder.sampler, self._group)
+        capacity = capacity_of(self.request, self.decoder)
+        if not (yield from resume.in_step(capacity, self._callbacks.should_cancel, self.attempt)):
             self._ended_by = CANCEL
         return None
 
@@ -184,13 +159,13 @@ class RunningRequest:
         """Feed the prompt, and agree on the first new token."""
         model, step = self._model, self.decoder.propose_prefill()
         error = _error_of(self.attempt(self._begin))
-        prompt = self._request.prompt_ids[self._prefix.num_read :]
+        prompt = self.request.prompt_ids[self._prefix.num_read :]
         scorer: PromptScorer | None = None
         harvest: PromptHarvest | None = None
         chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
         num_chunks = -(-len(prompt) // chunk_tokens)
-        if self._request.prompt_logprobs:
-            scorer = PromptScorer(model, self.slot, prompt, self._request.top_logprobs)
+        if self.request.prompt_logprobs:
+            scorer = PromptScorer(model, self.slot, prompt, self.request.top_logprobs)
             chunks, num_chunks = scorer.prefill_in_chunks(), -(-len(prompt) // SCORED_TOKENS)
         elif self.decoder.num_harvested:
             harvest = self.harvest(prompt)
@@ -213,12 +188,13 @@ class RunningRequest:
         output = self.decoder.advance(step, gathered)
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
-            self.decoder.drafter.learn_prompt(self._request.prompt_ids, harvest.share())
+            self.decoder.drafter.learn_prompt(self.request.prompt_ids, harvest.share())
         return output if scorer is None else scorer.attach(output)
 
     def _begin(self) -> None:
-        """Make the slot hold the part of the prompt that comes from the prefix cache."""
-        self._model.begin(self.slot, self.capacity, prompt_length=len(self._request.prompt_ids))
+        """Prepare the slot, and read the prompt's cached prefix into it."""
+        capacity = capacity_of(self.request, self.decoder)
+        self._model.begin(self.slot, capacity, prompt_length=len(self.request.prompt_ids))
         self._prefix.read_into(self.slot)
 
     def _prefill_past_point(self, prompt: tuple[int, ...], num_before: int) -> Generator[None, None, torch.Tensor]:
@@ -236,7 +212,7 @@ class RunningRequest:
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas.
 
-        `error` comes from this replica's chunk, None if it was fed. An error of any replica is raised on all of them.
+        `error` is of this replica's chunk. An error of any replica is raised on all of them.
         """
         control = CANCEL * self._callbacks.should_cancel() | FAILED * (error is not None)
         if not self._group.is_alone:
@@ -248,14 +224,12 @@ class RunningRequest:
         return bool(control & CANCEL)
 
     def _no_values(self, step: Step) -> torch.Tensor:
-        """Return zeros of the shape of what this replica exchanges in a step."""
         num_owned = step.shares.num_owned[self._group.rank]
         return torch.zeros(num_owned, self.decoder.sampler.width, dtype=torch.int64, device=self._model.device)
 
     # Steps.
 
     def inputs(self, step: Step) -> StepInputs:
-        """Return what this replica feeds to the model."""
         return step.inputs(self._group.rank, self.slot)
 
     def sample(self, step: Step, logits: StepLogits | LookaheadError) -> Samples | LookaheadError:
@@ -300,40 +274,33 @@ class RunningRequest:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:
             sizes = step.shares.sizes
-            self._fed.tokens += sum(sizes) / len(sizes)
-            self._fed.extra_passes += self._model.num_passes(max(sizes)) - 1
+            self._num_fed += sum(sizes) / len(sizes)
+            self._num_extra_passes += self._model.num_passes(max(sizes)) - 1
         return gathered
 
     def _control(self) -> int:
-        """Return the control bits that this replica sets."""
-        max_time, rank = self._request.max_time, self._group.rank
+        max_time, rank = self.request.max_time, self._group.rank
         # Only rank 0's clock decides, so that all replicas stop at the same step.
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
         return CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0)
 
     def report(self) -> Report:
-        """Return what the request took, after its end."""
         state, drafter = self.decoder.state, self.decoder.drafter
         num_tree_steps = max(0, state.num_steps - 1)
         num_bytes = 0 if self._group.is_alone else self._exchange.bytes_sent
         return Report(
-            num_steps=state.num_steps + self._fed.extra_passes,
+            num_steps=state.num_steps + self._num_extra_passes,
             finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
-            step_tokens=self._fed.tokens / num_tree_steps if num_tree_steps else 0.0,
+            step_tokens=self._num_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - self._started,
             prefill_seconds=self._prefill_seconds,
             times=StepTimes(**self.timer.seconds),
             exchange_bytes=num_bytes / max(1, state.num_steps),
             counts=drafter.counts,
             pool=drafter.pool.statistics() if isinstance(drafter, PaperDrafter) else None,
-            seed=self._request.sampling.seed,
+            seed=self.request.sampling.seed,
             cached_tokens=self._prefix.num_read,
         )
-
-    @property
-    def draft_scope(self) -> str | None:
-        """Scope of the request's draft tables; see `scope_of`."""
-        return scope_of(self._request)
 
     def keep_prefix(self) -> int:
         """Store the keys and values of a finished request in the prefix cache; nothing of one that failed.
@@ -349,7 +316,6 @@ class RunningRequest:
 
 
 def _error_of(result: object) -> RequestMemoryError | None:
-    """Return the result of `RunningRequest.attempt` if it is an error, else None."""
     return result if isinstance(result, RequestMemoryError) else None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Generator
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -27,11 +26,9 @@ class LocalLauncher(Launcher):
 
     def __init__(self, config: RuntimeConfig):
         super().__init__(gpus_per_replica=config.replica_gpus)
-        stack = contextlib.ExitStack()
-        # At the end of the process, too, if it never closes: what was measured is written while modules still work.
-        self._end = weakref.finalize(self, stack.close)
+        self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, "the replica failed at start"):
-            self._replica = stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
+            self._replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
 
     @property
     def info(self) -> ReplicaInfo:
@@ -41,4 +38,4 @@ class LocalLauncher(Launcher):
         yield from self._replica.decode(request)
 
     def _close(self) -> None:
-        self._end()
+        self._stack.close()

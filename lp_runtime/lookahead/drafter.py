@@ -95,7 +95,6 @@ class Counts:
             np.add.at(self.accepted, (self.latest, columns[path]), 1)
 
     def latest_sources(self) -> list[str]:
-        """Return the source names of the nodes on the latest step's committed path."""
         return [self.sources[row] for row in self.latest]
 
 
@@ -116,7 +115,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
-        """Begin a request with the prompt `tokens`."""
+        """Begin a request; `tokens` are the prompt."""
 
     @abstractmethod
     def propose(
@@ -129,12 +128,8 @@ class Drafter(ABC):
     ) -> TokenTree:
         """Return the next step's tree.
 
-        Args:
-            tokens: prompt and committed tokens; the last one is the root.
-            num_cached: leading tokens that are cached; the others are pending.
-            max_depth: largest depth of a node below the root.
-            tree_size_hint: largest useful number of nodes; None for the drafter's own limit.
-            guide: constraint of the text, which excludes forbidden nodes; None without one.
+        `tokens` are the prompt and the committed tokens. The first `num_cached` of them are cached, the others
+        pending. `tree_size_hint` is the largest useful number of nodes; None for the drafter's own limit.
         """
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
@@ -146,7 +141,7 @@ class Drafter(ABC):
         return accept(tree, result.successors)
 
     def may_accept(self, node: int) -> bool:
-        """Return whether `accept` may continue to a node of the tree proposed last."""
+        """Return whether `accept` may continue to a node."""
         return True
 
     def learn_prompt(self, tokens: Sequence[int], entries: np.ndarray) -> None:  # noqa: B027 (most have no use for it)

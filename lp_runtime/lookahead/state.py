@@ -25,8 +25,7 @@ class DecodingRules:
     """Everything besides the prompt that determines a request's decoding.
 
     Attributes:
-        max_new_tokens: largest number of tokens to commit, >= 1.
-        eos_token_ids: decoding stops after any of these; empty to continue to max_new_tokens.
+        max_new_tokens: >= 1.
         drafting: settings of the drafter as text; part of the digest.
         sampling: all other settings that affect which successors are sampled, as text; part of the digest.
         refed_at: text length after which the model recomputes the whole text: no tree may cross from a shorter text to
@@ -43,11 +42,8 @@ class DecodingRules:
 Stop = Callable[[Sequence[int]], int | None]
 """Maps the tokens about to be committed to how many of them to keep if decoding stops there, else to None."""
 
-Fit = Callable[[TokenTree, np.ndarray], int]
-"""Maps a tree and its nodes' path probabilities, [T] int64 descending, to the number of leading nodes to feed."""
-
-Select = Callable[[TokenTree], np.ndarray]
-"""Maps a tree to the ascending indices, [m] int64, of the nodes to feed; see `TokenTree.part`."""
+Choose = Callable[[TokenTree], int | np.ndarray]
+"""Maps a tree to the number of leading nodes to feed, or to the ascending indices of nodes; see `TokenTree.part`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,6 @@ class Proposal:
     """One step's tree and digest.
 
     Attributes:
-        tree: complete; no nodes are added later.
         digested_before: bytes to digest before the tree: the request, or the previous step's digest.
         num_cached: number of the sequence's tokens before the tree's first one.
     """
@@ -66,10 +61,8 @@ class Proposal:
 
     @cached_property
     def digest(self) -> int:
-        """Digest of the proposing state, 0 to 2**56 - 1; if digests differ, replicas have diverged.
-
-        Computed at first access, which comes after the forward pass is launched, so that a GPU does not wait for it.
-        """
+        """Digest of the proposing state, 0 to 2**56 - 1; if digests differ, replicas have diverged."""
+        # First read after the launch of the forward pass, so that a GPU does not wait for it.
         content = self.digested_before + self.tree.content()
         return int.from_bytes(hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest(), "big")
 
@@ -78,7 +71,6 @@ class DecodingState:
     """Committed tokens of one request, and the drafter that proposes what may follow.
 
     Args:
-        prompt: token ids, at least one.
         drafter: has not begun another request.
         stop: a further stop condition, called once per step with the tokens that the rules leave. Its results must be
             equal on all replicas.
@@ -88,10 +80,10 @@ class DecodingState:
         guide: constraint of the new text, in its state before the first of `committed`; None without one.
 
     Attributes:
-        tokens: prompt and committed tokens.
         num_cached: leading tokens whose keys and values every replica has cached; the rest are pending.
         num_steps: steps so far, including the prefill.
         finish_reason: None while unfinished, then "eos", "stop" or "length".
+        digest: covers the steps so far, equal on all replicas; 0 if no other replica holds this state.
     """
 
     def __init__(
@@ -113,7 +105,7 @@ class DecodingState:
         self.num_cached = 0
         self.num_steps = 0
         self.finish_reason: str | None = None
-        self._digest = 0
+        self.digest = 0
         self._is_alone = is_alone
         self._guide = guide
         if committed:
@@ -123,42 +115,28 @@ class DecodingState:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Committed tokens, without the prompt."""
         return self.tokens[self.prompt_length :]
-
-    @property
-    def digest(self) -> int:
-        """Digest of the steps so far, equal on all replicas; 0 if no other replica holds this state."""
-        return self._digest
 
     @property
     def pending(self) -> list[int]:
         """Committed tokens whose keys and values are not cached yet."""
         return self.tokens[self.num_cached :]
 
-    def propose(
-        self, fit: Fit | None = None, tree_size_hint: int | None = None, select: Select | None = None
-    ) -> Proposal:
+    def propose(self, choose: Choose = len, tree_size_hint: int | None = None) -> Proposal:
         """Return the tree of the next step; every node's successor could still be committed.
 
-        `fit` and `select` must return equal results on all replicas.
-
-        Args:
-            fit: returns how many leading nodes to feed; called if the drafter estimates path probabilities. None to
-                feed all.
-            tree_size_hint: largest useful number of nodes; None for the drafter's own limit.
-            select: returns the nodes to feed, instead of `fit`; called for trees of every drafter.
+        `choose` must return equal results on all replicas. `tree_size_hint` is the largest useful number of nodes; None
+        for the drafter's own limit.
         """
         depth = self.rules.max_new_tokens - (len(self.tokens) - self.prompt_length) - 1
         if self.rules.refed_at is not None and len(self.tokens) <= self.rules.refed_at:
             depth = min(depth, self.rules.refed_at - len(self.tokens))
         tree = self.drafter.propose(self.tokens, self.num_cached, depth, tree_size_hint, self._guide)
-        if select is not None:
-            nodes = select(tree)
-            if len(nodes) < len(tree):
-                tree = self.drafter.keep(tree, nodes)
-        elif fit is not None and tree.path_probabilities is not None:
-            tree.truncate(fit(tree, tree.path_probabilities))
+        nodes = choose(tree)
+        if isinstance(nodes, int):
+            tree.truncate(nodes)
+        elif len(nodes) < len(tree):
+            tree = self.drafter.keep(tree, nodes)
         return self._proposal(tree)
 
     def propose_root(self) -> Proposal:
@@ -174,12 +152,10 @@ class DecodingState:
 
     @property
     def has_forced(self) -> bool:
-        """Whether a constraint determines the next token."""
         return self._guide is not None and bool(self._guide.forced(1))
 
     def _proposal(self, tree: TokenTree) -> Proposal:
-        """Return a proposal whose digest covers all steps so far."""
-        return Proposal(tree, b"%d %d " % (self._digest, self.num_cached), self.num_cached)
+        return Proposal(tree, b"%d %d " % (self.digest, self.num_cached), self.num_cached)
 
     def propose_prefill(self) -> Proposal:
         """Return the prefill's step, a tree of the prompt's last token; its digest covers the request."""
@@ -188,7 +164,7 @@ class DecodingState:
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
     def _resume(self, committed: Sequence[int]) -> None:
-        """Commit tokens of an earlier attempt and count all but the last as cached."""
+        """Commit tokens of an earlier attempt, and count all but the last as cached."""
         for token in committed:
             self._commit([token])
         assert len(self.new_tokens) == len(committed)
@@ -215,24 +191,20 @@ class DecodingState:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
         Returns the committed tokens, at least one, and the node that each of them follows. If not every replica has
-        cached the step's pending tokens (`caches_pending`), the caller uses `count_cached`.
+        cached the step's pending tokens (`caches_pending`), the caller adds to `num_cached`.
         """
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, result)
         self._chain(proposal)
         if caches_pending:
-            self.count_cached(tree.root + 1)
+            self.num_cached += tree.root + 1
         committed = self._commit(accepted)
         self.drafter.advance(self.tokens, tree, result, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]
 
-    def count_cached(self, num_tokens: int) -> None:
-        """Count `num_tokens` more leading tokens as cached on every replica."""
-        self.num_cached += num_tokens
-
     def _chain(self, proposal: Proposal) -> None:
         """Include a proposal's digest in the next one's."""
-        self._digest = 0 if self._is_alone else proposal.digest
+        self.digest = 0 if self._is_alone else proposal.digest
 
     def _commit(self, accepted: list[int]) -> list[int]:
         """Commit tokens up to max_new_tokens, the first EOS token and the stop condition; return them."""

@@ -12,9 +12,7 @@ import numpy as np
 from lp_runtime.utils.jit import Int, compiled
 
 K = 8  # candidates of an entry: as many as token recycling's tree uses
-ENTRY = (
-    16  # int32 of an entry, one cache line: K token ids, K margins of a byte each, stamp, origin; the rest is unused
-)
+ENTRY = 16  # int32 of an entry, one cache line: K ids, K margins of a byte each, stamp, origin; the rest is unused
 MARGINS, STAMP = K, K + K // 4  # columns of an entry: its first margins; its stamp
 ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
 FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill

@@ -30,24 +30,20 @@ class TokenTree:
         digest: a number that identifies `arrays`; None to digest the arrays themselves.
 
     Attributes:
-        max_depth: no node is added below this depth.
-        max_nodes: no node is added to a tree of this many nodes; None for no limit.
-        guide: constraint of the text; tokens that it forbids are not added. None without one.
+        max_depth, max_nodes, guide: limits of `add`: depth, number of nodes, constraint of the text; None for no limit.
         path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point of
             PATH_PROBABILITY_BITS; None if the drafter does not estimate them. Nodes are sorted by them, descending: the
             first k nodes are the best tree of k nodes.
     """
 
     __slots__ = (
-        "_tokens",
-        "_parents",
-        "_depths",
         "root",
         "max_depth",
         "max_nodes",
         "path_probabilities",
         "guide",
         "_children",
+        "_lists",
         "_arrays",
         "_digest",
     )
@@ -68,10 +64,10 @@ class TokenTree:
         self.max_nodes = max_nodes
         self.path_probabilities = path_probabilities
         self.guide = guide
-        # Lists of a tree given as arrays are made lazily: most trees never need them.
-        self._tokens: list[int] | None = None if arrays else list(pending)
-        self._parents: list[int] | None = None if arrays else list(range(-1, len(pending) - 1))
-        self._depths: list[int] | None = None if arrays else list(range(1 - len(pending), 1))
+        self._lists: tuple[list[int], list[int], list[int]] | None = None  # tokens, parents, depths
+        if arrays is None:
+            num = len(pending)
+            self._lists = list(pending), list(range(-1, num - 1)), list(range(1 - num, 1))
         self._children: dict[tuple[int, int], int] = {}
         self._arrays = arrays
         self._digest = digest
@@ -87,13 +83,9 @@ class TokenTree:
         max_depth: int,
         digest: int | None = None,
     ) -> TokenTree:
-        """Return a complete tree that refers to the given arrays; no node can be added to it.
+        """Return a complete tree that refers to the given arrays, see TokenTree; no node can be added to it.
 
-        Args:
-            tokens, parents: [T] int64, contiguous; siblings must differ, and the first pending token's parent is -1.
-            depths: [T] int64 depth below the root: 0 for the root, negative for the pending tokens before it.
-            path_probabilities: [T] int64, see TokenTree.
-            digest: a number that identifies tokens and parents; None to digest the arrays themselves.
+        Siblings must differ, and the first pending token's parent is -1.
         """
         return cls(tokens[: root + 1], max_depth, None, (tokens, parents, depths), path_probabilities, digest)
 
@@ -114,7 +106,7 @@ class TokenTree:
         assert num_nodes > self.root
         if num_nodes >= len(self):
             return
-        for values in filter(None, (self._tokens, self._parents, self._depths)):
+        for values in self._lists or ():
             del values[num_nodes:]
         if self.path_probabilities is not None:
             self.path_probabilities = self.path_probabilities[:num_nodes]
@@ -128,35 +120,32 @@ class TokenTree:
 
     @property
     def pending(self) -> list[int]:
-        """[P] token ids of the pending tokens."""
-        if self._tokens is None:
+        if self._lists is None:
             assert self._arrays is not None
             return self._arrays[0][: self.root + 1].tolist()
-        return self._tokens[: self.root + 1]
+        return self._lists[0][: self.root + 1]
+
+    def lists(self) -> tuple[list[int], list[int], list[int]]:
+        """Return (tokens, parents, depths), of T elements each; the caller must not modify them."""
+        if self._lists is None:  # made lazily: most trees that are given as arrays never need them
+            assert self._arrays is not None
+            tokens, parents, depths = self._arrays
+            self._lists = tokens.tolist(), parents.tolist(), depths.tolist()
+        return self._lists
 
     @property
     def tokens(self) -> list[int]:
-        """[T] token ids."""
-        if self._tokens is None:
-            assert self._arrays is not None
-            self._tokens = self._arrays[0].tolist()
-        return self._tokens
+        return self.lists()[0]
 
     @property
     def parents(self) -> list[int]:
         """[T] index of each node's parent, -1 for the first pending token."""
-        if self._parents is None:
-            assert self._arrays is not None
-            self._parents = self._arrays[1].tolist()
-        return self._parents
+        return self.lists()[1]
 
     @property
     def depths(self) -> list[int]:
         """[T] depth below the root: 0 for the root, negative for the pending tokens before it."""
-        if self._depths is None:
-            assert self._arrays is not None
-            self._depths = self._arrays[2].tolist()
-        return self._depths
+        return self.lists()[2]
 
     def child(self, node: int, token: int) -> int | None:
         """Return the child of `node` that carries `token`, or None."""
@@ -186,19 +175,18 @@ class TokenTree:
         None if max_depth, max_nodes or the guide forbids a new node.
         """
         assert self._arrays is None
-        key = (parent, token)
-        node = self._children.get(key)
+        node = self._children.get((parent, token))
         if node is None:
-            depth = self.depths[parent] + 1
-            if depth > self.max_depth or (self.max_nodes is not None and len(self.tokens) >= self.max_nodes):
+            tokens, parents, depths = self.lists()
+            node, depth = len(tokens), depths[parent] + 1
+            if depth > self.max_depth or (self.max_nodes is not None and node >= self.max_nodes):
                 return None
             if self.guide is not None and not self.guide.allows(self.path(parent), token):
                 return None
-            node = len(self.tokens)
-            self.tokens.append(token)
-            self.parents.append(parent)
-            self.depths.append(depth)
-            self._children[key] = node
+            tokens.append(token)
+            parents.append(parent)
+            depths.append(depth)
+            self._children[parent, token] = node
         return node
 
     def add_branch(self, tokens: Sequence[int], below: int | None = None) -> list[int]:
@@ -215,11 +203,12 @@ class TokenTree:
 
     def path(self, node: int) -> list[int]:
         """Return the token ids from the root, excluded, down to `node`, included."""
-        tokens = []
+        path = []
+        tokens, parents, _ = self.lists()
         while node != self.root:
-            tokens.append(self.tokens[node])
-            node = self.parents[node]
-        return tokens[::-1]
+            path.append(tokens[node])
+            node = parents[node]
+        return path[::-1]
 
 
 def accept(tree: TokenTree, successors: Sequence[int] | np.ndarray) -> tuple[list[int], list[int]]:

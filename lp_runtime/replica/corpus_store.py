@@ -44,9 +44,7 @@ class CorpusStore:
     Args:
         paths: files and folders, separated by ":". Of folders, hidden files and what is not text is left out.
         folder: of the index; None to keep it in memory.
-        encode: returns the token ids of a text.
         tokenizer_key: names the tokenizer.
-        vocabulary_size: all token ids are less.
     """
 
     def __init__(self, paths: str, folder: str | None, encode: Encode, tokenizer_key: str, vocabulary_size: int):
@@ -61,11 +59,7 @@ class CorpusStore:
                 self._file = Path(folder).expanduser() / f"corpus-{name}"
 
     def open(self) -> CorpusIndex:
-        """Return the index, made or brought up to date if necessary.
-
-        Raises:
-            ConfigError: a path cannot be read or is no text, there is no text, or it is too large for the memory.
-        """
+        """Return the index, made or brought up to date if necessary; ConfigError if the paths do not allow it."""
         if self._file is None:
             return self._make(self._signatures(), {}, None)
         try:
@@ -126,22 +120,15 @@ class CorpusStore:
                 raise ConfigError(f"{self._given}: {file} is not a text in UTF-8") from error
         return np.array([*ids, -1], np.int32)
 
-    def _files(self) -> Iterator[Path]:
-        """Yield the regular files of all paths, in order."""
-        for path in self._paths:
-            if path.is_file():
-                yield path
-            elif path.is_dir():
-                yield from _files_below(path)
-            else:
-                raise ConfigError(f"{self._given}: {path}: no such file or folder")
-
     def _signatures(self) -> Signatures:
-        """Return size and time of the last change of all files, by path."""
+        """Return the signatures of the regular files of all paths, in order."""
         found = {}
-        for file in self._files():
-            status = file.stat()
-            found[str(file)] = [status.st_size, status.st_mtime_ns]
+        for path in self._paths:
+            if not path.is_file() and not path.is_dir():
+                raise ConfigError(f"{self._given}: {path}: no such file or folder")
+            for file in [path] if path.is_file() else _files_below(path):
+                status = file.stat()
+                found[str(file)] = [status.st_size, status.st_mtime_ns]
         return found
 
 
@@ -197,7 +184,6 @@ def _by_signature(known: Signatures, index: CorpusIndex | None) -> dict[tuple, n
 
 
 def _packed(signatures: Signatures, index: CorpusIndex) -> bytes:
-    """Return the bytes of an index file."""
     arrays = index.tokens.tobytes() + index.places.tobytes()
     digest = hashlib.blake2b(arrays, digest_size=16).hexdigest()
     line = json.dumps({"files": signatures, "num_tokens": len(index.tokens), "digest": digest}).encode()

@@ -95,7 +95,6 @@ def load_replica(
     """Load and check the model of a replica, or its shard 0, which leads the other shards.
 
     Args:
-        device_index: index of the GPU among those that this process sees.
         num_local: processes on this machine: the shards of all its replicas.
         owns_process: whether the process serves only this replica, which then sets the thread count.
         owns_device: whether a GPU is booked for this replica, which may then use all of its memory.
@@ -150,13 +149,13 @@ def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
 
 
 def load_follower(config: RuntimeConfig, device_index: int, num_local: int, place: ShardPlace) -> Follower:
-    """Load a shard other than 0. Arguments and errors as in `load_replica`."""
+    """Load a shard other than 0; see `load_replica`."""
     device = _prepare_process(config, device_index, num_local, owns_process=True)
     return ready_follower(config, device, place)
 
 
 def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, owns_process: bool) -> torch.device:
-    """Choose this process's device and configure torch for it. Arguments and errors as in `load_replica`."""
+    """Choose this process's device and configure torch for it; see `load_replica`."""
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refuse a wrong name before the model is loaded
     is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
@@ -176,7 +175,6 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
 
 
 def _exchange_bytes(config: RuntimeConfig, num_local: int) -> int:
-    """Return the bytes of GPU memory that the exchange with the other replicas needs."""
     # Replicas of one machine use shared memory. Across machines they use gloo if any machine has several replicas.
     may_use_nccl = config.launcher.backend == "nccl" or (config.launcher.backend == "auto" and num_local == 1)
     return exchange_bytes(max(num_local, config.num_replicas), may_use_nccl)

@@ -42,8 +42,8 @@ def ready_model(
 ) -> tuple[ModelRunner, float]:
     """Load, optimize and check a model, or shard 0 of it.
 
-    Return its runner and the largest relative difference that the self-check saw. If memory runs out, the ModelError
-    says how much was free. `batches` is whether passes of several sequences are captured at start.
+    Return its runner and the largest relative difference that the self-check saw. A ModelError says why that failed,
+    or how much memory was free. `batches` is whether passes of several sequences are captured at start.
     """
     progress = progress or Progress(is_shown=False)
     progress.begin(f"loading {config.model.location} on {device}")
@@ -68,7 +68,6 @@ def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an error is an OutOfMemoryError, or was caused by one."""
     while error is not None and not isinstance(error, torch.OutOfMemoryError):
         error = error.__cause__
     return error is not None
@@ -84,7 +83,7 @@ def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlac
 
 
 def _load(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> tuple[CausalLM, ShardLink | None]:
-    """Return a whole model and None, or one shard's slice of it and the link to the other shards."""
+    """Return a model and None, or one shard's slice of it and the link to the other shards."""
     timeout = config.launcher.start_timeout
     if config.num_stages > 1:
         return load_in_stages(config.model, device, config.num_stages, config.dtype), None
@@ -111,11 +110,7 @@ def prepare_model(
     leading: LeadingShard | None = None,
     batches: bool = True,
 ) -> tuple[ModelRunner, float]:
-    """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it, on its device.
-
-    Return its runner and the largest relative difference that the self-check saw. A failed self-check raises a
-    ModelError. `batches` is as in `ready_model`.
-    """
+    """Fuse, pack and check a Hugging Face causal LM, or shard 0's slice of it; see `ready_model`."""
     strict_tokens = _strict_tokens(config)
     progress = progress or Progress(is_shown=False)
     progress.begin("fusing and packing layers")
@@ -135,7 +130,6 @@ def prepare_model(
 
 
 def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
-    """Return why a model's passes must not be captured; None if they can be."""
     if config.compile == "off":
         return "compile=off"
     if model.feeds_chains:

@@ -57,7 +57,6 @@ class _Trace:
         self._is_running = False
 
     def start(self) -> None:
-        """Start tracing."""
         self._is_running = True
         self._profile.start()
 
@@ -76,7 +75,6 @@ class _Trace:
 
 
 def _parts(report: Report) -> str:
-    """Return a line with the mean milliseconds of each part of a step, over the steps after the prefill."""
     num_steps = report.num_steps - 1
     parts = {name: 1000 * getattr(report.times, name) / num_steps for name in ("forward", "exchange", "other")}
     whole = sum(parts.values()) or 1.0

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 
 import numpy as np
 import torch.distributed as dist
 
-from lp_runtime.calibration.background_prior import BackgroundPrior
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
@@ -44,10 +43,7 @@ UNLIMITED_TOKENS = 1 << 40  # encodes an unknown capacity in the gather; above a
 
 
 class Replica:
-    """A loaded and checked model that is connected to its peers. Created by `join_group`.
-
-    `leading` makes the replica's other shards run this shard's passes; None for a replica of one shard.
-    """
+    """A loaded and checked model that is connected to its peers. Created by `join_group`."""
 
     def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
         model = loaded.model
@@ -59,24 +55,14 @@ class Replica:
         self._profile_dir = config.profile_dir if config.profile else None
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
         draft_tables = self._draft_store.load(group) if self._draft_store else None
-        calibration = Calibration(model, group, config.cache_dir, loaded.known, config.works_when_idle)
+        calibration = Calibration(model, group, config.cache_dir, loaded.known)
         corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group)
         draft_pool = DraftPool(draft_tables, corpus)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         exchange = partial(Exchange, sleeps=loaded.sleeps)
         self._engine = Engine(model, group, calibration, draft_pool, times_are_late, exchange, grammars)
-        is_restarted = loaded.known.is_started
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead)
-        self._background = BackgroundPrior(calibration, group, config.lookahead, after_use=is_restarted)
-
-    def close(self) -> None:
-        """Stop the background work that runs between requests."""
-        self._background.close()
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Return a context in which background work is paused; only one thread at a time may enter it."""
-        return self._background.paused()
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request in step with the other replicas of the group; see Engine.run.
@@ -84,19 +70,17 @@ class Replica:
         If memory runs out on any replica, all of them free some and decode the rest of the request again.
         """
         retried = RetriedRequest(request)
-        with self.in_use():
-            while True:
-                try:
-                    for event in self._events(retried.rest, should_cancel):
-                        self._save_draft_tables(event, request)
-                        yield retried.handle(event)
-                    return
-                except RequestMemoryError:
-                    if not retried.begin_again():
-                        raise
+        while True:
+            try:
+                for event in self._events(retried.rest, should_cancel):
+                    self._save_draft_tables(event, request)
+                    yield retried.handle(event)
+                return
+            except RequestMemoryError:
+                if not retried.begin_again():
+                    raise
 
     def _events(self, request: Request, should_cancel: Callable[[], bool]) -> Iterator[Event]:
-        """Return the events of one attempt at a request."""
         events = self._engine.run(request, stop=self._stop(request), should_cancel=should_cancel)
         if self._profile_dir is None:
             return events
@@ -121,14 +105,13 @@ class Replica:
             for key, request, should_cancel in batch.arrive(arrivals()):
                 yield Arrival(key, request, self._stop(request), should_cancel)
 
-        with self.in_use():
-            while True:
-                for key, event in self._engine.run_batch(arrived):
-                    self._save_draft_tables(event, batch.request(key))
-                    if (reported := batch.handle(key, event)) is not None:
-                        yield key, reported
-                if not batch.is_waiting:
-                    return
+        while True:
+            for key, event in self._engine.run_batch(arrived):
+                self._save_draft_tables(event, batch.request(key))
+                if (reported := batch.handle(key, event)) is not None:
+                    yield key, reported
+            if not batch.is_waiting:
+                return
 
     def _stop(self, request: Request) -> StopStrings | None:
         if not request.stop:
@@ -137,9 +120,8 @@ class Replica:
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
         """Write the draft tables to the draft store if the event ends a request of its scope."""
-        if not isinstance(event, Report) or self._draft_store is None or self.group.rank != 0:
-            return
-        if scope_of(request) != "":
+        is_end = isinstance(event, Report) and scope_of(request) == ""
+        if not is_end or self._draft_store is None or self.group.rank != 0:
             return
         draft_tables = self._engine.draft_pool.latest("")
         if draft_tables is not None and draft_tables.num_bytes == self._draft_store.num_bytes:
@@ -194,8 +176,7 @@ def join_group(
             supports_batching=supports_batching,
             not_captured=not_captured(model, are_late, are_captured),
         )
-        with closing(Replica(config, replace(loaded, info=info), group, bool(are_late.any()))) as replica:
-            yield replica
+        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()))
 
 
 @contextmanager

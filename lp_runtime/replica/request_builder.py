@@ -185,12 +185,10 @@ class RequestBuilder:
         return max(1, min(limits, default=sys.maxsize) - prompt_length)
 
     def _stop_strings(self, given: Sequence[str] | None) -> Sequence[str]:
-        """Return a request's stop strings; the model's if none are given."""
         stop = self._info.defaults.get("stop_strings", ()) if given is None else given
         return (stop,) if isinstance(stop, str) else stop
 
     def _compiled(self, given: ConstraintConfig | None, eos: bool) -> CompiledConstraint | None:
-        """Return a request's constraint, compiled; None without one."""
         constraint = _typed("constraint", given, ConstraintConfig)
         if constraint is None or constraint.kind is None:
             return None
@@ -256,19 +254,16 @@ class RequestBuilder:
 
     def _default_max_new_tokens(self, prompt_length: int) -> int:
         """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS; no more than fit."""
-        return min(self._wanted_max_new_tokens(prompt_length), self.max_new_tokens_after(prompt_length))
-
-    def _wanted_max_new_tokens(self, prompt_length: int) -> int:
-        """Return what the model's own defaults say, else DEFAULT_MAX_NEW_TOKENS."""
         defaults = self._info.defaults
-        if "max_new_tokens" in defaults or "max_length" not in defaults:
-            return defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
-        if defaults["max_length"] <= prompt_length:
-            raise RequestError(
-                f"the prompt has {prompt_length} tokens, and the model's default max_length={defaults['max_length']}"
-                " counts them: give max_new_tokens"
-            )
-        return defaults["max_length"] - prompt_length
+        wanted = defaults.get("max_new_tokens", DEFAULT_MAX_NEW_TOKENS)
+        if "max_new_tokens" not in defaults and "max_length" in defaults:
+            wanted = defaults["max_length"] - prompt_length
+            if wanted <= 0:
+                raise RequestError(
+                    f"the prompt has {prompt_length} tokens, and the model's default max_length="
+                    f"{defaults['max_length']} counts them: give max_new_tokens"
+                )
+        return min(wanted, self.max_new_tokens_after(prompt_length))
 
     @staticmethod
     def _check_processors(processors: Sequence[LogitsProcessor]) -> None:
@@ -300,7 +295,6 @@ class RequestBuilder:
 
 
 def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:
-    """Refuse more log-probabilities than are there, and details of log-probabilities that are not asked for."""
     require_int("top_logprobs", top_logprobs, 0)
     if top_logprobs > MAX_TOP_LOGPROBS:
         raise ConfigError(f"top_logprobs={top_logprobs}: must be at most {MAX_TOP_LOGPROBS}")
@@ -310,20 +304,17 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
 
 
 def _check_sample(sample: int) -> None:
-    """Refuse a number of a sample that is out of range."""
     if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
         raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
 
 
 def _check_texts(**values: str) -> None:
-    """Refuse settings, by name, that are not strings."""
     for name, value in values.items():
         if not isinstance(value, str):
             raise ConfigError(f"{name}={value!r}: must be a string")
 
 
 def _typed(name: str, value: Config | None, kind: type[Config]) -> Config | None:
-    """Return a value that is of a class, or None; raise a ConfigError for any other."""
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r}: must be a {kind.__name__}")
     return value

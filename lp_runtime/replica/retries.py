@@ -70,7 +70,6 @@ class RetriedBatch:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a request waits for its next attempt."""
         return bool(self._waiting)
 
     def arrive(self, arrivals: Iterable[BatchedRequest]) -> Iterator[BatchedRequest]:
@@ -85,7 +84,6 @@ class RetriedBatch:
             yield key, request, should_cancel
 
     def request(self, key: Hashable) -> Request:
-        """Return the unfinished request of a key."""
         return self._unfinished[key][0].request
 
     def handle(self, key: Hashable, event: Event | LookaheadError) -> Event | LookaheadError | None:

@@ -44,20 +44,13 @@ class AcceptanceCalibration:
         self.accepted = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
-        """Return the corrected path probabilities, [T] int64, fixed point of EXPECTED_BITS.
-
-        `path_probabilities` are the drafter's estimates, [T] int64, fixed point of PATH_PROBABILITY_BITS.
-        """
+        """Return corrected path probabilities, [T] int64 of EXPECTED_BITS, from [T] int64 of PATH_PROBABILITY_BITS."""
         expected = np.empty(len(path_probabilities), np.int64)
         _correct_all(path_probabilities, self.accepted, self.expected, expected)
         return expected
 
     def observe(self, path_probabilities: np.ndarray, num_pending: int, accepted: Sequence[int]) -> None:
-        """Learn from the nodes that a step fed; the first `num_pending`, the pending tokens, do not count.
-
-        `path_probabilities` are [T] int64, fixed point of PATH_PROBABILITY_BITS; `accepted` are the nodes on the
-        accepted path.
-        """
+        """Learn from the [T] nodes that a step fed; the first `num_pending`, the pending tokens, do not count."""
         _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.accepted, self.expected)
 
     def restore(self) -> None:
@@ -77,10 +70,7 @@ def _level_of(of_node, num_levels):
 
 @inlined
 def correct(path_probability, kept, drafted):
-    """Return a corrected path probability, fixed point of EXPECTED_BITS; see AcceptanceCalibration.
-
-    `path_probability` is fixed point of PATH_PROBABILITY_BITS.
-    """
+    """Return a path probability, fixed point of PATH_PROBABILITY_BITS, corrected and of EXPECTED_BITS."""
     of_node = path_probability >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
     level = _level_of(of_node, len(kept))
     correction = (kept[level] << CORRECTION_BITS) // drafted[level]
@@ -89,14 +79,12 @@ def correct(path_probability, kept, drafted):
 
 @compiled
 def _correct_all(path_probabilities, kept, drafted, expected):
-    """Write `expected`; see `AcceptanceCalibration.corrected`."""
     for node in range(len(path_probabilities)):
         expected[node] = correct(path_probabilities[node], kept, drafted)
 
 
 @compiled
 def _observe(path_probabilities, num_pending, accepted, kept, drafted):
-    """Add a step's nodes to `drafted` and `kept`; see `AcceptanceCalibration.observe`."""
     for node in range(num_pending, len(path_probabilities)):
         of_node = path_probabilities[node] >> (PATH_PROBABILITY_BITS - EXPECTED_BITS)
         drafted[_level_of(of_node, len(kept))] += of_node

@@ -46,7 +46,6 @@ def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, d
 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
-        num_pending: pending tokens, >= 1.
         times: [m + 1] nanoseconds of a forward pass of 0, 1, 2 ... tokens; at most m nodes are fed.
         kept, drafted: [L], see AcceptanceCalibration.
         plain_ns: duration of a step that does not draft.
@@ -107,13 +106,9 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted
     that does not draft, rates as of `rate_of`.
 
     Args:
-        parents: [T] index of each node's parent.
-        path_probabilities: [T] see `StepBudget.fit`.
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
         limit: largest number of tokens that a replica feeds, at most M.
-        kept, drafted: [L], see AcceptanceCalibration.
-        plain_ns: duration of a step that does not draft.
-        drafting_ns, per_node_ns: see HostCost.
+        others: see `best_size`.
     """
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     expected = np.empty(num_nodes, np.int64)

@@ -59,10 +59,13 @@ class StepBudget:
         """Whether the next step feeds the root alone, without calling the drafter; see `DraftingState`."""
         return self._is_auto and self._schedule.is_resting
 
-    @property
-    def selects(self) -> bool:
-        """Whether to call `select` instead of `fit`: a tree cannot always be divided evenly among replicas."""
-        return len(self._costs.times) > 1
+    def choose(self, tree: TokenTree) -> int | np.ndarray:
+        """Return how many of a tree's first nodes to feed, or the ascending indices of the nodes to feed."""
+        if tree.path_probabilities is None:
+            return len(tree)
+        if len(self._costs.times) == 1:
+            return self.fit(tree, tree.path_probabilities)
+        return self.select(tree)  # a tree cannot always be divided evenly among replicas
 
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
         """Return how many of a tree's first nodes a single replica feeds.
@@ -94,9 +97,7 @@ class StepBudget:
         Nodes that fit on no replica are left out. That is the end of a long chain, not necessarily the least likely
         nodes.
         """
-        self._selected = None
-        if tree.path_probabilities is None:
-            return np.arange(len(tree))
+        assert tree.path_probabilities is not None
         times, num_pending, limit = self._costs.times, tree.root + 1, self._max_tokens
         capacity = np.full(len(times), max(0, limit - num_pending))
         if self._is_auto:
@@ -123,7 +124,6 @@ class StepBudget:
 
     @property
     def _max_tokens(self) -> int:
-        """Largest number of tokens that a replica feeds."""
         max_tokens = self._costs.times.shape[1] - 1
         return max_tokens if self.limit is None else min(max_tokens, self.limit)
 
@@ -140,7 +140,7 @@ class StepBudget:
         return learned.host.plain_ns + max(time * scale // FIXED_POINT_ONE for time, scale in times)
 
     def shares(self, tree: TokenTree) -> Shares:
-        """Return the shares of the tree chosen by `fit` or `select`, such that the slowest replica ends early."""
+        """Return the shares of the chosen tree, such that the slowest replica ends early."""
         shares = partition_by_times(tree, self._costs.times, self.limit)
         selected, self._selected = self._selected, None
         if selected is None or len(selected[1].owner) != len(tree) or (np.array(shares.sizes) <= selected[0]).all():
@@ -166,8 +166,11 @@ class StepBudget:
         """
         is_plain = follows_plain = False
         if self._is_auto:
-            follows_plain = not self._schedule.drafted
-            self._observe_overhead(max(overhead))
+            follows_plain, host_ns = not self._schedule.drafted, max(overhead)
+            if host_ns and follows_plain:
+                self._learned.host.observe_plain(host_ns)
+            elif host_ns:
+                self._learned.host.observe(self._num_guessed, host_ns)
             self._schedule.end_step()
             is_plain = not self._schedule.drafted
             if tree.path_probabilities is not None:
@@ -185,13 +188,6 @@ class StepBudget:
             self._learned.observe_times(timed, np.array(forward, dtype=np.int64))
             if not timed.is_plain:
                 self._costs.update()
-
-    def _observe_overhead(self, nanoseconds: int) -> None:
-        """Learn from the previous step's host time, in nanoseconds; 0 if unknown."""
-        if nanoseconds and self._schedule.drafted:
-            self._learned.host.observe(self._num_guessed, nanoseconds)
-        elif nanoseconds:
-            self._learned.host.observe_plain(nanoseconds)
 
 
 @compiles

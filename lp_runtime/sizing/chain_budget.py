@@ -28,7 +28,7 @@ CHAIN_HINT = 48  # tree nodes to propose per replica, which feeds only one path
 
 
 class ChainBudget(StepBudget):
-    """Decides before each step which path of the tree each replica feeds; arguments as of StepBudget."""
+    """Decides before each step which path of the tree each replica feeds."""
 
     def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
         super().__init__(times, is_auto, budget, learned)
@@ -41,12 +41,7 @@ class ChainBudget(StepBudget):
         self._must_catch_up = [False] * num_replicas
         self.tree_size_hint = CHAIN_HINT * num_replicas if is_auto else None
 
-    @property
-    def selects(self) -> bool:
-        """True: a replica feeds one path of the tree."""
-        return True
-
-    def select(self, tree: TokenTree) -> np.ndarray:
+    def choose(self, tree: TokenTree) -> np.ndarray:
         """Return the nodes of the replicas' chains and the pending tokens, [m] int64 ascending."""
         weights = _weights(tree)
         expected = self._learned.acceptance.corrected(weights)
@@ -83,7 +78,7 @@ class ChainBudget(StepBudget):
         [T] expected tokens, fixed point of EXPECTED_BITS; `num_refed` [R] pending tokens that each replica feeds.
         """
         times = self._costs.times
-        limit = times.shape[1] - 1 if self.limit is None else min(self.limit, times.shape[1] - 1)
+        limit = self._max_tokens
         if not self._is_auto:
             return limit, False
         fed = needed[needed <= limit]
@@ -105,8 +100,7 @@ class ChainBudget(StepBudget):
 
     def shares(self, tree: TokenTree) -> Shares:
         """Return the shares of the selected chains, or of the pending tokens alone."""
-        nothing = np.zeros(0, np.int64)
-        chains = self._chains or [nothing] * len(self._ahead)
+        chains = self._chains or [np.zeros(0, np.int64)] * len(self._ahead)
         owner = np.full(len(tree), -1, np.int64)
         owner[tree.root] = 0
         for rank, chain in enumerate(chains):

@@ -43,7 +43,7 @@ class CostModel:
             self.update()
 
     def update(self) -> None:
-        """Recompute `times` after the corrections have changed."""
+        """Apply changed corrections to `times`."""
         self._passes.expect(self.measured, self.times)
 
 

@@ -33,8 +33,7 @@ class DraftingState(enum.Enum):
 class DraftingSchedule:
     """Decides from the worth of earlier trees whether the next step calls the drafter.
 
-    `learned` says whether enough steps of the root alone were timed. `drafted` tells whether the last finished step
-    called the drafter; true before the first.
+    `drafted`: whether the last finished step called the drafter; true before the first.
     """
 
     def __init__(self, learned: LearnedCosts):
@@ -62,9 +61,11 @@ class DraftingSchedule:
         self._num_unpaid = 0 if pays else self._num_unpaid + 1
         self._num_little = self._num_little + 1 if gains_little else 0
         if self._num_little >= PROBE_AFTER_STEPS:
-            self._begin_probing()
+            self._num_little = 0
+            self._state, self._steps_left = DraftingState.PROBING, 1 + PROBE_STEPS
         if self._num_unpaid >= REST_AFTER_STEPS:
-            self._begin_resting()
+            num_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
+            self._state, self._steps_left = DraftingState.RESTING, num_steps
 
     def end_step(self) -> None:
         """Record the end of the current step; the last step of PROBING or RESTING ends that state."""
@@ -73,13 +74,3 @@ class DraftingSchedule:
             self._steps_left -= 1
             if not self._steps_left:
                 self._state = DraftingState.DRAFTING
-
-    def _begin_probing(self) -> None:
-        """Enter PROBING after the current step."""
-        self._num_little = 0
-        self._state, self._steps_left = DraftingState.PROBING, 1 + PROBE_STEPS
-
-    def _begin_resting(self) -> None:
-        """Enter RESTING after the current step, longer the more consecutive trees did not pay."""
-        num_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
-        self._state, self._steps_left = DraftingState.RESTING, num_steps

@@ -25,8 +25,7 @@ class TimedStep(NamedTuple):
     Attributes:
         measured: [R, M + 1] measured nanoseconds that predicted the step, before corrections.
         sizes: [R] number of tokens that each replica fed.
-        is_plain: whether the step fed the root alone without calling the drafter, with automatic step sizes.
-        follows_plain: whether the same was true of the previous step.
+        is_plain, follows_plain: whether this step, and the previous one, fed the root alone without the drafter.
     """
 
     measured: np.ndarray

@@ -46,10 +46,9 @@ class PassTimes:
         self._means[:, [MEASURED, REAL]] = FIXED_POINT_ONE
 
     def observe(self, measured: np.ndarray, sizes: np.ndarray, nanoseconds: np.ndarray) -> None:
-        """Learn from a step.
+        """Learn from a step: the [R] int64 `nanoseconds` in which the replicas fed `sizes`, [R], tokens.
 
-        `measured` are [R, M + 1] int64 nanoseconds of 0, 1, 2 ... tokens, M >= 1. `sizes`, [R], are the tokens that
-        each replica fed, and `nanoseconds`, [R] int64, the time that it took.
+        `measured` are [R, M + 1] int64 nanoseconds of 0, 1, 2 ... tokens, M >= 1.
         """
         _observe(measured, sizes, nanoseconds, self._means, self.slopes, self.offsets)
 
@@ -63,7 +62,6 @@ class PassTimes:
 
 @compiled
 def _observe(measured, sizes, nanoseconds, means, slopes, offsets):
-    """Fit each replica's line to one more pass; see `PassTimes.observe`."""
     for rank in range(len(sizes)):
         unit = max(measured[rank, 1], 1)
         x = min(measured[rank, sizes[rank]] * FIXED_POINT_ONE // unit, MAX_TIME)
@@ -90,7 +88,6 @@ def _observe(measured, sizes, nanoseconds, means, slopes, offsets):
 
 @compiled
 def _expect(measured, means, slopes, offsets, times):
-    """Write `times`; see `PassTimes.expect`."""
     slope, offset, least, most = np.int64(0), np.int64(0), np.int64(1) << 62, np.int64(1)
     for rank in range(len(slopes)):
         ratio = max(means[rank, REAL] * FIXED_POINT_ONE // max(means[rank, MEASURED], 1), 1)

@@ -7,7 +7,7 @@ from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import CONTEXT_TOKENS, MAX_LONG_NS, _StepMeter, measure_steps
-from lp_runtime.calibration.vocabulary_prior import Answers
+from lp_runtime.calibration.vocabulary_prior import WIDTH, Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import ENTRY, K
@@ -78,7 +78,7 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_p
     again = Calibration(model, Group.alone(), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("lp_runtime.calibration.calibration.measure_steps", None)
-        patch.setattr("lp_runtime.calibration.vocabulary_prior.VocabularyPrior.ask", None)
+        patch.setattr("lp_runtime.calibration.vocabulary_prior._ask", None)
         assert (again.times(50) == times).all()
         assert (again.vocabulary() == vocabulary).all()
     for file in files:
@@ -99,7 +99,7 @@ def test_another_model_has_another_name(model, demo_model_dir):
 
 
 def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
-    monkeypatch.setattr("lp_runtime.calibration.calibration.SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 0.0)
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TOKENS", 8)
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert (vocabulary[:8, 0] >= 0).all()
@@ -119,7 +119,7 @@ def tune_on_ranks(group: Group, folder: str):
 def made_up(value: int) -> Answers:
     """All candidates of all tokens are one token."""
     pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
-    packed = np.full((64, Answers.width_of(K)), pair, dtype=np.int64)
+    packed = np.full((64, WIDTH), pair, dtype=np.int64)
     return Answers(packed, np.ones(64, np.bool_))
 
 

@@ -11,7 +11,7 @@ from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement, make_greedy_sampler
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.decoder.prompt_harvest import PromptHarvest, num_to_harvest
+from lp_runtime.decoder.prompt_harvest import PromptHarvest, num_paying, num_to_harvest
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
@@ -21,7 +21,6 @@ from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
-from lp_runtime.sizing.prompt_rows import num_paying
 from lp_runtime.utils.generators import result_of
 
 PROMPT = tuple(range(40, 77))

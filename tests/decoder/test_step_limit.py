@@ -7,7 +7,7 @@ from support.ranks import CPU
 from lp_runtime.calibration.calibration import Calibration, Measured, StepMeasurement
 from lp_runtime.config.lookahead import UNMEASURED_STEP_TOKENS, LookaheadConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.decoder.step_limit import step_limit
+from lp_runtime.decoder.decoder_factory import step_limit
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.model.capacity import STEP_TOKENS

@@ -51,8 +51,8 @@ def lines(learned: LearnedCosts) -> tuple[list[int], list[int]]:
 
 def chosen(budget: StepBudget, tree: TokenTree) -> TokenTree:
     """Return the tree of the nodes to feed."""
-    nodes = budget.select(tree) if budget.selects else np.arange(budget.fit(tree, tree.path_probabilities))
-    return tree.part(nodes)
+    nodes = budget.choose(tree)
+    return tree.part(np.arange(nodes) if isinstance(nodes, int) else nodes)
 
 
 def fitted(budget: StepBudget, tree: TokenTree) -> int:

@@ -40,7 +40,7 @@ def test_every_replica_goes_on_from_what_its_state_holds(num_replicas, is_auto):
     held = [cached] * num_replicas
     for _ in range(200):
         tree = tree_of(total - cached, [[rng.randrange(3) for _ in range(6)] for _ in range(4)])
-        tree = tree.part(budget.select(tree))
+        tree = tree.part(budget.choose(tree))
         shares = budget.shares(tree)
         assert sorted(np.concatenate([share.owned for share in shares])) == list(range(tree.root, len(tree)))
         for rank, share in enumerate(shares):
@@ -65,11 +65,11 @@ def test_every_replica_goes_on_from_what_its_state_holds(num_replicas, is_auto):
 def test_two_replicas_follow_two_paths():
     budget = budget_of(2)
     tree = tree_of(1, [[1, 2, 3], [4, 5]])
-    shares = budget.shares(tree.part(budget.select(tree)))
+    shares = budget.shares(tree.part(budget.choose(tree)))
     assert [share.nodes.tolist() for share in shares] == [[0, 1, 2, 3], [0, 4, 5]]
     assert budget.settle(shares, [0, 4, 5], 1) == 0  # the second holds its chain, the first nothing new
     tree = tree_of(4, [[7, 8]])
-    shares = budget.shares(tree.part(budget.select(tree)))
+    shares = budget.shares(tree.part(budget.choose(tree)))
     assert sorted(int(share.nodes[0]) for share in shares) == [0, 3]
 
 
@@ -78,7 +78,7 @@ def test_a_replica_catches_up_when_that_costs_less_than_feeding_tokens_again():
         budget, num_pending = budget_of(1, each=each), 1
         for step in range(1, 100):
             tree = tree_of(num_pending, [[1, 2, 3]])
-            tree = tree.part(budget.select(tree))
+            tree = tree.part(budget.choose(tree))
             shares = budget.shares(tree)
             if len(tree) == num_pending:
                 assert budget.settle(shares, [tree.root], num_pending) == num_pending
@@ -93,10 +93,10 @@ def test_a_replica_catches_up_when_that_costs_less_than_feeding_tokens_again():
 def test_a_budget_of_one_token_follows_no_chain():
     budget = budget_of(1, limit=1)
     tree = tree_of(1, [[1, 2]])
-    assert budget.select(tree).tolist() == [0]
+    assert budget.choose(tree).tolist() == [0]
 
 
 def test_what_does_not_pay_is_not_fed():
     budget = budget_of(2, is_auto=True, each=5000)
     tree = tree_of(1, [[1, 2, 3], [4, 5]], probability=0.05)
-    assert budget.select(tree).tolist() == [0]
+    assert budget.choose(tree).tolist() == [0]

@@ -171,8 +171,7 @@ class ReplicaServer:
         """Prefill a request's prompt and committed tokens into a slot; stops early if the order is cancelled."""
         num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
         capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
-        in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
-        with in_use, model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
+        with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             read_for_resume(model, slot, request, capacity)
             for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
                 if self._orders.is_cancelled(order):

@@ -72,14 +72,14 @@ def found_of(
 
 
 def decode(
-    prompt: list[int], drafter: Drafter, seed: int, num_new: int, fit=None, num_candidates: int = K
+    prompt: list[int], drafter: Drafter, seed: int, num_new: int, num_candidates: int = K
 ) -> tuple[DecodingState, list[TokenTree]]:
     state = DecodingState(prompt, DecodingRules(num_new), drafter)
     proposal = state.propose_prefill()
     state.advance_prefill(proposal, found_of(proposal.tree, state.tokens, drafter, seed))
     trees = []
     while state.finish_reason is None:
-        proposal = state.propose(fit)
+        proposal = state.propose()
         trees.append(proposal.tree)
         state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed, num_candidates))
     return state, trees

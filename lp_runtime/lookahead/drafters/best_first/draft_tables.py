@@ -116,7 +116,6 @@ class DraftTables:
         self._begin_text(np.array(tokens, dtype=np.int64))
 
     def append_text(self, tokens: Sequence[int]) -> None:
-        """Append committed tokens to the text."""
         self.make_room(len(tokens))
         tables.append_text(self.text, np.array(tokens, dtype=np.int64))
 
@@ -151,12 +150,10 @@ class DraftTables:
         return self._stamp
 
     def estimate(self) -> None:
-        """Recompute all estimates from the counts."""
         rates = self.rates
         np.floor_divide(rates.accepted * ONE + rates.prior * PRIOR_WEIGHT, rates.tried + PRIOR_WEIGHT, out=rates.rate)
 
     def _counted(self) -> dict[str, np.ndarray]:
-        """Return the arrays of counts by name."""
         rates = self.rates
         return {
             "tried": rates.tried,
@@ -168,7 +165,6 @@ class DraftTables:
         }
 
     def _saved(self) -> dict[str, np.ndarray]:
-        """Return the arrays to save, by name."""
         return {
             "top_k_keys": self.top_k.keys,
             "top_k_entries": self.top_k.entries,

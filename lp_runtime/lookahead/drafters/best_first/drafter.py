@@ -45,7 +45,7 @@ class BestFirstDrafter(Drafter):
         draft_tables: the drafter's memory; the owner decides whether to clear it.
         vocabulary: [V, ENTRY] int32 vocabulary prior; None if not available.
         corpus: texts that answers may repeat; NO_CORPUS without any.
-        noise: the sampling noise; None for greedy decoding.
+        noise: None for greedy decoding.
     """
 
     num_top_k = K
@@ -119,7 +119,6 @@ class BestFirstDrafter(Drafter):
     def _grow_below(
         self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
     ) -> tuple[int, int]:
-        """Grow the tree below its existing nodes; see growth.grow."""
         state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
         return self._grow(*state, position, root, num_seeds, limits, max_nodes, max_depth)
 
@@ -249,13 +248,11 @@ def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
 
 @compiles
 def compile_growth() -> None:
-    """Compile the growth of a tree, most of the drafter's code, or load it from disk."""
     _grow()
 
 
 @compiles
 def compile_learning() -> None:
-    """Compile what a drafter learns from a step, or load the code from disk."""
     _learn()
 
 

@@ -58,8 +58,6 @@ class Nodes(NamedTuple):
 
     Attributes:
         rows: [4, T] int64; tokens, parents, depths and path_probabilities are views of it.
-        parents: [T] int64 index of each node's parent, -1 for the first pending token.
-        depths: [T] int64 depth below the root.
         path_probabilities: [T] int64 estimated probability that each node is on the accepted path, fixed point.
         sources: [T] int64 index into SOURCES.
         hashes: [T, NUM_HASHES] int64 hashes of the context that ends at each node.
@@ -112,7 +110,6 @@ class Candidates(NamedTuple):
 
 
 def make_candidates() -> Candidates:
-    """Return empty arrays for the candidates of one context."""
     tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
     merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
     estimates, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(2))
@@ -124,7 +121,6 @@ def make_candidates() -> Candidates:
 
 
 def make_nodes(num_nodes: int) -> Nodes:
-    """Return empty arrays for the nodes of a tree."""
     rows = np.zeros((4, num_nodes), np.int64)
     tokens, parents, depths, path_probabilities = rows
     sources, hashes = np.zeros(num_nodes, np.int64), np.zeros((num_nodes, NUM_HASHES), np.int64)

@@ -69,7 +69,6 @@ class NGramPool:
         self._num_accepted += sum(node in guess_nodes for node in path)
 
     def statistics(self) -> PoolStatistics:
-        """Return the pool's size and the usefulness of its guesses so far."""
         num_ngrams = sum(map(len, self._ngrams.values()))
         return PoolStatistics(
             num_keys=len(self._ngrams),

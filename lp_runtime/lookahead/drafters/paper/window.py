@@ -20,8 +20,6 @@ class Window:
         refill: maps the token before a slot (None if unknown) to a first guess for the slot.
 
     Attributes:
-        num_columns: W, >= 1.
-        num_levels: N - 1, N >= 2.
         levels: [levels][W] token ids, the oldest level first; up to num_levels of them.
     """
 
@@ -69,7 +67,7 @@ class Window:
     def advance(self, slots: Slots, successors: Sequence[int], num_committed: int) -> None:
         """Append the step's new level, drop the oldest if the window is full, and slide past committed tokens.
 
-        `slots` are what `place` returned for the step; `successors`, [T], follow the tree's nodes.
+        Arguments as in `ngrams`.
         """
         new_level = [None if node is None else successors[node] for node in slots[-1]]
         slide = num_committed
