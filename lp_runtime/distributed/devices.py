@@ -27,13 +27,8 @@ WHEELS = "https://download.pytorch.org/whl"
 def device_type(device: str) -> str:
     """Return "cuda" or "cpu" for a `device` setting.
 
-    With "auto", a container without access to the machine's GPUs logs a warning and uses CPUs.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if the machine has an NVIDIA GPU that torch cannot use, and the setting is not "cpu".
+    With "auto", a container without access to the machine's GPUs logs a warning and uses CPUs. Raises ConfigError if
+    the machine has an NVIDIA GPU that torch cannot use, and the setting is not "cpu".
     """
     if device == "cpu":
         return device
@@ -72,7 +67,6 @@ def _why_too_old(driver: str | None) -> str | None:
 
 
 def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None) -> str:
-    """Return a message with the remedy if the driver is new enough but torch sees no GPU."""
     found = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
     if not has_control:
         return f"{found}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
@@ -81,7 +75,6 @@ def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None
 
 
 def _driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver; None if there is none or its version is unknown."""
     try:
         found = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
     except OSError:
@@ -95,13 +88,9 @@ def gpu_number(device: torch.device) -> int:
 
 
 def check_one_each(numbers: Sequence[int]) -> None:
-    """Check that no two replicas that require an exclusive GPU have the same one.
+    """Raise ConfigError if two replicas that require an exclusive GPU have the same one.
 
-    Args:
-        numbers: `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
-
-    Raises:
-        ConfigError: if two replicas have the same number.
+    `numbers` has the `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
     """
     for rank, number in enumerate(numbers):
         if number and (first := list(numbers).index(number)) < rank:

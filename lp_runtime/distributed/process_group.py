@@ -69,31 +69,24 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 class GroupOptions:
     """Backend, network interface and timeouts of a group.
 
-    Attributes:
-        timeout: seconds within which all replicas must have joined.
-        step_timeout: seconds after which a peer that does not answer is an error; None for `timeout`.
-        backend: "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; if
-            every replica is on a different machine, NCCL on GPUs and gloo on CPUs.
-        interface: network interface to exchange over; None for the backend's default.
-        machine: name shared by the replicas that can share memory; None to determine it from the system.
+    The backend is "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; if
+    every replica is on a different machine, NCCL on GPUs and gloo on CPUs.
     """
 
-    timeout: float
-    step_timeout: float | None = None
+    timeout: float  # seconds within which all replicas must have joined
+    step_timeout: float | None = None  # seconds after which a peer that does not answer is an error; None for `timeout`
     backend: str = "auto"
-    interface: str | None = None
-    machine: str | None = None
+    interface: str | None = None  # network interface to exchange over; None for the backend's default
+    machine: str | None = None  # name shared by replicas that can share memory; None to ask the system
 
     @property
     def may_share(self) -> bool:
-        """Whether the backend allows shared memory between replicas of one machine."""
         return self.backend in ("auto", "shared")
 
     def shares_memory(self, num_replicas: int) -> bool:
         """Whether a group of `num_replicas` replicas, all on this machine, exchanges over shared memory.
 
-        Raises:
-            LaunchError: if the backend is "shared" and memory cannot be shared.
+        Raises LaunchError if the backend is "shared" and memory cannot be shared.
         """
         reason = why_unavailable(num_replicas) if self.may_share else None
         if reason is not None and self.backend == "shared":
@@ -140,7 +133,6 @@ def process_group(
 def _share(
     segment: str, rank: int, num_replicas: int, options: GroupOptions, is_abandoned: Callable[[], bool]
 ) -> SharedMemoryTransport:
-    """Join a group over shared memory; raise LaunchError if it does not form."""
     step_timeout = options.step_timeout or options.timeout
     return SharedMemoryTransport(segment, rank, num_replicas, options.timeout, step_timeout, is_abandoned)
 
@@ -152,11 +144,7 @@ def _meet(
     store: Store | None,
     is_abandoned: Callable[[], bool],
 ) -> Transport:
-    """Join a group through a store: agree on each replica's machine, then connect all replicas.
-
-    Raises:
-        LaunchError: if the group does not form in time.
-    """
+    """Join a group through a store: agree on each replica's machine, then connect all replicas."""
     rank, num_replicas = context.rank, context.num_replicas
     try:
         store = store or connect(context, options.timeout)
@@ -185,12 +173,8 @@ def _meet(
 def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> list[int]:
     """Agree with the other replicas on which of them can share memory.
 
-    Returns:
-        machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory counts as
-        a separate machine.
-
-    Raises:
-        LaunchError: if the backend is "shared" and the replicas cannot all share memory.
+    Returns the machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory
+    counts as a separate machine.
     """
     reason = why_unavailable(context.num_replicas)
     mine = f"{REFUSAL}{context.rank} {reason}" if reason else options.machine or this_machine()
@@ -198,18 +182,11 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
     names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
     order = list(dict.fromkeys(names))
     refusal = next((name.partition(" ")[2] for name in order if name.startswith(REFUSAL)), None)
-    if options.backend == "shared":
-        _check_shared(refusal, len(order))
-    elif refusal and context.rank == 0:
+    if options.backend == "shared" and len(order) > 1:
+        raise LaunchError(f"launcher.backend=shared: {refusal or f'the replicas are on {len(order)} machines'}")
+    if refusal and context.rank == 0:
         log.warning("launcher.backend=auto: memory cannot be shared (%s); using the network", refusal)
     return [order.index(name) for name in names]
-
-
-def _check_shared(refusal: str | None, num_machines: int) -> None:
-    """Raise LaunchError if a replica reported a refusal, or the replicas are on several machines."""
-    if refusal or num_machines > 1:
-        why_not = refusal or f"the replicas are on {num_machines} machines"
-        raise LaunchError(f"launcher.backend=shared: {why_not}")
 
 
 def new_segment_name() -> str:
@@ -245,23 +222,15 @@ def _connect(
     return CollectiveTransport(backend, rank, device, step_timeout, store)
 
 
-def _group_name(context: ReplicaContext) -> str:
-    """Return the prefix of store keys for groups of this size and this start of the replicas."""
-    return f"lp_runtime/{context.attempt}/{context.num_replicas}"
-
-
 def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> str:
-    """Wait until every replica has joined in the store; return a key prefix unique to this group.
-
-    Raises:
-        ValueError: if replicas are missing when the wait ends.
-    """
+    """Wait until every replica has joined in the store; return a key prefix unique to this group."""
     # Keys must not collide with those of an earlier group in the same store. No rank forms its next group before
     # all have formed this one, so the count of joins identifies the group.
-    key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
-    number = (store.add(key, 1) - 1) // num_replicas
-    wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
-    return f"{_group_name(context)}/{number}"
+    num_replicas = context.num_replicas
+    prefix = f"lp_runtime/{context.attempt}/{num_replicas}"
+    number = (store.add(f"{prefix}/joined", 1) - 1) // num_replicas
+    wait_for_all(store, f"{prefix}/joined", (number + 1) * num_replicas, timeout, is_abandoned)
+    return f"{prefix}/{number}"
 
 
 @contextmanager
@@ -269,9 +238,6 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
     """Yield the default process group of torchrun's ranks, or a new group that is left at the end.
 
     `timeout` is the limit in seconds for a new group to form, and for a rank to answer in a step.
-
-    Raises:
-        LaunchError: if a new group does not form in time.
     """
     if dist.is_initialized():
         on_gpu = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
@@ -280,21 +246,14 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         yield Group.over(transport, dist.get_rank(), dist.get_world_size())
         return
     context = ReplicaContext.from_torchrun()
-    store = None if context.num_replicas == 1 else _torchruns_store(context, timeout)
+    store = None if context.num_replicas == 1 else _connect_once(context, timeout)
     with process_group(context, device, GroupOptions(timeout), store) as group:
         yield group
+
+
+_connect_once = functools.cache(connect)  # connecting may take seconds
 
 
 def num_processes() -> int:
     """Return the size of the default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@functools.cache
-def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
-    """Connect to the store of torchrun's ranks. Cached, since connecting may take seconds.
-
-    Raises:
-        LaunchError: if the store cannot be reached.
-    """
-    return connect(context, timeout)

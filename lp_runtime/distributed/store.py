@@ -22,19 +22,15 @@ POLL_SECONDS = 0.002  # between polls of a count; short compared with the time i
 
 
 def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store in which replicas meet.
+    """Host a store in which replicas meet, whose operations may take `timeout` seconds.
 
-    Args:
-        host: address of this machine to listen on.
-        port: port to listen on; 0 chooses a free one, which is the result's `port`.
-        timeout: seconds that an operation on the store may take.
-
-    Raises:
-        LaunchError: if the port is in use or the host is not this machine.
+    Port 0 chooses a free one, which is the result's `port`. Raises LaunchError if the port is in use or the host is not
+    this machine.
     """
     try:
         # Bound here and not by TCPStore, so that a port in use is reported at once and in one line.
-        listener = socket.create_server((host, port), family=_family(host))
+        family = socket.getaddrinfo(host, None)[0][0]  # IPv4 or IPv6
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     actual = listener.getsockname()[1]
@@ -48,17 +44,8 @@ def host_store(host: str, port: int, timeout: float) -> TCPStore:
     )
 
 
-def _family(host: str) -> socket.AddressFamily:
-    """Return the address family (IPv4 or IPv6) of a host name or address."""
-    return socket.getaddrinfo(host, None)[0][0]
-
-
 def address_of(interface: str) -> str:
-    """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred.
-
-    Raises:
-        ConfigError: if the interface does not exist or has no address; the message lists the interfaces that have one.
-    """
+    """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred."""
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
@@ -76,9 +63,6 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
     """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
 
     Connecting, and every later operation on the store, may take `timeout` seconds.
-
-    Raises:
-        LaunchError: if the store cannot be reached.
     """
     try:
         return TCPStore(
@@ -113,12 +97,9 @@ class StoreConnection:
         self._store: TCPStore | None = None
 
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
-        """Return the store in which the replicas of a group meet; None if they need no store.
+        """Return the store, hosted elsewhere, in which the replicas of a group meet; None if they need no store.
 
-        This process must not host the store. Connecting, and every later operation, may take `timeout` seconds.
-
-        Raises:
-            LaunchError: if the store cannot be reached.
+        Connecting, and every later operation, may take `timeout` seconds.
         """
         if context.num_replicas == 1 or context.segment:
             return None
@@ -133,8 +114,7 @@ class StoreConnection:
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
     """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
 
-    Raises:
-        PeersMissingError: if the counter, to which every replica adds 1, is lower when the wait ends.
+    Raises PeersMissingError if the counter, to which every replica adds 1, is lower when the wait ends.
     """
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:

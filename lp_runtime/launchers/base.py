@@ -17,20 +17,16 @@ REQUEST_ERRORS = (RequestError, ConfigError)
 
 
 class Launcher(ABC):
-    """Running replicas. Constructing a subclass starts them, or raises with everything cleaned up.
+    """Running replicas. Constructing a subclass starts them, or raises with everything cleaned up."""
 
-    Attributes:
-        gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
-        is_leader: whether this process accepts requests; under torchrun the other ranks follow rank 0.
-        outlives_failures: whether the replicas can decode another request after one was interrupted or failed. After
-            one of REQUEST_ERRORS they always can.
-    """
-
+    # Whether the replicas can decode another request after one was interrupted or failed. After one of REQUEST_ERRORS
+    # they always can.
     outlives_failures: bool = False
 
     def __init__(self, num_replicas: int = 1, is_leader: bool = True, gpus_per_replica: int = 1):
-        self.num_replicas, self.gpus_per_replica = num_replicas, gpus_per_replica
-        self.is_leader = is_leader
+        self.num_replicas = num_replicas
+        self.gpus_per_replica = gpus_per_replica  # on CPUs: processes
+        self.is_leader = is_leader  # whether this process accepts requests; under torchrun only rank 0's does
         self._is_busy = False
         self._is_closed = False
         self._failure_seen: str | None = None

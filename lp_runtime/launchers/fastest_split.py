@@ -1,7 +1,4 @@
-"""Cache of the fastest split of a machine's GPUs for a model, as measured by lp-bench splits=auto.
-
-Letters: P GPUs per replica.
-"""
+"""Cache of the fastest split of a machine's GPUs for a model, as measured by lp-bench splits=auto."""
 
 from __future__ import annotations
 
@@ -21,25 +18,15 @@ KEYS = ("gpus_per_replica", "tokens_per_second")
 
 
 def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
-    """Store the speeds measured for a model on this machine; no effect without a cache folder.
-
-    Args:
-        config: settings of the measured runtime; its `num_gpus` is part of the file's name.
-        speeds: tokens per second by P.
-    """
+    """Store tokens per second by GPUs per replica, measured for a model here; no effect without a cache folder."""
     arrays = {KEYS[0]: np.array(list(speeds)), KEYS[1]: np.array(list(speeds.values()))}
     CalibrationFiles(config.cache_dir).store(_name(config, config.num_gpus), arrays)
 
 
 def fastest_split(config: RuntimeConfig, gpus: int) -> int:
-    """Return the P that was measured to be fastest.
+    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total.
 
-    Args:
-        config: settings that identify the model, dtype and device.
-        gpus: total number of GPUs to divide into replicas.
-
-    Raises:
-        ConfigError: if nothing was measured; the message names the command that measures.
+    Raises ConfigError if nothing was measured; the message names the command that measures.
     """
     found = CalibrationFiles(config.cache_dir).load(_name(config, gpus), KEYS)
     if found is None:
@@ -53,7 +40,6 @@ def fastest_split(config: RuntimeConfig, gpus: int) -> int:
 
 
 def _name(config: RuntimeConfig, gpus: int) -> str:
-    """Return the name of the file that holds a model's speeds on this many GPUs of this machine."""
     model = config.model
     settings = [config.device, config.dtype, config.exactness, config.compile, model.location, model.parallelism]
     versions = [metadata.version(name) for name in ("torch", "transformers")]

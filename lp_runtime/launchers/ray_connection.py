@@ -15,13 +15,9 @@ ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=
 
 
 def connect(address: str | None) -> None:
-    """Connect this process to a Ray cluster.
+    """Connect this process to the Ray cluster at HOST:PORT; raise LaunchError if that fails.
 
-    Args:
-        address: HOST:PORT; None for the cluster of this machine or job, or if there is none, a new local cluster.
-
-    Raises:
-        LaunchError: if the cluster cannot be reached or started.
+    None is the cluster of this machine or job, or if there is none, a new local cluster.
     """
     import ray
 
@@ -51,9 +47,6 @@ def _authenticate(address: str, name: str) -> None:
     """Enable the user's token if the cluster requires one, and only then.
 
     A cluster without tokens would end the actors of a driver that has one.
-
-    Raises:
-        LaunchError: if there is no token, or the cluster refuses it.
     """
     try:
         from ray._private.authentication import authentication_token_setup as tokens

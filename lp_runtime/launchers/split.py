@@ -1,7 +1,4 @@
-"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest".
-
-Letters: P GPUs per replica.
-"""
+"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest". Letters: P GPUs per replica."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
     """Return settings whose gpus_per_replica is a number: the given one, the fastest, or the smallest.
 
     Args:
-        config: settings whose gpus_per_replica may be "auto" or "fastest".
         num_gpus: GPUs that the runtime may use; 0 on CPUs.
         survey: called only if more than one P is possible.
         num_local: GPUs of one machine, which P must divide, too; None if all GPUs are on this machine.
@@ -54,7 +50,6 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
 
 
 def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
-    """Return settings with the fewest GPUs per replica; see `choose_split`."""
     candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
     if config.model.device_map is not None or len(candidates) < 2:  # a model that does not fit fails when it is loaded
         return dataclasses.replace(config, gpus_per_replica=1)
@@ -99,10 +94,7 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
     """Return (P, parallelism): the fewest GPUs that hold the weights, the KV cache and the passes' memory.
 
     Tensor parallelism is preferred; pipeline is the choice if tensor fits on no candidate. Candidates are possible P,
-    ascending; `free` is the free bytes on every GPU.
-
-    Raises:
-        ModelError: if the model fits on no candidate; the message says why more GPUs are not possible.
+    ascending; `free` is the free bytes on every GPU. The message of a ModelError says why more GPUs are not possible.
     """
     # NCCL allocates buffers on every GPU, for the GPUs of a replica and for replicas among each other.
     exchange_bytes = NCCL_BYTES if candidates[-1] > 1 else 0
@@ -131,11 +123,7 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
 
 
 def free_of_this_machine() -> list[int]:
-    """Return the free bytes of each visible GPU, measured with a CUDA context on it.
-
-    Raises:
-        LaunchError: if the GPUs cannot be queried.
-    """
+    """Return the free bytes of each visible GPU, measured with a CUDA context on it; LaunchError if that fails."""
     if reason := why_no_gpu():
         raise LaunchError(f"gpus_per_replica=auto: {reason}")
     try:
@@ -150,12 +138,8 @@ def free_of_this_machine() -> list[int]:
 
 
 def visible_on(device: str) -> int:
-    """Return how many GPUs this process can use for replicas; 0 for "cpu".
+    """Return how many GPUs this process can use for replicas with a setting of `device`; 0 for "cpu".
 
-    Args:
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if the machine has GPUs that torch cannot use.
+    Raises ConfigError if the machine has GPUs that torch cannot use.
     """
     return 0 if device_type(device) == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()

@@ -18,9 +18,7 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
     heaviest of them, each extended by its ancestors, are the best C paths.
 
     Args:
-        tree: a tree of T nodes.
-        weights: [T] int64 weight of each node, >= 0; the root's is ignored. A node that several paths share counts
-            once.
+        weights: [T] int64 weight of each node, >= 0; the root's is ignored. A shared node counts once.
         num_chains: C.
 
     Returns:
@@ -38,15 +36,7 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
 
 @compiled(makes_arrays=True)
 def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
-    """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves.
-
-    Args:
-        parents: [T] int64 index of each node's parent.
-        weights: [T] int64 weight of each node, >= 0.
-        root: index of the root.
-        num_nodes: T.
-        num_chains: C.
-    """
+    """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves."""
     totals = weights[:num_nodes].copy()  # weight of the heaviest path from each node down
     heavy = np.full(num_nodes, -1, np.int64)  # the next node on that path
     for node in range(num_nodes - 1, root, -1):

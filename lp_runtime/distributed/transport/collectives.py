@@ -30,9 +30,7 @@ class CollectiveTransport(Transport):
 
     Args:
         backend: "gloo" or "nccl"; the one that gathers tensors.
-        device: of this replica's model.
-        step_timeout: seconds after which a peer that does not answer is an error. With gloo, the process group's own
-            timeout applies instead.
+        step_timeout: seconds after which a peer that does not answer is an error; gloo uses its process group's.
         store: where rank 0 signals the start of a patient broadcast; None to wait for it in the broadcast itself.
         is_ours: whether `close` destroys the process group.
     """

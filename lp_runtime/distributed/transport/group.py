@@ -13,19 +13,12 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Group:
-    """Replicas that share a request's steps, from the view of one of them.
+    """Replicas that share a request's steps, from the view of one of them."""
 
-    Attributes:
-        rank: of this replica, 0 <= rank < size.
-        size: number of replicas R, >= 1.
-        device: on which the transport expects its tensors.
-        transport: None if the replicas exchange nothing, or do not use a transport for it.
-    """
-
-    rank: int
-    size: int
-    device: torch.device
-    transport: Transport | None = field(default=None, compare=False)
+    rank: int  # of this replica, 0 <= rank < size
+    size: int  # number of replicas R, >= 1
+    device: torch.device  # on which the transport expects its tensors
+    transport: Transport | None = field(default=None, compare=False)  # None if nothing is exchanged over one
 
     @classmethod
     def alone(cls, device: torch.device = CPU) -> Group:
@@ -34,7 +27,6 @@ class Group:
 
     @classmethod
     def over(cls, transport: Transport, rank: int, size: int) -> Group:
-        """Return a group whose replicas exchange over a transport."""
         return cls(rank, size, transport.device, transport)
 
     @property

@@ -11,16 +11,13 @@ class Transport(ABC):
     """Carries integers between the replicas of one group.
 
     Implemented by shared_memory.py, collectives.py and machines.py. All replicas of the group must make the same calls
-    in the same order, except for `abort` and `close`.
-
-    Attributes:
-        name: a value of launcher.backend, or "shared and network".
-        device: on which `all_gather` expects its tensors.
+    in the same order, except for `abort` and `close`. They raise ReplicaError if a peer is gone, does not answer in
+    time, or the group was aborted.
     """
 
     def __init__(self, name: str, device: torch.device):
-        self.name = name
-        self.device = device
+        self.name = name  # a value of launcher.backend, or "shared and network"
+        self.device = device  # on which `all_gather` expects its tensors
 
     @abstractmethod
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -29,29 +26,17 @@ class Transport(ABC):
         Args:
             received: [R * n] int64, written, in the order of ranks.
             sent: [n] int64, with the same n on every replica.
-
-        Raises:
-            ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
         """
 
     @abstractmethod
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
-        """Return rank 0's bytes on every replica.
+        """Return rank 0's bytes on every replica; `data` is None on the others.
 
-        Args:
-            data: the bytes on rank 0; None on other ranks.
-            is_patient: wait without limit for rank 0's call; only the end of its process is an error.
-
-        Raises:
-            ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
+        A patient wait for rank 0's call has no limit; only the end of its process is an error.
         """
 
     def wait(self, event: torch.cuda.Event) -> None:
-        """Wait for all work that was queued on this replica's GPU before an event.
-
-        Raises:
-            ReplicaError: if a queued gather cannot complete, because a peer is gone or the group was aborted.
-        """
+        """Wait for all work, gathers included, that was queued on this replica's GPU before an event."""
         event.synchronize()
 
     @abstractmethod

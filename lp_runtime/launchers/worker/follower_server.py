@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.errors import LookaheadError, ShardError
+from lp_runtime.errors import ShardError
 from lp_runtime.launchers.wire.messages import PING, PONG, Failed
 from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.replica.loaded_model import load_follower
 
 
 class FollowerServer:
-    """Counterpart of ReplicaServer for shards other than 0.
+    """Counterpart of ReplicaServer for shards other than 0. Sends only PONG and, if it fails, Failed.
 
-    It sends the driver nothing but PONG and, if it fails, Failed.
-
-    Args:
-        send: sends a message to the driver; called from several threads.
+    `send` sends a message to the driver, and is called from several threads.
     """
 
     def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
@@ -41,5 +38,4 @@ class FollowerServer:
             return
         except Exception as error:
             failed = Failed.from_error(error)
-            kind = failed.kind if isinstance(error, LookaheadError) else None
-            self._send(Failed(f"shard {place.shard.shard}: {failed.message}" if kind is None else failed.message, kind))
+            self._send(failed if failed.kind else Failed(f"shard {place.shard.shard}: {failed.message}", None))

@@ -15,33 +15,21 @@ from lp_runtime.distributed.shards import ShardPlace
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of a process: its GPU, the number of processes on its machine, and its shard.
+    """Location of a process: its GPU, the number of processes on its machine, and its shard."""
 
-    Attributes:
-        device_index: index of its GPU (the first, if it has several) among those that the process sees.
-        num_local: replica processes on its machine, this one included.
-        owns_device: whether the GPU is reserved for this replica, so that no other one shares its memory.
-    """
-
-    device_index: int
-    num_local: int
-    owns_device: bool = False
+    device_index: int  # of its GPU (the first, if it has several) among those that the process sees
+    num_local: int  # replica processes on its machine, this one included
+    owns_device: bool = False  # the GPU is reserved for this replica, so that no other one shares its memory
     shard: ShardPlace = ShardPlace()
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Meeting point of the replicas of a group: a store or a shared-memory segment.
+    """Meeting point of the replicas of a group: a store or a shared-memory segment."""
 
-    Attributes:
-        host: address of the store; unused with a segment.
-        port: port of the store; unused with a segment.
-        segment: name of the shared memory; empty if they meet in the store.
-    """
-
-    host: str = ""
+    host: str = ""  # of the store
     port: int = 0
-    segment: str = ""
+    segment: str = ""  # name of the shared memory; empty if they meet in the store
 
 
 class ProcessHost(ABC):
@@ -51,6 +39,12 @@ class ProcessHost(ABC):
     together, and orders go to shard 0. The constructor reserves resources, or raises with everything cleaned up.
     `receive` is called by one thread only; the other methods by any thread.
     """
+
+    num_shards: int  # of each replica
+
+    def numbers(self, index: int) -> range:
+        """Return the numbers of a replica's processes, consecutive over all replicas; the first is shard 0's."""
+        return range(index * self.num_shards, (index + 1) * self.num_shards)
 
     @abstractmethod
     def start_process(self, index: int) -> None:
@@ -75,19 +69,14 @@ class ProcessHost(ABC):
     def kill(self, index: int) -> Callable[[], None]:
         """Kill a replica's process without waiting; `receive` returns none of its messages any more.
 
-        Returns:
-            a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
+        Returns a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
         """
 
     @abstractmethod
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
-        """Return a meeting point for a group of several replicas; None if its rank 0 is unreachable.
+        """Return a meeting point for a group of several replicas, by rank; None if its rank 0 is unreachable.
 
-        Args:
-            members: replica indices by rank.
-
-        Raises:
-            LaunchError: if the replicas cannot use the launcher.backend that the settings ask for.
+        Raises LaunchError if the replicas cannot use the launcher.backend that the settings ask for.
         """
 
     @abstractmethod

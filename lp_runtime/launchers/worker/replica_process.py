@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 def be_replica(pipe: Connection) -> None:
     """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it.
 
-    Args:
-        pipe: receives a pickled (RuntimeConfig, Placement) first, then encoded orders.
+    The pipe first receives a pickled (RuntimeConfig, Placement), then encoded orders.
     """
     use_expandable_segments()
     with no_garbage_collection():

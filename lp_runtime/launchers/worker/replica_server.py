@@ -54,10 +54,8 @@ from lp_runtime.utils.memory import out_of_memory_as
 class ReplicaServer:
     """Carries out a driver's orders one after another.
 
-    If the replica is alone in its group, it decodes several requests as one batch.
-
-    Args:
-        send: sends a message to the driver; called from several threads.
+    If the replica is alone in its group, it decodes several requests as one batch. `send` sends a message to the
+    driver, and is called from several threads.
     """
 
     def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
@@ -137,17 +135,16 @@ class ReplicaServer:
     def _join(self, loaded: LoadedModel, order: Join) -> None:
         self._leave()
         self._membership = contextlib.ExitStack()
-        number = order.order
-
-        def is_abandoned() -> bool:
-            return self._orders.has_next() or self._orders.is_aborted(number)
-
-        def on_formed(group: Group) -> None:
-            self._enter(group, number)
-
         try:
-            store = self._store.connect(order.context, order.timeout or self._config.launcher.timeout)
-            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed, order.timeout)
+            group = join_group(
+                self._config,
+                loaded,
+                order.context,
+                self._store.connect(order.context, order.timeout or self._config.launcher.timeout),
+                is_abandoned=lambda: self._orders.has_next() or self._orders.is_aborted(order.order),
+                on_formed=lambda group: self._enter(group, order.order),
+                timeout=order.timeout,
+            )
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # a peer is missing or gone
             was_present = isinstance(error.__cause__, PeersMissingError)
@@ -161,14 +158,16 @@ class ReplicaServer:
         self._end(order.order)
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
-        """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
         with contextlib.suppress(RequestError), out_of_memory_as(RequestMemoryError):  # the Decode will meet them again
             self._feed(loaded.model, open_request(order.request), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
-        """Prefill a request's prompt and committed tokens into a slot; stops early if the order is cancelled."""
+        """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse.
+
+        Stops early if the order is cancelled.
+        """
         num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
         capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
@@ -223,20 +222,15 @@ class ReplicaServer:
 
 
 class _Answer:
-    """Turns the engine's events into answers to one Decode. Only the leader, rank 0, streams outputs.
-
-    Attributes:
-        progress: tokens that the replica has committed since the order.
-    """
+    """Turns the engine's events into answers to one Decode. Only the leader, rank 0, streams outputs."""
 
     def __init__(self, order: int, send: Callable[[object], None], is_leader: bool):
         self.order = order
-        self.progress = Progress()
+        self.progress = Progress()  # since the order
         self._send = send
         self._is_leader = is_leader
 
     def send(self, event: Event | LookaheadError) -> None:
-        """Send the answer for an engine event or an error; a step output is added to the progress."""
         if isinstance(event, LookaheadError):
             self._send(Refused(self.order, str(event), type(event)))
         elif isinstance(event, Report):
@@ -259,13 +253,11 @@ class _OrderQueue:
         self._lock = threading.Lock()
 
     def put(self, order: Order) -> None:
-        """Append an order."""
         with self._lock:
             self._open.add(order.order)
         self._orders.put(order)
 
     def has_next(self) -> bool:
-        """Whether an order is waiting."""
         return self._next is not None or not self._orders.empty()
 
     def get(self) -> Order:
@@ -290,7 +282,6 @@ class _OrderQueue:
                 self._cancelled.add(order)
 
     def is_cancelled(self, order: int) -> bool:
-        """Whether the order with this number was cancelled."""
         return order in self._cancelled
 
     def abort(self, order: int) -> bool:
@@ -301,11 +292,9 @@ class _OrderQueue:
             return order in self._open
 
     def is_aborted(self, order: int) -> bool:
-        """Whether the order with this number was aborted."""
         return order in self._aborted
 
     def end(self, order: int) -> None:
-        """Record that the order with this number is finished."""
         with self._lock:
             for numbers in (self._open, self._cancelled, self._aborted):
                 numbers.discard(order)
