@@ -98,13 +98,7 @@ class LookaheadRuntime:
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
-        """Start a runtime from a complete configuration, as the command line does.
-
-        Raises:
-            ConfigError: a setting is not possible on this machine.
-            ModelError: the model cannot be loaded, or fails the start-up self-check.
-            LaunchError: the replicas cannot be started; none is left running.
-        """
+        """Start a runtime from a complete configuration, as the command line does; raises as the constructor does."""
         return cls(config=config)
 
     @property
@@ -213,13 +207,7 @@ class LookaheadRuntime:
     ) -> GenerationStream:
         """Start decoding a prompt, and return a stream of deltas, one per step.
 
-        Args:
-            prompt: text or token ids; None if `messages` is given.
-            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: as in `generate`. Errors of a replica are raised while iterating.
+        Arguments and errors are those of `generate`. Errors of a replica are raised while iterating.
         """
         request = self.request(prompt, max_new_tokens, **options)
         return self.stream_request(request, needs_text=isinstance(prompt, str))
@@ -237,19 +225,15 @@ class LookaheadRuntime:
         Raises:
             ModelError: text is needed, and the model has no usable tokenizer.
         """
-        text = self._text_of(request, optional=not (needs_text or request.stop))
+        text: RequestText | None = None
+        try:
+            text = RequestText(request, self.tokenizer)
+        except ModelError:
+            if needs_text or request.stop:  # token ids in and out need no tokenizer
+                raise
         read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
         events = self._launcher.run(request) if lease is None else self._launcher.run_on(request, lease)
         return GenerationStream(events, text, read)
-
-    def _text_of(self, request: Request, optional: bool) -> RequestText | None:
-        """Return the text of a request, empty yet; None if it is optional and the model has no tokenizer."""
-        try:
-            return RequestText(request, self.tokenizer)
-        except ModelError:
-            if optional:  # token ids in and out need no tokenizer
-                return None
-            raise
 
     def request(
         self,
@@ -257,20 +241,7 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Turn a prompt and options into a checked request.
-
-        Args:
-            prompt: text or token ids; None if `messages` is given.
-            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
-            options: see RequestOptions.
-
-        Raises:
-            TypeError: an option is unknown.
-            ConfigError: a setting is out of range.
-            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model.
-            ConstraintError: the constraint is invalid, or cannot be compiled in time.
-            ModelError: text is needed, and the model has no usable tokenizer.
-        """
+        """Turn a prompt and options into a checked request. Arguments and errors are those of `generate`."""
         builder = RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler)
         messages = options.get("messages")
         if messages is None or prompt is not None:

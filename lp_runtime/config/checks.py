@@ -34,20 +34,10 @@ def require_seconds(name: str, value: object) -> None:
 def require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
     """Raise ConfigError if a value is neither None nor a finite number that `is_allowed` accepts.
 
-    Args:
-        name: the setting's name, for the message.
-        value: the setting's value.
-        allowed: the range in words, for the message.
-        is_allowed: whether a finite number is in the range.
+    `allowed` is the range in words, for the message.
     """
-    if value is None:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not is_allowed(value)
-    ):
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and math.isfinite(value) and is_allowed(value)):
         raise ConfigError(f"{name}={value}: must be {allowed}")
 
 

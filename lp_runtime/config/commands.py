@@ -15,7 +15,6 @@ TURNS = ("first", "all")
 
 
 def check_chat_settings(chat: bool, turns: str) -> None:
-    """Raise ConfigError if `turns` is not one of TURNS, or is "all" without `chat`."""
     require_choice("turns", turns, TURNS)
     if turns == "all" and not chat:
         raise ConfigError("turns=all: only with chat=true")
@@ -118,8 +117,8 @@ class GenerateConfig(RuntimeConfig):
 
 
 @dataclass
-class ChatConfig(RuntimeConfig):
-    """Settings of lp-chat: those of a runtime or the URL of a server, and limits of an answer."""
+class ClientConfig(RuntimeConfig):
+    """Settings of commands that use a runtime or a server."""
 
     url: Optional[str] = None  # noqa: UP045
     """Server with an OpenAI-compatible API, http://HOST:PORT, which answers instead of a runtime in this process."""
@@ -129,6 +128,37 @@ class ChatConfig(RuntimeConfig):
     """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
     api_key_file: Optional[str] = None  # noqa: UP045
     """File that holds the API key for the server at `url`."""
+
+    def _check_server(self) -> None:
+        """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
+        if self.url is None:
+            for name in ("api_key", "api_key_file", "served_name"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}: only with url")
+            return
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError(f"api_key_file={self.api_key_file}: not with api_key")
+        if self.model.path is not None:
+            path = self.model.path
+            raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
+        defaults = type(self)()
+        for each in fields(RuntimeConfig):
+            if each.name != "sampling":  # sent with each request
+                _check_default(each.name, getattr(self, each.name), getattr(defaults, each.name))
+
+
+def _check_default(name: str, value: object, default: object) -> None:
+    """Raise ConfigError if a setting of a runtime, or a setting of a group of them, is not the default."""
+    if is_dataclass(value):
+        for each in fields(value):
+            _check_default(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
+    elif value != default:
+        raise ConfigError(f"{name}={value}: not with url; it is a setting of the server")
+
+
+@dataclass
+class ChatConfig(ClientConfig):
+    """Settings of lp-chat: those of a runtime or the URL of a server, and limits of an answer."""
 
     system: Optional[str] = None  # noqa: UP045
     """System message at the beginning of every conversation; none if not given."""
@@ -144,52 +174,19 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
-        _check_server(self)
-
-
-def _check_server(config: ChatConfig | BenchConfig) -> None:
-    """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
-    if config.url is None:
-        for name in ("api_key", "api_key_file", "served_name"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name}: only with url")
-        return
-    if config.api_key is not None and config.api_key_file is not None:
-        raise ConfigError(f"api_key_file={config.api_key_file}: not with api_key")
-    if config.model.path is not None:
-        path = config.model.path
-        raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
-    defaults = type(config)()
-    for each in fields(RuntimeConfig):
-        if each.name != "sampling":  # sent with each request
-            _check_default(each.name, getattr(config, each.name), getattr(defaults, each.name))
-
-
-def _check_default(name: str, value: object, default: object) -> None:
-    """Raise ConfigError if a setting of a runtime, or a setting of a group of them, is not the default."""
-    if is_dataclass(value):
-        for each in fields(value):
-            _check_default(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
-    elif value != default:
-        raise ConfigError(f"{name}={value}: not with url; it is a setting of the server")
+        self._check_server()
 
 
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 
 @dataclass
-class BenchConfig(RuntimeConfig):
+class BenchConfig(ClientConfig):
     """Settings of lp-bench: those of a runtime, and methods to compare; or a server and the load on it."""
 
     url: Optional[str] = None  # noqa: UP045
     """Server with an OpenAI-compatible API, http://HOST:PORT, to measure under load instead of a runtime in this
     process."""
-    served_name: Optional[str] = None  # noqa: UP045
-    """Model to request from the server at `url`; if not given, the first that it lists."""
-    api_key: Optional[str] = None  # noqa: UP045
-    """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
-    api_key_file: Optional[str] = None  # noqa: UP045
-    """File that holds the API key for the server at `url`."""
     rate: Optional[float] = None  # noqa: UP045
     """With url: mean number of requests per second, > 0; they arrive at random (Poisson), regardless of how many are
     running."""
@@ -264,7 +261,6 @@ class BenchConfig(RuntimeConfig):
         return False
 
     def _check_splits(self) -> None:
-        """Check the settings that go with `splits`."""
         if self.splits is None:
             return
         require_choice("splits", self.splits, ("auto",))
@@ -275,8 +271,7 @@ class BenchConfig(RuntimeConfig):
                 raise ConfigError(f"splits=auto: not with {name}")
 
     def _check_load(self) -> None:
-        """Check the settings of a load: their range, and that there is a server."""
-        _check_server(self)
+        self._check_server()
         require_int("load_seed", self.load_seed, 0)
         require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
         if self.concurrency is not None:

@@ -72,8 +72,7 @@ class ConstraintConfig:
     def source(self) -> str:
         """The constraint as one text; equal texts of the same kind are equal constraints.
 
-        Raises:
-            ConstraintError: a schema or a tag is not valid JSON.
+        Raises ConstraintError if a schema or a tag is not valid JSON.
         """
         kind = self.kind
         assert kind is not None

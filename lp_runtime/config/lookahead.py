@@ -170,11 +170,7 @@ PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
 
 
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
-    """Check that the tree is not too deep for exactness=strict.
-
-    Raises:
-        ConfigError: a step may commit more than MAX_STRICT_COMMITTED tokens; names W and N.
-    """
+    """Raise ConfigError if the tree is too deep for exactness=strict: a step may commit too many tokens."""
     if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window
         raise ConfigError(

@@ -211,9 +211,9 @@ class RuntimeConfig:
         check_exactness(self.exactness, self.lookahead)
 
     def _check_shards(self) -> None:
-        """Check the settings of replicas that span several GPUs."""
-        if self.gpus_per_replica not in SPLITS:
-            require_split(self.gpus_per_replica)
+        value = self.gpus_per_replica
+        if value not in SPLITS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
         if self.num_gpus % self.replica_gpus:
             raise ConfigError(f"gpus={self.gpus}: must be a multiple of gpus_per_replica={self.gpus_per_replica}")
         if self.replica_gpus == 1:
@@ -267,23 +267,8 @@ class RuntimeConfig:
         return self.num_gpus // self.replica_gpus
 
 
-def require_split(value: object) -> None:
-    """Raise ConfigError if a gpus_per_replica is not an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
-
-
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:
-    """Check a request's limits.
-
-    Args:
-        max_new_tokens: tokens to generate at most, >= 1; None for no limit.
-        stop: list of non-empty stop strings; None for none.
-        max_time: seconds, > 0; None for no limit.
-
-    Raises:
-        ConfigError: a limit is out of range; names the value and what is allowed.
-    """
+    """Raise ConfigError if a request's limit is out of range; None is no limit."""
     if max_new_tokens is not None:
         require_int("max_new_tokens", max_new_tokens, 1)
     if stop is not None and not is_list(stop):

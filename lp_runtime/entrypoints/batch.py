@@ -83,7 +83,6 @@ def _check_prompts(
 def _generations(
     runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[Request]
 ) -> Generator[Generation]:
-    """Yield the result of each request, in order."""
     num_ahead = MAX_AHEAD * runtime.num_replicas * (1 if config.policy == "latency" else config.max_batch)
     with Scheduler(runtime, num_ahead, config.policy, config.max_batch) as scheduler:
         jobs: deque[Job] = deque()
@@ -96,7 +95,6 @@ def _generations(
 
 
 def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
-    """Return the JSON object of a result."""
     prompt = item.prompt
     result: dict[str, object] = {
         "index": prompt.index,
@@ -173,7 +171,6 @@ def check_prompts(path: str) -> None:
 
 
 def _settings_path(output: Path) -> Path:
-    """Return the path of an output's file of settings."""
     return output.with_name(output.name + ".settings")
 
 
@@ -191,22 +188,14 @@ def _without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
 
 
 class OutputFile:
-    """A file of results, with the settings that produced them in PATH.settings.
-
-    Args:
-        settings: settings that determine the results; JSON-serializable.
-        free: names of settings that may differ from the run that began the file.
-
-    Attributes:
-        seed: sampling seed of the first prompt, None if decoding is greedy; after `resume` of an existing file, the
-            seed of the run that began it.
-    """
+    """A file of results, with the settings that produced them in PATH.settings."""
 
     def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
         self._path = path
-        self._free = free
+        self._free = free  # names of settings that may differ from the run that began the file
         self._settings_path = _settings_path(path)
         self._settings = json.loads(json.dumps(settings, default=str))  # normalized to compare with those of a file
+        # Of the first prompt, None if decoding is greedy; after `resume`, of the run that began the file.
         self.seed = seed
         # Only regular files are resumed and get a file of settings: not pipes, devices or standard output.
         self._is_kept = (path.is_file() or not path.exists()) and not path.is_relative_to("/dev")
@@ -215,16 +204,13 @@ class OutputFile:
     def resume(self) -> dict[Key, str]:
         """Open the file for appending; return the texts of the results that it already has."""
         path = self._path
+        done: dict[Key, str] = {}
         try:
-            if not self._is_kept:
-                done = {}
-            elif path.is_file() and path.stat().st_size:
+            if self._is_kept and path.is_file() and path.stat().st_size:
                 self._check_settings()
                 done = self._read_done()
-            else:
-                done = {}
-                with open(path, "a"):  # raises before the settings are written if the output is not writable
-                    pass
+            elif self._is_kept:
+                path.open("a").close()  # raises before the settings are written if the output is not writable
                 self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:

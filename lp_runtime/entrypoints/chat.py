@@ -65,7 +65,6 @@ def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -
 
 
 def _read_line() -> str | None:
-    """Return the next line of stdin; None at its end."""
     if sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline() if sys.stdin is not None else ""

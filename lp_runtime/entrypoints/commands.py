@@ -29,10 +29,7 @@ Work = Callable[[LookaheadRuntime], None]
 
 
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Run the command that the class of `config` stands for.
-
-    `is_leader` is False on torchrun's ranks other than 0.
-    """
+    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
     turn_off_tf32()
     if (run := _without_runtime(config)) is not None:
         if is_leader:
@@ -75,15 +72,17 @@ def _prepare(config: RuntimeConfig) -> Work:
     if isinstance(config, GenerateConfig):
         return _prepare_generate(config)
     if isinstance(config, ChatConfig):
-        return _prepare_chat(config)
+        check_chat(config)
+        return partial(chat, config=config)
     if isinstance(config, ServeConfig):
-        return _prepare_serve(config)
+        check_serve(config)
+        return partial(serve, config=config, starting=open_port(config))
     assert isinstance(config, BenchConfig)
-    return _prepare_bench(config)
+    check_bench(config)
+    return partial(bench, config=config)
 
 
 def _prepare_generate(config: GenerateConfig) -> Work:
-    """Check the input of lp-generate; return its work."""
     if config.chat:
         check_chat_template(load_tokenizer(config.model), config.model.location)
     if config.prompts is not None:
@@ -97,21 +96,3 @@ def _prepare_generate(config: GenerateConfig) -> Work:
     assert config.prompt is not None  # GenerateConfig requires it without `prompts`
     prompt = parse_ids(config.prompt, "prompt") if config.ids else config.prompt
     return partial(generate_one, config=config, prompt=prompt)
-
-
-def _prepare_chat(config: ChatConfig) -> Work:
-    """Check the input of lp-chat; return its work."""
-    check_chat(config)
-    return partial(chat, config=config)
-
-
-def _prepare_serve(config: ServeConfig) -> Work:
-    """Check the input of lp-serve and open its port; return its work."""
-    check_serve(config)
-    return partial(serve, config=config, starting=open_port(config))
-
-
-def _prepare_bench(config: BenchConfig) -> Work:
-    """Check the input of lp-bench; return its work."""
-    check_bench(config)
-    return partial(bench, config=config)

@@ -77,10 +77,7 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
 
 
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
-    """Describe sampling in one line, and mark the settings that are the model's defaults.
-
-    `seed` is None if decoding was greedy.
-    """
+    """Describe sampling in one line, and mark the model's defaults; `seed` is None if decoding was greedy."""
     unused = ("seed", *(WARPERS if seed is None else ()))
     given = {name: value for name, value in asdict(config).items() if value is not None}
     settings = [f"{name} {value}" for name, value in given.items() if name not in unused]
@@ -103,11 +100,9 @@ def describe_lookahead(config: LookaheadConfig) -> str:
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
-    """Format a table of generations, with the settings above it.
+    """Format a table of labelled generations, with the settings above it and the first one's drafts below it.
 
-    Args:
-        rows: (label, generation) of each row; the first one's draft tokens are counted below the table.
-        compare: whether to report if the last two generations have equal tokens.
+    `compare` is whether to report if the last two generations have equal tokens.
     """
     info = runtime.info
     lines = [

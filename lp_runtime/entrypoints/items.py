@@ -50,10 +50,7 @@ def item_request(
     seed: int | None,
     options: RequestOptions,
 ) -> Request:
-    """Build an item's request, with the answers to the turns before it.
-
-    A RequestError names line and turn. First turns have already been checked.
-    """
+    """Build an item's request, with the answers to the turns before it. A RequestError names line and turn."""
     more = options.copy()
     more["sample"] = item.sample
     if seed is not None:  # each prompt has a different seed

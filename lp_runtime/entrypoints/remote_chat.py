@@ -72,6 +72,5 @@ def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, s
 
 
 def _text(delta: dict[str, Any], name: str) -> str:
-    """Return a delta's text field; empty if it is missing."""
     text = delta.get(name)
     return text if isinstance(text, str) else ""

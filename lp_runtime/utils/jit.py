@@ -58,11 +58,9 @@ def compiled(
 ) -> Dispatcher | Callable[[Callable], Dispatcher]:
     """Compile a function with Numba at its first call, and cache the machine code on disk if possible.
 
-    Args:
-        function: None to return a decorator.
-        makes_arrays: whether the function, or one that it calls, creates arrays or views. If not, reference counting is
-            switched off, which took a third of the time of the functions called most; and the function is inlined into
-            its compiled callers, where passing the arrays took another third.
+    `makes_arrays` is whether the function, or one that it calls, creates arrays or views. If not, reference counting is
+    switched off, which took a third of the time of the functions called most; and the function is inlined into its
+    compiled callers, where passing the arrays took another third.
     """
     if function is None:
         return functools.partial(compiled, makes_arrays=makes_arrays, fastmath=fastmath)
@@ -81,7 +79,6 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
     """Mark a function for inlining into its compiled callers; Python callers run it as plain Python.
 
     It gets no entry point for Python and no cache file. Those are two thirds of the time to compile a small function.
-    `makes_arrays` is as in `compiled`; without `function`, a decorator is returned.
     """
     if function is None:
         return functools.partial(inlined, makes_arrays=makes_arrays)
@@ -121,16 +118,13 @@ class ContentLocator(_CacheLocator):
         return locator
 
     def get_cache_path(self) -> str:
-        """Return the function's cache folder."""
         return str(cache_root() / self._digest)
 
     def get_source_stamp(self) -> str:
-        """Return the digest of the sources, by which Numba detects stale code."""
-        return self._digest
+        return self._digest  # by which Numba detects stale code
 
     def get_disambiguator(self) -> str:
-        """Return a string that distinguishes functions of the same name: the line number."""
-        return str(self._lineno)
+        return str(self._lineno)  # distinguishes functions of the same name
 
 
 _numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"
@@ -169,7 +163,6 @@ def _sources(folder: Path) -> set[Path]:
 
 @functools.cache
 def _imported(file: Path) -> list[Path]:
-    """Return the files of the same top-level package that a source file imports."""
     # The folder that contains the top-level package; for a file outside any package, its own folder.
     package = next((parent for parent in file.parents if not (parent / "__init__.py").exists()), file.parent)
     files = []
@@ -193,8 +186,9 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
             try:
                 use()
             except Exception:
-                for cache_folder in _cache_folders:
-                    _delete_cached(cache_folder)
+                for file in [file for folder in _cache_folders for file in folder.glob("*.nb?")]:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
                 use()
 
     return compile_once
@@ -237,12 +231,4 @@ def _is_compiling(compiler: Callable) -> bool:
 
 
 def _lock_path(compiler: Callable) -> Path:
-    """Return the lock file of a `compiles` function."""
     return cache_root() / f"{compiler.__module__}.{compiler.__name__}.lock"
-
-
-def _delete_cached(cache_folder: Path) -> None:
-    """Delete the compiled code in a cache folder."""
-    for file in cache_folder.glob("*.nb?"):
-        with contextlib.suppress(OSError):
-            file.unlink()
