@@ -87,7 +87,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn any exception of the block that is neither a LookaheadError nor in `passing` into an error of class `kind`.
+    """Turn any exception of the block that is neither a LookaheadError nor in `passing` into one of class `kind`.
 
     Its message is one line that begins with `what`.
     """

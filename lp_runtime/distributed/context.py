@@ -61,10 +61,7 @@ class ReplicaContext:
         )
 
     def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
-        """Group torchrun's ranks into replicas of `num_shards` consecutive ranks.
-
-        Returns (context of this process's replica, index of this process's shard).
-        """
+        """Return the replica's context and this process's shard, if consecutive ranks are the shards of a replica."""
         for number, where in ((self.num_replicas, ""), (self.num_local, " on this machine")):
             if number % num_shards:
                 raise ConfigError(
@@ -102,7 +99,6 @@ def use_expandable_segments() -> None:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

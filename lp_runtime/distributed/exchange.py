@@ -112,10 +112,7 @@ class Exchange:
         self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of int64 `values` from a GPU to pinned host memory; the event `_copied` marks its completion.
-
-        Returns host memory of the same shape, valid until the next call.
-        """
+        """Queue a copy of int64 `values` to pinned host memory, valid until the next call; `_copied` marks its end."""
         if self._pinned is None or self._pinned.numel() < values.numel():
             capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
             with torch.inference_mode(False):  # later calls may be outside inference mode and must be able to write it
@@ -188,7 +185,6 @@ def compile_exchange() -> None:
 
 @functools.cache
 def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    """Return `_merge_owned` compiled for int64 arrays."""
     rows = np.zeros((1, 1), np.int64)
     return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
 
@@ -213,10 +209,7 @@ def _merge_owned(rows, owner, merged):
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """Return rank 0's picklable value on every replica; `value` is ignored on the others.
-
-    Used once per request, or once per step if the caller passed its own stopping criteria.
-    """
+    """Return rank 0's picklable value on every replica; once per request, or per step with a caller's criteria."""
     if group.is_alone:
         return value
     data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient=False)

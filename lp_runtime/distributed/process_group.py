@@ -37,10 +37,7 @@ REFUSAL = "!"  # before the reason why a replica cannot share memory
 
 @contextmanager
 def _settings(interface: str | None) -> Iterator[None]:
-    """Configure gloo and NCCL for process groups formed during a `with` block.
-
-    They read these settings from environment variables only, which are restored at the end.
-    """
+    """Set the environment variables from which gloo and NCCL are configured, for groups formed in a `with` block."""
     # torch's NCCL watchdog would end the process if a peer is lost; CollectiveTransport.wait detects that itself.
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface is not None:
@@ -84,10 +81,7 @@ class GroupOptions:
         return self.backend in ("auto", "shared")
 
     def shares_memory(self, num_replicas: int) -> bool:
-        """Whether a group of `num_replicas` replicas, all on this machine, exchanges over shared memory.
-
-        Raises LaunchError if the backend is "shared" and memory cannot be shared.
-        """
+        """Whether replicas of this machine exchange over shared memory; LaunchError if they must but cannot."""
         reason = why_unavailable(num_replicas) if self.may_share else None
         if reason is not None and self.backend == "shared":
             raise LaunchError(f"launcher.backend=shared: {reason}")
@@ -95,7 +89,6 @@ class GroupOptions:
 
 
 def never_abandoned() -> bool:
-    """Default `is_abandoned` of `process_group`: wait for peers until the timeout."""
     return False
 
 
@@ -110,10 +103,7 @@ def process_group(
     """Join the group of all replicas for the duration of a `with` block, and yield it.
 
     With `store` None, the replicas meet in the store that `context` names, if they need one. `is_abandoned` is called
-    during the wait for peers, and ends it when it returns true.
-
-    Raises:
-        LaunchError: if the group does not form in time, or the backend does not support the device.
+    during the wait for peers, and ends it when it returns true. Raises LaunchError if the group does not form.
     """
     if options.backend == "nccl" and device.type != "cuda":
         raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
@@ -190,7 +180,6 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
 
 
 def new_segment_name() -> str:
-    """Return a unique name for the shared memory of a group."""
     return f"lp_runtime-{secrets.token_hex(8)}"
 
 

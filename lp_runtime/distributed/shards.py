@@ -2,8 +2,6 @@
 
 A replica that spans P GPUs consists of P processes on one machine, its shards. Only shard 0 decodes. It announces every
 forward pass; all shards run it on their slices of the model and combine their results during the pass (reducers.py).
-
-Letters: P shards.
 """
 
 from __future__ import annotations
@@ -50,12 +48,10 @@ class ShardPlace:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the process holds the whole model."""
         return self.num_shards == 1
 
     @property
     def is_leader(self) -> bool:
-        """Whether the process decodes; the other shards follow it."""
         return self.shard == 0
 
 
@@ -98,17 +94,13 @@ class ShardLink:
             return pickle.loads(self._transport.broadcast(None, is_patient=True))
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of all shards' integers."""
         with peers():
             found = torch.empty(self.place.num_shards, dtype=torch.int64)
             self._transport.all_gather(found, torch.tensor([number]))
             return int(found.min())
 
     def end_pass(self) -> None:
-        """Wait until every shard has ended the pass on its host.
-
-        Raises PassFailedError if it has failed on another shard; ShardError if the replica cannot go on then.
-        """
+        """Wait until every shard has ended the pass on its host; PassFailedError if it has failed on another shard."""
         try:
             self.smallest(self.reducer.num_calls)
         except PassFailedError as error:
@@ -178,10 +170,7 @@ def said_by_first(
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:
-    """Form a process group of a replica's shards that is independent of the default process group.
-
-    Its backend is "nccl" or "gloo". Shards must answer within `timeout` seconds; if not, a LaunchError is raised.
-    """
+    """Form a group of a replica's shards, of backend "nccl" or "gloo", independent of the default process group."""
     # NCCL's monitor would read the store, which is gone once the group has formed, and keep a shard from exiting.
     unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     with _store(place, STORES[1], timeout) as store, environment(unwatched), _meeting(place):
@@ -211,10 +200,7 @@ def _symmetric_memory(
 
 @contextmanager
 def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> Iterator[None]:
-    """Make a replica's shards the default process group for the duration of a `with` block.
-
-    transformers slices the model that it loads by a device mesh of that group. Only small objects are sent in it.
-    """
+    """Make a replica's shards the default process group in a `with` block: transformers slices a model by its mesh."""
     # transformers reads a rank's GPU from LOCAL_RANK. Loopback: all shards are on this machine, and its host name may
     # not resolve.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}

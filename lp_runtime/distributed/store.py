@@ -22,11 +22,7 @@ POLL_SECONDS = 0.002  # between polls of a count; short compared with the time i
 
 
 def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store in which replicas meet, whose operations may take `timeout` seconds.
-
-    Port 0 chooses a free one, which is the result's `port`. Raises LaunchError if the port is in use or the host is not
-    this machine.
-    """
+    """Host a store in which replicas meet, whose operations may take `timeout` seconds; port 0 chooses a free one."""
     try:
         # Bound here and not by TCPStore, so that a port in use is reported at once and in one line.
         family = socket.getaddrinfo(host, None)[0][0]  # IPv4 or IPv6
@@ -60,10 +56,7 @@ def address_of(interface: str) -> str:
 
 
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
-    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
-
-    Connecting, and every later operation on the store, may take `timeout` seconds.
-    """
+    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set."""
     try:
         return TCPStore(
             context.host,
@@ -78,7 +71,6 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
 
 
 def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
-    """Return the error to raise if a replica could not join its group because of `error`."""
     return LaunchError(
         f"rank {context.rank} of {context.num_replicas} could not join the others at"
         f" {context.host}:{context.port}: {first_line(error)}"
@@ -97,10 +89,7 @@ class StoreConnection:
         self._store: TCPStore | None = None
 
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
-        """Return the store, hosted elsewhere, in which the replicas of a group meet; None if they need no store.
-
-        Connecting, and every later operation, may take `timeout` seconds.
-        """
+        """Return the store, hosted elsewhere, in which the replicas of a group meet; None if they need no store."""
         if context.num_replicas == 1 or context.segment:
             return None
         address = (context.host, context.port)
@@ -112,10 +101,7 @@ class StoreConnection:
 
 
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
-
-    Raises PeersMissingError if the counter, to which every replica adds 1, is lower when the wait ends.
-    """
+    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`."""
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:

@@ -55,7 +55,7 @@ class Launcher(ABC):
             with unforeseen_as(ReplicaError, "decoding failed"):
                 yield from self._run(request)
         except (Exception, KeyboardInterrupt) as error:
-            if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):
+            if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):  # only `close` is called from now
                 self._failure_seen = str(error) or "interrupted"
             raise
         finally:
@@ -98,11 +98,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
-        """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request.
-
-        After any other exception that is not one of REQUEST_ERRORS, only `close` is called, unless
-        `outlives_failures` is set.
-        """
+        """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request."""
 
     def close(self) -> None:
         """Stop every replica. Safe to call twice."""

@@ -24,10 +24,7 @@ def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
 
 
 def fastest_split(config: RuntimeConfig, gpus: int) -> int:
-    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total.
-
-    Raises ConfigError if nothing was measured; the message names the command that measures.
-    """
+    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total."""
     found = CalibrationFiles(config.cache_dir).load(_name(config, gpus), KEYS)
     if found is None:
         path = "" if config.model.path is None else f" model.path={config.model.path}"

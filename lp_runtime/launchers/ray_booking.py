@@ -20,9 +20,6 @@ class Booking:
 
     The shards of a replica share its bundle, so they are on one node. Ray moves the bundles of a lost node to another
     node once that has the capacity.
-
-    Raises ConfigError if the cluster has fewer GPUs, and LaunchError if it has no capacity for the replicas within
-    launcher.start_timeout.
     """
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
@@ -49,14 +46,12 @@ class Booking:
             raise
 
     def options(self, index: int) -> dict[str, object]:
-        """Return the Ray options that place an actor (one shard) in a replica's bundle."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
         return {"num_cpus": CPU_SHARE, "num_gpus": self._shard.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
-        """Return the Ray node id of each replica, by index."""
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
@@ -67,10 +62,7 @@ class Booking:
 
     @staticmethod
     def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)
-        """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it.
-
-        Raises LaunchError if the actor does not see its assigned GPUs, or their indices are not consecutive.
-        """
+        """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it."""
         import ray
 
         found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
@@ -98,10 +90,7 @@ def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
 
 
 def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
-    """Return [free bytes of one GPU of a Ray cluster]; all its GPUs are assumed to have the same memory.
-
-    Raises LaunchError if no GPU answers within launcher.start_timeout.
-    """
+    """Return [free bytes of one GPU of a Ray cluster]; all its GPUs are assumed to have the same memory."""
     task = ray.remote(num_gpus=1, num_cpus=CPU_SHARE, max_retries=0)(free_of_this_machine)
     call = task.remote()
     try:

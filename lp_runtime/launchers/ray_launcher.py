@@ -1,8 +1,4 @@
-"""Launcher of replicas as Ray actors, one actor per GPU.
-
-The driver starts them, streams from rank 0 and stops them; it is not involved in a step. Ray is imported only when this
-launcher is chosen.
-"""
+"""Launcher of replicas as Ray actors, one actor per GPU. Ray is imported only when this launcher is chosen."""
 
 from __future__ import annotations
 
@@ -79,11 +75,9 @@ class ReplicaActor:
             assert self._server is not None
             self._server.post(message)
 
+    # `num_local` is the size of the group if all its replicas are on this machine, else 0.
     def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
-        """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot.
-
-        `num_local` is the size of the group if all its replicas are on this machine, else 0.
-        """
+        """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot."""
         import ray
 
         try:
@@ -100,11 +94,7 @@ class ReplicaActor:
 
 
 class RayHost(ProcessHost):
-    """Replicas as actors of a Ray cluster, which this connects to: a placement group, and one actor per shard.
-
-    Raises ConfigError if the cluster has fewer GPUs than requested, and LaunchError if it cannot be reached or has no
-    capacity for the replicas.
-    """
+    """Replicas as actors of a Ray cluster, which this connects to: a placement group, and one actor per shard."""
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self.actors: dict[int, Any] = {}  # the latest ones that this host has not killed, by number

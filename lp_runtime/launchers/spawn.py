@@ -35,10 +35,7 @@ KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver f
 
 
 class ReplicaPipe:
-    """The driver's end of the pipe to a replica.
-
-    Messages are queued and sent by a thread, so that a hanging replica never blocks `send`.
-    """
+    """The driver's end of the pipe to a replica. A thread sends, so that a hanging replica never blocks `send`."""
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe  # to receive from
@@ -70,11 +67,7 @@ def start_process(pipe: Connection) -> subprocess.Popen:
 
 
 class SpawnHost(ProcessHost):
-    """Replicas as child processes.
-
-    Raises ConfigError if this machine has fewer GPUs than requested, or torch cannot use them, and LaunchError if the
-    store cannot be opened.
-    """
+    """Replicas as child processes."""
 
     def __init__(self, config: RuntimeConfig):
         self.processes: dict[int, subprocess.Popen] = {}  # the latest ones, by number

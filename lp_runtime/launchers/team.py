@@ -27,10 +27,7 @@ from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):
-    """Base class of launchers with replicas in separate processes.
-
-    Subclasses supply the host, which is closed with the launcher, or if the start fails.
-    """
+    """Base class of launchers with replicas in separate processes. Closes the host, also if the start fails."""
 
     outlives_failures = True
 
@@ -78,8 +75,7 @@ class TeamLauncher(Launcher):
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
         """Decode a request on the replicas of a lease. Closing the iterator early cancels the request.
 
-        Several requests may be decoded at once, on the same or on different replicas, each in a separate thread. Raises
-        ReplicaError if all replicas of the lease are lost and it gets no others, or the launcher is closed.
+        Several requests may be decoded at once, on the same or on different replicas, each in a separate thread.
         """
         if self._is_closed:
             raise ReplicaError("the runtime is closed")

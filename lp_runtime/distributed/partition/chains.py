@@ -1,7 +1,4 @@
-"""Chains of a token tree: one path per replica, for models that can be fed only plain text, not trees.
-
-Letters: T nodes in the tree, C chains.
-"""
+"""Chains of a token tree of T nodes: one path per replica, for models that can be fed only plain text, not trees."""
 
 from __future__ import annotations
 
@@ -12,17 +9,11 @@ from lp_runtime.utils.jit import compiled, compiles, inlined
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
-    """Return the C paths below the root that together have the largest weight.
+    """Return the C = num_chains paths below the root that together have the largest weight, the heaviest first.
 
     The tree decomposes into paths that continue, at each node, to the child with the heaviest path below it. The C
-    heaviest of them, each extended by its ancestors, are the best C paths.
-
-    Args:
-        weights: [T] int64 weight of each node, >= 0; the root's is ignored. A shared node counts once.
-        num_chains: C.
-
-    Returns:
-        at most C paths, the heaviest first: int64 node indices from a child of the root to a leaf.
+    heaviest of them, each extended by its ancestors, are the best C paths. They are int64 node indices from a child of
+    the root to a leaf. Weights are [T] int64, >= 0; the root's is ignored, and a node that paths share counts once.
     """
     parents = tree.arrays()[1]
     chains = []

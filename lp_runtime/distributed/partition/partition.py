@@ -25,20 +25,14 @@ TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica, in an arbitrary unit; large
 
 @dataclass(frozen=True)
 class Share:
-    """Nodes that one replica feeds and reports in a step, as int64 ascending indices.
-
-    Every node from the root on is owned by exactly one replica, which reports its result.
-    """
+    """Nodes of one replica in a step, as int64 ascending indices. Every node from the root on has exactly one owner."""
 
     nodes: np.ndarray  # that the replica feeds: the P pending tokens, then its leaves and their ancestors
-    owned: np.ndarray
+    owned: np.ndarray  # whose results the replica reports
 
 
 class Shares(Sequence[Share]):
-    """Sequence of the R replicas' shares of a step, by rank.
-
-    `nodes` and `owned` are the int64 nodes that each replica feeds, and owns, concatenated by rank.
-    """
+    """Sequence of the R replicas' shares of a step, by rank. `nodes` and `owned` of all shares are concatenated."""
 
     # Sizes are lists: summing a few numbers is slower in numpy.
     def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
@@ -81,10 +75,7 @@ class Shares(Sequence[Share]):
 
 
 def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
-    """Cut the tree into R shares, for replicas whose time is proportional to the number of tokens.
-
-    `speeds` has the tokens per unit of time, [R], > 0; only ratios matter.
-    """
+    """Cut the tree into R shares, for replicas with `speeds`, [R] tokens per unit of time, > 0; only ratios matter."""
     times_of_a_token = TIME_OF_A_TOKEN * max(speeds) / np.array(speeds)
     return partition_by_times(tree, np.outer(times_of_a_token, np.arange(len(tree) + 1)).astype(np.int64))
 
@@ -109,12 +100,8 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
 def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Shares]:
     """Choose the nodes to feed, in the tree's order; leave out nodes that fit nowhere and their subtrees.
 
-    Args:
-        tree: the step's tree, its likeliest nodes first.
-        capacity: [R] int64 nodes that each replica may feed in addition to the pending ones.
-
-    Returns:
-        (nodes, shares): [m] int64 ascending indices, pending tokens included; R shares of the tree of these nodes.
+    `capacity` is the int64 number of nodes, [R], that each replica may feed in addition to the pending ones. Returns
+    ([m] int64 ascending indices of the chosen nodes, pending tokens included; R shares of the tree of these nodes).
     """
     _, parents, depths = tree.arrays()
     owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)

@@ -59,12 +59,9 @@ def why_unavailable(num_replicas: int) -> str | None:
 
 
 def _map(descriptor: int, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
-    """Allocate and map a segment: a line and two buffers per replica.
-
-    Raises OSError if the file system is full; a later write to it would kill the process.
-    """
+    """Allocate and map a segment: a line and two buffers per replica."""
     size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
-    os.posix_fallocate(descriptor, 0, size)
+    os.posix_fallocate(descriptor, 0, size)  # raises if the file system is full; a write would kill the process
     return mmap.mmap(descriptor, size)
 
 
@@ -162,7 +159,7 @@ class SharedMemoryTransport(Transport):
             yield first, theirs[:, 1 : 1 + len(part)]
 
     def fail(self, number: int) -> list[int]:
-        """Take part in the peers' current or next round by making it fail: their `rounds` raise PassFailedError.
+        """Make the peers' current or next round fail: their `rounds` raise PassFailedError.
 
         Reports `number`, >= 0, to the peers. Returns by rank the number that each of them reports: the first integer of
         its row, or the argument of its `fail`.

@@ -36,8 +36,7 @@ class GroupFormer:
     def form(self, members: Iterable[int]) -> Members | None:
         """Form a group of replicas unless they already are one, and return it; None if all of them are lost.
 
-        Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost. Raises
-        LookaheadError if the replicas refuse to form a group.
+        Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost.
         """
         wanted = set(members)
         with contextlib.ExitStack() as held:
@@ -66,7 +65,6 @@ class GroupFormer:
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
     def _note_joined(self, group: Members, answers: Mapping[int, Answer]) -> bool:
-        """Record a group if all its members have joined; return whether they have."""
         infos = {index: answer.info for index, answer in answers.items() if isinstance(answer, Joined)}
         if len(infos) < len(group):
             return False
@@ -87,10 +85,7 @@ class GroupFormer:
         return set(group[1:]) if num_separated > 1 else set()
 
     def _join(self, group: Members, incarnation: int) -> dict[int, Answer]:
-        """Order replicas to join their group, whose rank 0 has this incarnation.
-
-        Returns the answers by index; those after a lost one are missing.
-        """
+        """Order replicas to join their group, whose rank 0 has this incarnation; return the answers by index."""
         pool = self._pool
         meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
         if meeting is None:

@@ -88,10 +88,7 @@ class ReplicaPool:
     # Starting and losing replicas.
 
     def start(self, timeout: float) -> None:
-        """Start all replicas, and return when their models are loaded.
-
-        Raises LookaheadError if one fails or `timeout` seconds have passed; the caller must then `close` the pool.
-        """
+        """Start all replicas, and return when their models are loaded. If it raises, the caller must call `close`."""
         for index in range(self.num_replicas):
             self._loading.add(index)
             self._host.start_process(index)
@@ -110,7 +107,6 @@ class ReplicaPool:
             self._start_failures = None
 
     def close(self) -> None:
-        """Stop receiving and stop all processes."""
         self.is_closed = True
         if self._listener.is_alive():
             self._listener.join()
@@ -140,8 +136,8 @@ class ReplicaPool:
             self.inboxes.announce_loss(index, reason)
             self.changed.notify_all()
 
+    # Returns whether it restarts the replica. The caller holds `changed`.
     def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
-        """Run `_end` in a thread; return whether it restarts the replica. The caller holds `changed`."""
         restarts = not self.is_closed and self._allowance.use(index)
         if restarts:
             self._loading.add(index)
@@ -177,7 +173,6 @@ class ReplicaPool:
 
     @property
     def ready(self) -> frozenset[int]:
-        """Indices of the replicas that are loaded and not known to be lost."""
         with self.changed:
             return frozenset(self._ready)
 

@@ -78,11 +78,7 @@ class RequestDriver:
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
-        """Yield the step outputs as they arrive, then the report. Closing the iterator early cancels the request.
-
-        Raises ReplicaError if all its replicas are lost and it gets no others, or its groups break repeatedly although
-        no replica is lost.
-        """
+        """Yield the step outputs as they arrive, then the report. Closing the iterator early cancels the request."""
         num_steps = 0
         is_whole = True
         while True:
@@ -139,7 +135,6 @@ class RequestDriver:
         )
 
     def _rest(self) -> Request:
-        """Return the request with the tokens committed so far and the remaining time."""
         return self._request.after(self._delivered, time.monotonic() - self._started)
 
     def _decode(self, attempt: Attempt, group: Members) -> Generator[Event, None, None]:
@@ -201,10 +196,7 @@ class RequestDriver:
                 self._send_cancel(inbox, group[:1])
 
     def _may_leave(self, group: Members) -> bool:
-        """Whether the request moves from a single replica to others before any token was delivered.
-
-        It then starts there from the beginning, and the first replica's answers are dropped.
-        """
+        """Whether the request moves from one replica to others before its first token, and starts over there."""
         wanted = self._lease.wanted
         return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
 
@@ -255,7 +247,7 @@ class _JoiningReplicas:
         self._open.close()
 
     def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
-        """Whether all given replicas have run the prefill or are lost; orders it from those not ordered yet.
+        """Whether the given replicas have run the prefill or are lost; orders it if that was not done yet.
 
         `rest` returns the request with the tokens committed so far.
         """

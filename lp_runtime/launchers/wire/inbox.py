@@ -36,7 +36,6 @@ class InboxTable:
         self._last_order = 0
 
     def add(self, members: Members, incarnations: Mapping[int, int]) -> Inbox:
-        """Assign a number to a new order to `members`, and return the inbox for its answers."""
         self._last_order += 1
         inbox = Inbox(self._last_order, members, queue.SimpleQueue(), dict(incarnations))
         self.open[inbox.order] = inbox

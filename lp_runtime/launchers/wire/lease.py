@@ -13,7 +13,6 @@ class ReplicaLease:
         self.wanted = frozenset(wanted)  # a request that runs on others moves to these between two steps
 
     def lose(self, lost: Iterable[int]) -> None:
-        """Remove lost replicas from the lease."""
         self.wanted -= frozenset(lost)
 
     def settle(self) -> frozenset[int]:

@@ -1,7 +1,4 @@
-"""Messages between a driver and the replicas that it started.
-
-Orders are numbered. Every answer carries the number of its order, so that late answers can be dropped.
-"""
+"""Messages between a driver and its replicas. Answers have their order's number, so that late ones can be dropped."""
 
 from __future__ import annotations
 
@@ -55,10 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Abort:
-    """Leave the group of an order because another member failed.
-
-    Interrupts an exchange that waits for a peer. The order is answered by GroupBroken.
-    """
+    """Leave the group of an order, even during an exchange, because another member failed. Answered by GroupBroken."""
 
     order: int
 
@@ -80,10 +74,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Answer to a Prefill: it was completed or cancelled, or the replica cannot open the request.
-
-    The Decode that follows prefills what is missing, or refuses the request.
-    """
+    """Answer to a Prefill, whatever became of it: the Decode prefills what is missing, or refuses the request."""
 
     order: int
 
@@ -107,7 +98,6 @@ class Progress:
     sources: list[str] = field(default_factory=list)  # origin of each token, with a trace; else empty
 
     def after(self, output: StepOutput) -> Progress:
-        """Return the progress after one more step."""
         return Progress(
             [*self.token_ids, *output.token_ids],
             [*self.logprobs, *(output.logprobs or ())],
@@ -150,10 +140,7 @@ class GroupBroken:
 
 @dataclass(frozen=True)
 class Refused:
-    """Final answer to a Join or Decode that no replica can carry out, because of the request or a setting.
-
-    The replica has left its group unless it is alone in it.
-    """
+    """Final answer to a Join or Decode that no replica can carry out. The replica leaves a group of several."""
 
     order: int
     message: str
@@ -179,7 +166,6 @@ KINDS = {kind.__name__.encode(): kind for kind in (Join, Decode, Prefill, Cancel
 
 
 def encode_order(message: object) -> bytes:
-    """Return the encoding of PING or of one of the driver's messages to a replica."""
     return PING.encode() if message == PING else type(message).__name__.encode() + b" " + encode(message)
 
 

@@ -21,10 +21,7 @@ class SealedRequest:
 
 
 def seal(request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> bytes:
-    """Return a request's message; `pickled` pickles a logits processor, and replicas read it with `pickle.loads`.
-
-    Raises RequestError if a field holds an object that cannot be sent.
-    """
+    """Return a request's message; `pickled` pickles a logits processor, and replicas read it with `pickle.loads`."""
     processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
     try:
         return encode(SealedRequest(replace(request, processors=()), processors))
@@ -33,10 +30,6 @@ def seal(request: Request, pickled: Callable[[object], bytes] = pickle.dumps) ->
 
 
 def open_request(data: bytes) -> Request:
-    """Return the request of a message.
-
-    Raises RequestError if the message is damaged or from another version, or a processor cannot be unpickled here.
-    """
     try:
         sealed = decode(SealedRequest, data)
     except ValueError as error:

@@ -12,10 +12,7 @@ from lp_runtime.replica.loaded_model import load_follower
 
 
 class FollowerServer:
-    """Counterpart of ReplicaServer for shards other than 0. Sends only PONG and, if it fails, Failed.
-
-    `send` sends a message to the driver, and is called from several threads.
-    """
+    """Counterpart of ReplicaServer for shards other than 0. Sends only PONG and, if it fails, Failed."""
 
     def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
         self._config = config
@@ -23,7 +20,7 @@ class FollowerServer:
         self._send = send
 
     def post(self, message: object) -> None:
-        """Handle a message from the driver; never waits. Called from a different thread than `run`."""
+        """Handle a message from the driver; see ReplicaServer."""
         assert message == PING, "followers get their orders from shard 0"
         self._send(PONG)
 

@@ -1,7 +1,4 @@
-"""Interface through which a replica pool starts processes and exchanges messages with them.
-
-Implemented by spawn.py and ray_launcher.py.
-"""
+"""Interface through which a replica pool starts processes and exchanges messages: see spawn.py and ray_launcher.py."""
 
 from __future__ import annotations
 
@@ -67,17 +64,14 @@ class ProcessHost(ABC):
 
     @abstractmethod
     def kill(self, index: int) -> Callable[[], None]:
-        """Kill a replica's process without waiting; `receive` returns none of its messages any more.
+        """Kill a replica's process; `receive` returns none of its messages any more.
 
         Returns a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
         """
 
     @abstractmethod
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
-        """Return a meeting point for a group of several replicas, by rank; None if its rank 0 is unreachable.
-
-        Raises LaunchError if the replicas cannot use the launcher.backend that the settings ask for.
-        """
+        """Return a meeting point for a group of several replicas, by rank; None if its rank 0 is unreachable."""
 
     @abstractmethod
     def placement(self, index: int) -> Placement:

@@ -18,10 +18,7 @@ if TYPE_CHECKING:
 
 
 def be_replica(pipe: Connection) -> None:
-    """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it.
-
-    The pipe first receives a pickled (RuntimeConfig, Placement), then encoded orders.
-    """
+    """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it."""
     use_expandable_segments()
     with no_garbage_collection():
         hide_triton_without_gpu()
@@ -46,7 +43,7 @@ def be_replica(pipe: Connection) -> None:
                 os._exit(1)
 
     try:
-        config, place = pipe.recv()
+        config, place = pipe.recv()  # a pickled (RuntimeConfig, Placement); encoded orders follow
     except (EOFError, OSError):
         return  # the driver ended before it sent the settings
     server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)

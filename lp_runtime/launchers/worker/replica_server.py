@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -164,10 +164,7 @@ class ReplicaServer:
         self._end(order.order)
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
-        """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse.
-
-        Stops early if the order is cancelled.
-        """
+        """Prefill a request into a slot that its Decode will reuse; stops early if the order is cancelled."""
         num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
         capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
         in_use = contextlib.nullcontext() if self._replica is None else self._replica.in_use()
@@ -178,7 +175,6 @@ class ReplicaServer:
                     break
 
     def _decode(self, order: Decode) -> None:
-        """Decode a request together with the other replicas of the group."""
         if self._replica is None:  # it left the group, and the driver sent this order before it knew
             self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
             self._end(order.order)
@@ -245,39 +241,38 @@ class _OrderQueue:
     """Queue of the driver's orders, and which of them were cancelled or aborted. For two threads."""
 
     def __init__(self) -> None:
-        self._orders: queue.Queue[Order] = queue.Queue()
-        self._next: Order | None = None  # removed from the queue but not carried out yet
+        self._orders: deque[Order] = deque()
         self._open: set[int] = set()  # numbers of the orders that have not ended
         self._cancelled: set[int] = set()
         self._aborted: set[int] = set()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def put(self, order: Order) -> None:
-        with self._lock:
+        with self._changed:
             self._open.add(order.order)
-        self._orders.put(order)
+            self._orders.append(order)
+            self._changed.notify()
 
     def has_next(self) -> bool:
-        return self._next is not None or not self._orders.empty()
+        return bool(self._orders)
 
     def get(self) -> Order:
         """Remove and return the next order; blocks until there is one."""
-        order, self._next = self._next, None
-        return self._orders.get() if order is None else order
+        with self._changed:
+            self._changed.wait_for(self.has_next)
+            return self._orders.popleft()
 
     def get_decode(self) -> Decode | None:
         """Remove and return the next order if it has arrived and is a Decode, else return None. Never blocks."""
-        if self._next is None:
-            with contextlib.suppress(queue.Empty):
-                self._next = self._orders.get_nowait()
-        if not isinstance(self._next, Decode):
-            return None
-        order, self._next = self._next, None
-        return order
+        with self._changed:
+            if self._orders and isinstance(order := self._orders[0], Decode):
+                self._orders.popleft()
+                return order
+        return None
 
     def cancel(self, order: int) -> None:
         """Mark the order with this number as cancelled; no effect if it has ended."""
-        with self._lock:
+        with self._changed:
             if order in self._open:
                 self._cancelled.add(order)
 
@@ -286,7 +281,7 @@ class _OrderQueue:
 
     def abort(self, order: int) -> bool:
         """Mark the order with this number as aborted; return False, without effect, if it has ended."""
-        with self._lock:
+        with self._changed:
             if order in self._open:
                 self._aborted.add(order)
             return order in self._open
@@ -295,6 +290,6 @@ class _OrderQueue:
         return order in self._aborted
 
     def end(self, order: int) -> None:
-        with self._lock:
+        with self._changed:
             for numbers in (self._open, self._cancelled, self._aborted):
                 numbers.discard(order)
