@@ -10,6 +10,7 @@ from typing import Unpack
 
 from lp_runtime.chat.answer import end_of, read_message
 from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.config.checks import require_int
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
@@ -51,6 +52,7 @@ class LookaheadRuntime:
 
     Attributes:
         config: the complete configuration.
+        launcher: of the replicas; used by the scheduler.
         compiler: compiles the constraints of requests.
 
     Raises:
@@ -90,11 +92,8 @@ class LookaheadRuntime:
             raise ConfigError("config: must be given without other arguments")
         self.config = given if config is None else config
         check_location(self.config.model)
-        self._tokenizer: Tokenizer | None = None
-        self._launcher = launch(self.config)
-        self.compiler = ConstraintCompiler(
-            lambda: self.tokenizer, self._launcher.info.vocabulary_size, self._launcher.info.eos_token_ids
-        )
+        self.launcher: Launcher = launch(self.config)
+        self.compiler = ConstraintCompiler(lambda: self.tokenizer, self.info.vocabulary_size, self.info.eos_token_ids)
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
@@ -104,43 +103,36 @@ class LookaheadRuntime:
     @property
     def info(self) -> ReplicaInfo:
         """Facts about the loaded model: vocabulary, context length, dtype, capacity."""
-        return self._launcher.info
+        return self.launcher.info
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas, including lost ones."""
-        return self._launcher.num_replicas
+        return self.launcher.num_replicas
 
     @property
     def gpus_per_replica(self) -> int:
         """Number of GPUs (on CPUs: of processes) that each replica spans."""
-        return self._launcher.gpus_per_replica
-
-    @property
-    def launcher(self) -> Launcher:
-        """The launcher of the replicas; used by the scheduler."""
-        return self._launcher
+        return self.launcher.gpus_per_replica
 
     @property
     def num_ready(self) -> int:
         """Number of replicas that are up. Lost replicas do not count, even while they are restarting."""
-        return self._launcher.num_ready
+        return self.launcher.num_ready
 
     @property
     def is_leader(self) -> bool:
         """Whether this process accepts requests; under torchrun only rank 0 does."""
-        return self._launcher.is_leader
+        return self.launcher.is_leader
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded on first use.
 
         Raises:
             ModelError: the model has no usable tokenizer.
         """
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config.model)
-        return self._tokenizer
+        return load_tokenizer(self.config.model)
 
     def generate(
         self,
@@ -189,8 +181,7 @@ class LookaheadRuntime:
             RequestError: decoding is greedy, and num_samples is above 1.
             LookaheadError: any other error of `generate`.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ConfigError(f"num_samples={num_samples}: must be an integer >= 1")
+        require_int("num_samples", num_samples, 1)
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
@@ -232,7 +223,7 @@ class LookaheadRuntime:
             if needs_text or request.stop:  # token ids in and out need no tokenizer
                 raise
         read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
-        events = self._launcher.run(request) if lease is None else self._launcher.run_on(request, lease)
+        events = self.launcher.run(request) if lease is None else self.launcher.run_on(request, lease)
         return GenerationStream(events, text, read)
 
     def request(
@@ -260,7 +251,7 @@ class LookaheadRuntime:
     def close(self) -> None:
         """Stop all replicas. Under torchrun, ranks other than 0 serve rank 0's requests until rank 0 closes."""
         self.compiler.close()
-        self._launcher.close()
+        self.launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:
         return self

@@ -12,13 +12,11 @@ MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
 def require_int(name: str, value: object, low: int) -> None:
-    """Raise ConfigError if a value is not an integer >= `low`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
 
 
 def require_port(name: str, value: object) -> None:
-    """Raise ConfigError if a value is not a TCP port, 0 to 65535."""
     require_int(name, value, 0)
     assert isinstance(value, int)
     if value > 65535:
@@ -26,7 +24,6 @@ def require_port(name: str, value: object) -> None:
 
 
 def require_seconds(name: str, value: object) -> None:
-    """Raise ConfigError if a value is not a number of seconds, > 0 and <= MAX_SECONDS."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
         raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
@@ -42,11 +39,9 @@ def require_number(name: str, value: object, allowed: str, is_allowed: Callable[
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError if a value is not one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")

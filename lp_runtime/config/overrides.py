@@ -69,7 +69,6 @@ def _conf_dir() -> Path:
 
 
 def _groups() -> dict[str, list[str]]:
-    """Return the presets' names by group, sorted."""
     groups: dict[str, list[str]] = {}
     for file in sorted(_conf_dir().glob("*/*.yaml")):
         groups.setdefault(file.parent.name, []).append(file.stem)
@@ -77,7 +76,6 @@ def _groups() -> dict[str, list[str]]:
 
 
 def _keys(schema: type, prefix: str = "") -> list[str]:
-    """Return every key of a settings class, nested ones with dots."""
     hints = get_type_hints(schema)
     keys = []
     for item in fields(schema):
@@ -188,7 +186,6 @@ def _unreadable(overrides: list[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a text to MAX_SHOWN characters, plus "..." if it is longer."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -205,7 +202,6 @@ def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], pre
 
 
 def _strings(key: str, value: str) -> list[str]:
-    """Parse a value that is one string or a JSON list of strings."""
     if not value.startswith("["):
         return [value]
     try:

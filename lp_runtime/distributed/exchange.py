@@ -179,7 +179,6 @@ class Exchange:
 
 @compiles
 def compile_exchange() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _merge_kernel()
 
 

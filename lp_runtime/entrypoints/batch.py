@@ -218,7 +218,6 @@ class OutputFile:
         return done
 
     def _check_settings(self) -> None:
-        """Check that the file's settings equal this run's, and adopt their seed."""
         try:
             before = dict(json.loads(self._settings_path.read_text()))
         except (ValueError, TypeError) as error:
@@ -250,7 +249,6 @@ class OutputFile:
         return done
 
     def write(self, result: Mapping[str, object]) -> None:
-        """Append a result and sync it to disk."""
         assert self._file is not None  # opened by `resume`
         try:
             self._file.write(to_json(result) + "\n")

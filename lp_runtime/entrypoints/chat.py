@@ -27,7 +27,6 @@ def check_chat(config: ChatConfig) -> None:
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
-    """Run a conversation with the runtime's model."""
     converse(config.system, partial(_answer, runtime, config))
 
 
@@ -72,7 +71,6 @@ def _read_line() -> str | None:
 
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -> str:
-    """Stream an answer to stdout; return the text shown."""
     stream = runtime.stream(
         messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
     )

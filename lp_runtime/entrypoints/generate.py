@@ -48,7 +48,6 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
-    """Return the options that all requests of the command share."""
     return RequestOptions(
         eos=config.eos,
         stop=config.stop,
@@ -65,7 +64,6 @@ def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None
 
 
 def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
-    """Print a prompt's text and stream its continuation; return the generation."""
     if isinstance(prompt, str):
         print(prompt, end="", flush=True)  # `stream` exists, so the request has been accepted
     for delta in stream:
@@ -90,7 +88,6 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
 
 
 def describe_lookahead(config: LookaheadConfig) -> str:
-    """Describe the drafter and the step sizes in a few words."""
     W, N, G = config.window
     size = "auto" if config.is_auto else f"W={W} N={N} G={G}" if config.tokens is None else f"tokens={config.tokens}"
     budget = "" if config.budget is None else f" budget={config.budget}"

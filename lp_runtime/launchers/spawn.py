@@ -26,7 +26,7 @@ from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, encode_order
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
-from lp_runtime.utils.child_process import python_command
+from lp_runtime.utils.startup import python_command
 
 LOOPBACK = "127.0.0.1"
 CLOSE_GRACE_SECONDS = 0.5  # for a process to exit after it closed its pipe, or for queued messages to be sent at close
@@ -44,7 +44,6 @@ class ReplicaPipe:
         self._sender.start()
 
     def send(self, data: bytes) -> None:
-        """Queue a message. Never blocks."""
         self._queue.put(data)
 
     def _send_queued(self) -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
+import numpy as np
 import torch
 
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.devices import device_type, why_no_gpu
-from lp_runtime.errors import LaunchError, ModelError
-from lp_runtime.launchers.fastest_split import fastest_split
+from lp_runtime.errors import ConfigError, LaunchError, ModelError
 from lp_runtime.model.capacity import NCCL_BYTES
+from lp_runtime.model.hf.config import config_json
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
@@ -24,6 +29,9 @@ import json, torch
 print(json.dumps([torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]))
 """
 SURVEY_SECONDS = 120.0  # limit for importing torch and creating the contexts
+# The file of the speeds that lp-bench splits=auto has measured.
+SPEEDS_VERSION = 1
+SPEEDS_KEYS = ("gpus_per_replica", "tokens_per_second")
 
 Survey = Callable[[], Sequence[int]]  # returns the free bytes of each GPU
 
@@ -75,7 +83,6 @@ def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
 
 
 def _why_not_sliced(size: ModelSize, num_shards: int) -> str:
-    """Return why a model cannot be sliced into shards; empty if it can."""
     try:
         size.check_shards(num_shards)
         return ""
@@ -140,3 +147,31 @@ def free_of_this_machine() -> list[int]:
 def visible_on(device: str) -> int:
     """Return how many GPUs this process can use for replicas with a setting of `device`; 0 for "cpu"."""
     return 0 if device_type(device) == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
+def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
+    """Store tokens per second by GPUs per replica, measured for a model here; no effect without a cache folder."""
+    arrays = {SPEEDS_KEYS[0]: np.array(list(speeds)), SPEEDS_KEYS[1]: np.array(list(speeds.values()))}
+    CalibrationFiles(config.cache_dir).store(_speeds_file(config, config.num_gpus), arrays)
+
+
+def fastest_split(config: RuntimeConfig, gpus: int) -> int:
+    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total."""
+    found = CalibrationFiles(config.cache_dir).load(_speeds_file(config, gpus), SPEEDS_KEYS)
+    if found is None:
+        path = "" if config.model.path is None else f" model.path={config.model.path}"
+        kept = "" if config.cache_dir is not None else " with a cache_dir"
+        raise ConfigError(
+            f"gpus_per_replica=fastest: nothing was measured of this model on {gpus} GPUs of this machine;"
+            f" run lp-bench splits=auto gpus={gpus}{path}{kept}"
+        )
+    return int(found[SPEEDS_KEYS[0]][found[SPEEDS_KEYS[1]].argmax()])
+
+
+def _speeds_file(config: RuntimeConfig, gpus: int) -> str:
+    model = config.model
+    settings = [config.device, config.dtype, config.exactness, config.compile, model.location, model.parallelism]
+    versions = [metadata.version(name) for name in ("torch", "transformers")]
+    what = [SPEEDS_VERSION, gpus, platform.node(), *settings, *versions]
+    what.append(config_json(model.location, model.revision))
+    return f"splits-{hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()}.npz"

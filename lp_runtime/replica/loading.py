@@ -24,7 +24,7 @@ from lp_runtime.model.modules.packed_linear import pack_if_faster, pack_linears
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import why_chains
 from lp_runtime.model.tensor_parallel.slicing import slice_model
-from lp_runtime.utils.progress import Progress
+from lp_runtime.utils.startup import Progress
 
 GIB = 1 << 30
 

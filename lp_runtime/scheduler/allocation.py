@@ -61,7 +61,6 @@ class Allocator:
             self._spread(degrees, free)
 
     def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        """Return the largest useful number of replicas for a job."""
         if job.gpus is not None:
             return job.gpus
         if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):

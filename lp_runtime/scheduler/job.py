@@ -110,7 +110,6 @@ class Job:
                 self.cancel()
 
     def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
-        """Return a delta, raise an error, or, for the result, set `generation` and return None."""
         if isinstance(item, LookaheadError):
             raise item
         if isinstance(item, Generation):
@@ -121,12 +120,10 @@ class Job:
     # For the scheduler.
 
     def begin(self) -> None:
-        """Record that the job has replicas and starts."""
         self.state = JobState.RUNNING
         self.queue_seconds = time.monotonic() - self._submitted
 
     def finish(self, outcome: Generation | LookaheadError) -> None:
-        """End the job with its result or its error."""
         self.state = JobState.FINISHED
         self.deliver(outcome)
 
@@ -203,7 +200,6 @@ class JobLease(ReplicaLease):
 
     @property
     def num_left(self) -> int:
-        """Upper bound on the tokens still to be generated."""
         return self.job.request.max_new_tokens - self.num_delivered
 
     @property

@@ -258,7 +258,6 @@ class Scheduler:
         return [self._runtime.request(prompt, max_new_tokens, **options) for prompt in prompts]
 
     def _try_submit(self, request: Request) -> Job | None:
-        """Submit a request; return None if too many are waiting."""
         try:
             return self.submit(request)
         except BusyError:
@@ -293,7 +292,6 @@ class Scheduler:
                 self._changed.wait(CHECK_SECONDS)
 
     def _drop_ended(self) -> None:
-        """Remove jobs from the queue that were cancelled, or have waited past their deadline."""
         now = time.monotonic()
         error: LookaheadError
         for job in list(self._waiting):

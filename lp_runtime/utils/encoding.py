@@ -91,7 +91,6 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 
 
 def _of_object(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a dataclass or a dict from a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, not {type(value).__name__}")
     if not is_dataclass(kind):
@@ -104,7 +103,6 @@ def _of_object(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
 
 
 def _of_list(kind: Any, value: list[Any], where: str) -> Any:
-    """Return a named tuple, tuple, list or frozenset from a JSON array."""
     origin, args = get_origin(kind), get_args(kind)
     is_named = origin is None and issubclass(kind, tuple)
     if is_named:

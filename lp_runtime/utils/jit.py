@@ -151,7 +151,6 @@ def _digest_of(folder: Path) -> str:
 
 
 def _sources(folder: Path) -> set[Path]:
-    """Return the source files of a folder and the package files that they import, directly or indirectly."""
     found, pending = set(), list(folder.glob("*.py"))
     while pending:
         file = pending.pop()
@@ -217,7 +216,6 @@ def _compile_lock(compiler: Callable) -> Iterator[None]:
 
 
 def _is_compiling(compiler: Callable) -> bool:
-    """Return whether another process holds the lock of a `compiles` function."""
     if not _cache_folders:
         return False
     try:

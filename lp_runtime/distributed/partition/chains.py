@@ -64,7 +64,6 @@ def _heaviest_top(parents, totals, heavy, root, num_nodes):
 
 @compiles
 def compile_chains() -> None:
-    """Compile this module's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=2)
     tree.add_branch([1])
     heaviest_chains(tree, np.ones(2, np.int64), 1)

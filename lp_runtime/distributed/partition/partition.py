@@ -113,7 +113,6 @@ def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Sh
 
 @compiles
 def compile_partition() -> None:
-    """Compile the partition's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=3)
     for branch in ([1, 2], [3]):
         tree.add_branch(branch)

@@ -31,11 +31,9 @@ class Group:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the group is a single replica, which exchanges nothing."""
         return self.size == 1
 
     @property
     def connected(self) -> Transport:
-        """The transport of a group of several replicas."""
         assert self.transport is not None, "a group that exchanges has a transport"
         return self.transport

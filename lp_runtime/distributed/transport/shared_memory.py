@@ -66,7 +66,6 @@ def _map(descriptor: int, num_replicas: int, buffer_words: int = BUFFER_WORDS) -
 
 
 def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap:
-    """Open a segment, creating it if it does not exist, and map it; raises OSError if that fails."""
     # The folder is open to all users of the machine: a link in it may lead to a file of the user who runs this.
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -253,7 +252,6 @@ def _pause(waited: float, alert_seconds: float = 0.0) -> None:
 
 @compiles
 def compile_shared_memory() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _kernels()
 
 

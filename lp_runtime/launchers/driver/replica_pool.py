@@ -147,14 +147,12 @@ class ReplicaPool:
         return restarts
 
     def _restart_given_up(self) -> None:
-        """Restart replicas that had no restarts left when they were lost, and have now."""
         with self.changed:
             for index in self._allowance.due():
                 if self._end_in_thread(index, lambda: None):
                     logger.warning("replica %d is started again", index)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
-        """Wait for the exit of a lost process, then restart its replica if `restarts` is set."""
         try:
             wait_for_end()
             if restarts and not self.is_closed:
@@ -183,7 +181,6 @@ class ReplicaPool:
 
     @property
     def num_restarts(self) -> dict[int, int]:
-        """Restarts of each replica within the last hour, by index."""
         with self.changed:
             return self._allowance.counts()
 
@@ -192,7 +189,6 @@ class ReplicaPool:
             return self._incarnations[index]
 
     def why_lost(self) -> str:
-        """Return the reasons of each replica's latest loss in one line; empty if none was lost."""
         return "; ".join(f"replica {index}: {reason}" for index, reason in sorted(self.losses.items()))
 
     def _listen(self) -> None:
@@ -208,7 +204,6 @@ class ReplicaPool:
                     time.sleep(LISTEN_SECONDS)
 
     def _route(self, index: int, message: object, incarnation: int) -> None:
-        """Update the pool's state from a replica's message, or deliver it to the inbox of its order."""
         with self.changed:
             if isinstance(message, ModelLoaded):
                 self._ready.add(index)

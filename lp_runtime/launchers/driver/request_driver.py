@@ -205,7 +205,6 @@ class RequestDriver:
             self._pool.send(index, Cancel(inbox.order))
 
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
-        """Cancel the order on members that have not finished, and wait until they have."""
         pool = self._pool
         if pool.is_closed:
             return

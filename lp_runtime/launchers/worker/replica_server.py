@@ -257,7 +257,6 @@ class _OrderQueue:
         return bool(self._orders)
 
     def get(self) -> Order:
-        """Remove and return the next order; blocks until there is one."""
         with self._changed:
             self._changed.wait_for(self.has_next)
             return self._orders.popleft()
@@ -271,7 +270,6 @@ class _OrderQueue:
         return None
 
     def cancel(self, order: int) -> None:
-        """Mark the order with this number as cancelled; no effect if it has ended."""
         with self._changed:
             if order in self._open:
                 self._cancelled.add(order)
