@@ -11,7 +11,9 @@ from lp_runtime.errors import ConfigError
 MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
-def require_int(name: str, value: object, low: int) -> None:
+def require_int(name: str, value: object, low: int, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
 
@@ -23,8 +25,10 @@ def require_port(name: str, value: object) -> None:
         raise ConfigError(f"{name}={value}: must be 0 to 65535")
 
 
-def require_seconds(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+def require_seconds(name: str, value: object, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
+    if not _is_number(value) or not 0 < value <= MAX_SECONDS:
         raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
 
@@ -33,9 +37,12 @@ def require_number(name: str, value: object, allowed: str, is_allowed: Callable[
 
     `allowed` is the range in words, for the message.
     """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (is_number and math.isfinite(value) and is_allowed(value)):
+    if value is not None and not (_is_number(value) and is_allowed(value)):
         raise ConfigError(f"{name}={value}: must be {allowed}")
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:

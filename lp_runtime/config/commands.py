@@ -71,8 +71,7 @@ class GenerateConfig(RuntimeConfig):
         self._check_policy()
         if self.logprobs and self.prompts is None:
             raise ConfigError("logprobs=true: only with prompts")
-        if self.limit is not None:
-            require_int("limit", self.limit, 1)
+        require_int("limit", self.limit, 1, or_none=True)
         self._check_prompts()
         self._check_chat()
         self._check_compare()
@@ -248,8 +247,7 @@ class BenchConfig(ClientConfig):
             require_number("exchange_us", microseconds, "a number >= 0", lambda value: value >= 0)
         if not self.exchange_us:
             raise ConfigError("exchange_us=[]: must have at least one number")
-        if self.threads is not None:
-            require_int("threads", self.threads, 1)
+        require_int("threads", self.threads, 1, or_none=True)
         self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
@@ -286,8 +284,7 @@ class BenchConfig(ClientConfig):
     def _check_prompts(self) -> None:
         if self.prompts == "":
             raise ConfigError("prompts: is empty; must be FILE:FIELD")
-        if self.each is not None:
-            require_int("each", self.each, 1)
+        require_int("each", self.each, 1, or_none=True)
         check_chat_settings(self.chat, self.turns)
         if self.chat and self.prompts is None and self.url is None:
             raise ConfigError("chat=true: only with prompts or url")

@@ -87,8 +87,7 @@ class LookaheadConfig:
 
     def _check_sizes(self) -> None:
         for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1), ("tokens", 1)):
-            if getattr(self, name) is not None:
-                require_int(f"lookahead.{name}", getattr(self, name), low)
+            require_int(f"lookahead.{name}", getattr(self, name), low, or_none=True)
         num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
         if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
             raise ConfigError(

@@ -74,8 +74,7 @@ class SamplingConfig:
                 f"sampling.{name}", getattr(self, name), allowed, lambda value: -MAX_PENALTY <= value <= MAX_PENALTY
             )
         for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed"):
-            if getattr(self, name) is not None:
-                require_int(f"sampling.{name}", getattr(self, name), 0)
+            require_int(f"sampling.{name}", getattr(self, name), 0, or_none=True)
         if self.seed is not None and self.seed > MAX_SEED:
             raise ConfigError(f"sampling.seed={self.seed}: must be 0 to 2**64 - 1")
 

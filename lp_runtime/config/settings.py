@@ -188,10 +188,8 @@ class RuntimeConfig:
     """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
-        if self.gpus is not None:
-            require_int("gpus", self.gpus, 1)
-        if self.context_tokens is not None:
-            require_int("context_tokens", self.context_tokens, 1)
+        require_int("gpus", self.gpus, 1, or_none=True)
+        require_int("context_tokens", self.context_tokens, 1, or_none=True)
         self._check_shards()
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
@@ -201,8 +199,7 @@ class RuntimeConfig:
             raise ConfigError("launcher.backend=nccl: not with device=cpu")
         if self.profile_dir == "":
             raise ConfigError("profile_dir: is empty; must be a directory")
-        if self.prefix_cache_bytes is not None:
-            require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0)
+        require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0, or_none=True)
         if self.cache_dir == "":
             raise ConfigError("cache_dir: is empty; must be a directory or null")
         require_choice("compile", self.compile, COMPILES)
@@ -269,12 +266,10 @@ class RuntimeConfig:
 
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:
     """Raise ConfigError if a request's limit is out of range; None is no limit."""
-    if max_new_tokens is not None:
-        require_int("max_new_tokens", max_new_tokens, 1)
+    require_int("max_new_tokens", max_new_tokens, 1, or_none=True)
     if stop is not None and not is_list(stop):
         raise ConfigError(f"stop={stop!r}: must be a list of strings")
     for string in stop or ():
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={string!r}: must be strings of at least one character")
-    if max_time is not None:
-        require_seconds("max_time", max_time)
+    require_seconds("max_time", max_time, or_none=True)

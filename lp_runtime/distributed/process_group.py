@@ -19,10 +19,9 @@ import torch.distributed as dist
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
-from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.distributed.transport.group import CPU, Group, Transport
 from lp_runtime.distributed.transport.machines import MachinesTransport, this_machine
 from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport, why_unavailable
-from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported

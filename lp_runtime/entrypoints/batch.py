@@ -9,21 +9,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.sampling import MAX_SEED, SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
-from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
+from lp_runtime.model.tokenizer import conversation
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.request.generation import Generation
 from lp_runtime.request.request import Request
@@ -35,6 +35,7 @@ from lp_runtime.utils.prompt_file import Prompt
 
 GROUPS = {"loading": ModelConfig, "lookahead": LookaheadConfig, "sampling": SamplingConfig}  # in a file of settings
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
+Key = tuple[int, int, int]  # identifies a result: index of the prompt, sample, turn
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
@@ -115,6 +116,60 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
     if generation.logprobs is not None:
         result["logprobs"] = generation.logprobs
     return result
+
+
+class Item(NamedTuple):
+    """One line of the output: a prompt, and the indices of its sample and turn, from 0."""
+
+    prompt: Prompt
+    sample: int
+    turn: int
+
+    @property
+    def key(self) -> Key:
+        return self.prompt.index, self.sample, self.turn
+
+
+def rounds_of(config: GenerateConfig, prompts: list[Prompt]) -> list[list[Item]]:
+    """Group the items by turn, because the prompts of a turn contain the answers of the turns before it."""
+    num_turns = max(len(prompt.turns) for prompt in prompts) if config.turns == "all" else 1
+    samples = range(config.num_samples)
+    items = [Item(prompt, sample, 0) for prompt in prompts for sample in samples]  # token ids have no turns
+    later = [
+        [Item(prompt, sample, turn) for prompt in prompts if turn < len(prompt.turns) for sample in samples]
+        for turn in range(1, num_turns)
+    ]
+    return [items, *later]
+
+
+def item_request(
+    runtime: LookaheadRuntime,
+    config: GenerateConfig,
+    item: Item,
+    answers: Mapping[Key, str],
+    seed: int | None,
+    options: RequestOptions,
+) -> Request:
+    """Build an item's request, with the answers to the turns before it. A RequestError names line and turn."""
+    more = options.copy()
+    more["sample"] = item.sample
+    if seed is not None:  # each prompt has a different seed
+        more["sampling"] = replace(config.sampling, seed=(seed + item.prompt.index) % (MAX_SEED + 1))
+    before = [answers[item.prompt.index, item.sample, turn] for turn in range(item.turn)]
+    try:
+        return turn_request(runtime, config, item.prompt, before, more)
+    except RequestError as error:
+        raise RequestError(f"{config.prompts} line {item.prompt.line}, turn {item.turn + 1}: {error}") from error
+
+
+def turn_request(
+    runtime: LookaheadRuntime, config: GenerateConfig, prompt: Prompt, before: Sequence[str], options: RequestOptions
+) -> Request:
+    """Build the request of a prompt's turn; `before` has the answers to the turns before it."""
+    if not config.chat:
+        return runtime.request(prompt.value, config.max_new_tokens, **options)
+    messages: RequestOptions = {**options, "messages": conversation(prompt.turns, before)}
+    return runtime.request(None, config.max_new_tokens, **messages)
 
 
 def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, object]:

@@ -23,9 +23,8 @@ from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
-from lp_runtime.launchers.worker.follower_server import FollowerServer
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
-from lp_runtime.launchers.worker.replica_server import ReplicaServer
+from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
 STORE_SECONDS = 10.0  # limit for a replica to open a store

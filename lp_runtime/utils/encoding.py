@@ -93,7 +93,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 def _of_object(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-    if not is_dataclass(kind):
+    if get_origin(kind) in (dict, Mapping):
         make_key = int if args[0] is int else str
         return {make_key(key): _built(args[1], each, f"{where}[{key}]") for key, each in value.items()}
     hints = _hints(kind)

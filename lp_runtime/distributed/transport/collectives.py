@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.transport.group import CPU
-from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import ReplicaError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has this class, but does not mark it as exported

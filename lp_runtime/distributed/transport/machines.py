@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lp_runtime.distributed.transport.group import CPU
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.distributed.transport.shared_memory import FOLDER
-from lp_runtime.distributed.transport.transport import Transport
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 

@@ -26,8 +26,7 @@ import numpy as np
 import psutil
 import torch
 
-from lp_runtime.distributed.transport.group import CPU
-from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
 from lp_runtime.utils.jit import bound, compiled, compiles

@@ -133,7 +133,7 @@ class ReplicaPool:
             wait_for_end = self._host.kill(index)
             restarts = self._end_in_thread(index, wait_for_end)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            self.inboxes.announce_loss(index, reason)
+            self.inboxes.deliver(index, ReplicaLost(reason))
             self.changed.notify_all()
 
     # Returns whether it restarts the replica. The caller holds `changed`.

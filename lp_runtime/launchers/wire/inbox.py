@@ -46,13 +46,8 @@ class InboxTable:
         del self.open[inbox.order]
 
     def deliver(self, index: int, message: object) -> None:
-        """Put a replica's answer into the inbox of its order; a PONG goes to every inbox of that replica."""
-        order = getattr(message, "order", None)
+        """Put a replica's answer into the inbox of its order; a PONG or ReplicaLost goes to all of its inboxes."""
+        is_for_all = message == PONG or isinstance(message, ReplicaLost)
         for inbox in self.open.values():
-            if index in inbox.members and (message == PONG or order == inbox.order):
+            if index in inbox.members and (is_for_all or getattr(message, "order", None) == inbox.order):
                 inbox.messages.put((index, message))
-
-    def announce_loss(self, index: int, reason: str) -> None:
-        for inbox in self.open.values():
-            if index in inbox.members:
-                inbox.messages.put((index, ReplicaLost(reason)))

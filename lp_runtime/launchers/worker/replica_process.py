@@ -13,8 +13,7 @@ from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:
-    from lp_runtime.launchers.worker.follower_server import FollowerServer
-    from lp_runtime.launchers.worker.replica_server import ReplicaServer
+    from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 
 def be_replica(pipe: Connection) -> None:
@@ -23,8 +22,7 @@ def be_replica(pipe: Connection) -> None:
     with no_garbage_collection():
         hide_triton_without_gpu()
         from lp_runtime.launchers.wire.messages import Failed, decode_order
-        from lp_runtime.launchers.worker.follower_server import FollowerServer
-        from lp_runtime.launchers.worker.replica_server import ReplicaServer
+        from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
     lock = threading.Lock()
 

@@ -1,4 +1,4 @@
-"""Main loop of a replica's process: loads the model, then carries out the driver's orders."""
+"""Main loops of the processes of a replica: of shard 0, which carries out the driver's orders, and of the others."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from lp_runtime.errors import (
     ReplicaError,
     RequestError,
     RequestMemoryError,
+    ShardError,
     StateMismatchError,
 )
 from lp_runtime.launchers.wire.messages import (
@@ -44,7 +45,7 @@ from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
-from lp_runtime.replica.loaded_model import LoadedModel, load_replica
+from lp_runtime.replica.loaded_model import LoadedModel, load_follower, load_replica
 from lp_runtime.replica.replica import Replica, join_group
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
@@ -215,6 +216,33 @@ class ReplicaServer:
             answers[number].send(event)
             if isinstance(event, Report | LookaheadError):
                 self._end(answers.pop(number).order)
+
+
+class FollowerServer:
+    """Counterpart of ReplicaServer for shards other than 0. Sends only PONG and, if it fails, Failed."""
+
+    def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
+        self._config = config
+        self._place = place
+        self._send = send
+
+    def post(self, message: object) -> None:
+        """Handle a message from the driver; see ReplicaServer."""
+        assert message == PING, "followers get their orders from shard 0"
+        self._send(PONG)
+
+    def run(self) -> None:
+        """Load this shard and follow shard 0. Returns when it cannot continue."""
+        place = self._place
+        try:
+            follower = load_follower(self._config, place.device_index, place.num_local, place.shard)
+            for message in follower.messages():
+                raise AssertionError(f"shard 0 announced {message!r}")
+        except ShardError:  # another shard is gone: it has sent the reason itself, or the driver sees its process end
+            return
+        except Exception as error:
+            failed = Failed.from_error(error)
+            self._send(failed if failed.kind else Failed(f"shard {place.shard.shard}: {failed.message}", None))
 
 
 class _Answer:
