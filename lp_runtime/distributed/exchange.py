@@ -125,12 +125,7 @@ class Exchange:
         return host_values
 
     def finish(self) -> Outcome:
-        """Wait for the exchange that `start` began, and return its outcome.
-
-        Raises:
-            StateMismatchError: if the replicas' digests differ.
-            ReplicaError: if a peer is gone or does not answer in time.
-        """
+        """Wait for the exchange that `start` began; raise StateMismatchError if the replicas' digests differ."""
         pending, self._pending = self._pending, None
         assert pending is not None, "start comes first"
         if self._copied is not None:
@@ -171,9 +166,9 @@ class Exchange:
         _merge_kernel()(rows, pending.shares.owner, merged)
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
 
-    def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> Outcome:
+    def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int) -> Outcome:
         """Exchange one step's results: `start` and `finish` in one call."""
-        self.start(shares, values, digest, control, clock)
+        self.start(shares, values, digest, control)
         return self.finish()
 
 
@@ -190,12 +185,9 @@ def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
 
 @compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
-    """Write each node's result, as its owner sent it; -1 if a node has no owner.
+    """Write each node's result, as its owner sent it, to `merged`, [T, width]; -1 if a node has no owner.
 
-    Args:
-        rows: [R, HEADER + n * width] rows of all replicas, with results in the order of the tree's nodes.
-        owner: [T] rank that owns each node, or -1.
-        merged: [T, width], written.
+    `rows` are all replicas' rows, [R, HEADER + n * width], with results in the order of the tree's nodes.
     """
     num_nodes, width = merged.shape
     places = np.full(len(rows), HEADER, np.int64)

@@ -39,10 +39,7 @@ Key = tuple[int, int, int]  # identifies a result: index of the prompt, sample, 
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
-    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr.
-
-    All prompts are checked before the first one is decoded.
-    """
+    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr."""
     options = request_options(config)
     check_num_samples(runtime, config)
     seed = _check_prompts(runtime, config, prompts, options)

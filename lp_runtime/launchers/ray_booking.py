@@ -25,14 +25,13 @@ class Booking:
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self._ray = ray
         num_replicas, launcher = config.num_replicas, config.launcher
-        self._num_shards = config.num_shards
         num_gpus, _ = gpus_of_cluster(ray, config.device)
         on_gpus = config.device == "cuda" or num_gpus > 0
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # The CPU share is small on GPUs, too: a cluster may have less than one free core per GPU.
         self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
-        self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
+        self._bundle = {name: config.num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"  # for all replicas
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
         try:
@@ -54,11 +53,6 @@ class Booking:
     def nodes(self) -> list[str]:
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
-
-    def placement(self, index: int) -> Placement:
-        """Return a replica's placement, without its GPU index, which only `placement_here` knows."""
-        nodes = self.nodes()
-        return Placement(0, self._num_shards * nodes.count(nodes[index]), owns_device=self.device == "cuda")
 
     @staticmethod
     def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)

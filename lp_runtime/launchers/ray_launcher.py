@@ -23,7 +23,7 @@ from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
 from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
@@ -121,9 +121,6 @@ class RayHost(ProcessHost):
             actor = actor_class.options(max_restarts=MAX_RESTARTS, **options).remote(self.config, shard)
             serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
             self.actors[number], self._streams[number] = actor, serve.remote()
-
-    def placement(self, index: int) -> Placement:
-        return self._booking.placement(index)
 
     def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
         leader, nodes = members[0], self._booking.nodes()

@@ -101,9 +101,6 @@ class SpawnHost(ProcessHost):
             place = Placement(number * self._num_stages, self._num_processes, shard=shard)
             pipe.send(pickle.dumps((self._config, place)))
 
-    def placement(self, index: int) -> Placement:
-        return Placement(self.numbers(index)[0] * self._num_stages, self._num_processes)
-
     def rendezvous(self, members: Sequence[int]) -> Rendezvous:
         if self._store is None:
             return Rendezvous(segment=new_segment_name())

@@ -43,11 +43,6 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
         num_gpus: GPUs that the runtime may use; 0 on CPUs.
         survey: called only if more than one P is possible.
         num_local: GPUs of one machine, which P must divide, too; None if all GPUs are on this machine.
-
-    Raises:
-        ConfigError: if gpus_per_replica=fastest and nothing was measured.
-        LaunchError: if the GPUs' free memory cannot be read.
-        ModelError: if the model does not fit with any P.
     """
     if config.gpus_per_replica == "fastest":
         gpus = config.gpus or num_gpus or 1

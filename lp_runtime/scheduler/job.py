@@ -33,11 +33,9 @@ class Job:
         deadline: time.monotonic() after which a job that still waits fails with DeadlineError; None for no limit.
         gpus: largest number of replicas for the job; None leaves it to the scheduler's policy.
         state: waiting, running or finished.
-        max_degree: largest useful number of replicas; None until the allocator has decided.
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
         queue_seconds: seconds from submission to the first replica; None before.
-        on_cancel: cancels the request on the replicas that decode it; None while there are none.
     """
 
     def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
@@ -45,11 +43,11 @@ class Job:
         self.deadline = deadline
         self.gpus = gpus
         self.state = JobState.WAITING
-        self.max_degree: int | None = None
+        self.max_degree: int | None = None  # largest useful number of replicas, once the allocator has decided
         self.generation: Generation | None = None
         self.is_cancelled = False
         self.queue_seconds: float | None = None
-        self.on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], None] | None = None  # cancels the request on the replicas that decode it
         self._submitted = time.monotonic()
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None

@@ -25,10 +25,7 @@ SCALARS: dict[Any, Any] = {bool: bool, int: int, str: str, float: (int, float), 
 
 
 def encode(value: object) -> bytes:
-    """Return a message with a dataclass.
-
-    Raises TypeError if a field holds something else than numbers, texts, bytes, dataclasses and collections of them.
-    """
+    """Return a message with a dataclass of numbers, texts, bytes, dataclasses and collections, else raise TypeError."""
     body = json.dumps(value, default=_plain, separators=(",", ":")).encode()
     return MAGIC + CHECKSUM.pack(zlib.crc32(body)) + body
 

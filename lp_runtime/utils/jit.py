@@ -86,10 +86,9 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
 
 
 def bound(function: Dispatcher, *args: object) -> Callable:
-    """Return a compiled function's machine code for the argument types of `args`.
+    """Return a compiled function's machine code for the types of `args`, which later calls must have.
 
-    Later calls must use these types. Calling the function itself inspects the types of all arguments first: 10 us for a
-    hundred arrays, 40 us with cold caches.
+    Calling the function itself inspects the types first: 10 us for a hundred arrays, 40 us with cold caches.
     """
     return function.compile(tuple(numba.typeof(arg) for arg in args))
 
@@ -194,10 +193,7 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
 
 
 def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
-    """Call functions returned by `compiles`, starting with those that no other process is running.
-
-    So processes that start together, as replicas do, share the work of compiling.
-    """
+    """Call functions of `compiles`, first those that no other process runs: replicas that start share the work."""
     pending = list(compilers)
     while pending:
         compiler = next((each for each in pending if not _is_compiling(each)), pending[0])

@@ -74,25 +74,17 @@ def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between processes of one machine. The constructor waits until all replicas have joined.
-
-    Args:
-        name: of the segment; unique to this group.
-        timeout: seconds within which all replicas must join; if they do not, LaunchError is raised.
-        step_timeout: seconds after which a peer that does not answer is an error.
-        is_abandoned: called while peers are joining; true ends the wait.
-        buffer_words: 64-bit integers that each replica can send in one round.
-    """
+    """Transport between processes of one machine. The constructor waits until all replicas have joined."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the segment; unique to this group
         rank: int,
         num_replicas: int,
-        timeout: float,
-        step_timeout: float,
-        is_abandoned: Callable[[], bool],
-        buffer_words: int = BUFFER_WORDS,
+        timeout: float,  # seconds within which all replicas must join, or LaunchError is raised
+        step_timeout: float,  # seconds after which a peer that does not answer is an error
+        is_abandoned: Callable[[], bool],  # called while peers are joining; true ends the wait
+        buffer_words: int = BUFFER_WORDS,  # 64-bit integers that each replica can send in one round
     ):
         super().__init__("shared", CPU)
         compile_shared_memory()

@@ -96,14 +96,11 @@ class GroupFormer:
         answers: dict[int, Answer] = {}
         with pool.open_inbox(group) as inbox:
             for rank, index in enumerate(group):
-                place = self._host.placement(index)
                 context = ReplicaContext(
                     rank,
                     len(group),
-                    place.device_index,
-                    place.num_local,
-                    meeting.host,
-                    meeting.port,
+                    host=meeting.host,
+                    port=meeting.port,
                     segment=meeting.segment,
                     attempt=inbox.order,
                 )

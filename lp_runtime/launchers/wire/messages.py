@@ -57,11 +57,8 @@ class Abort:
     order: int
 
 
-@dataclass(frozen=True)
 class ModelLoaded:
     """First message of a replica: its model is loaded and checked."""
-
-    info: ReplicaInfo
 
 
 @dataclass(frozen=True)

@@ -74,9 +74,5 @@ class ProcessHost(ABC):
         """Return a meeting point for a group of several replicas, by rank; None if its rank 0 is unreachable."""
 
     @abstractmethod
-    def placement(self, index: int) -> Placement:
-        """Return the location of a replica's shard 0."""
-
-    @abstractmethod
     def close(self) -> None:
         """Stop all processes and release all resources; called when no thread is in `receive` any more."""

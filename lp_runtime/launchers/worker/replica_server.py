@@ -95,7 +95,7 @@ class ReplicaServer:
                 place=place.shard,
                 batches=self._config.may_batch,
             )
-            self._send(ModelLoaded(loaded.info))
+            self._send(ModelLoaded())
             while True:
                 order = self._orders.get()
                 if isinstance(order, Join):

@@ -26,7 +26,7 @@ from lp_runtime.launchers.wire.messages import (
     Progress,
     Streamed,
 )
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
 from lp_runtime.lookahead.drafter import Counts
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import MODEL, Report, StepOutput
@@ -56,7 +56,7 @@ class AnsweringHost(ProcessHost):
         self.orders: list[int] = []  # to decode: one a group
 
     def start_process(self, index: int) -> None:
-        self._said.put((index, ModelLoaded(INFO)))
+        self._said.put((index, ModelLoaded()))
 
     def send(self, index: int, message: object) -> None:
         if message == PING:
@@ -87,9 +87,6 @@ class AnsweringHost(ProcessHost):
 
     def rendezvous(self, members: Sequence[int]) -> Rendezvous:
         return Rendezvous(segment="none")
-
-    def placement(self, index: int) -> Placement:
-        return Placement(index, 2)
 
     def close(self) -> None:
         pass
