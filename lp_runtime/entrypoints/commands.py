@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
@@ -31,9 +32,9 @@ Work = Callable[[LookaheadRuntime], None]
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
     turn_off_tf32()
-    if (run := _without_runtime(config)) is not None:
-        if is_leader:
-            run()
+    if parts := _without_runtime(config):
+        for part in parts if is_leader else ():
+            part(config)
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
@@ -42,29 +43,19 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
             work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
 
 
-def _without_runtime(config: RuntimeConfig) -> Callable[[], None] | None:
-    """Return the function of a command that needs no runtime in this process; None if it needs one."""
+def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], None], ...]:
+    """Return the parts of a command that needs no runtime in this process; none if it needs one."""
     if isinstance(config, DoctorConfig):
-        return partial(examine, config)
+        return (examine,)
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
-        return partial(_serve_on_ray, config)  # the Serve replica has the runtime
+        return check_serve, serve_on_ray  # the Serve replica has the runtime
     if isinstance(config, ChatConfig) and config.url is not None:
-        return partial(chat_with_server, config)
+        return (chat_with_server,)
     if isinstance(config, BenchConfig) and config.url is not None:
-        return partial(put_under_load, config)
+        return (put_under_load,)
     if isinstance(config, BenchConfig) and config.splits is not None:
-        return partial(_measure_splits, config)
-    return None
-
-
-def _serve_on_ray(config: ServeConfig) -> None:
-    check_serve(config)
-    serve_on_ray(config)
-
-
-def _measure_splits(config: BenchConfig) -> None:
-    check_bench(config)
-    measure_splits(config)
+        return check_bench, measure_splits
+    return ()
 
 
 def _prepare(config: RuntimeConfig) -> Work:

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numba
 import numpy as np
@@ -43,19 +43,9 @@ NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba options for functions 
 _cache_folders: set[Path] = set()  # cache folders of this process's compiled functions
 
 
-@overload
-def compiled(function: Callable, /) -> Dispatcher: ...
-
-
-@overload
-def compiled(
-    *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
-) -> Callable[[Callable], Dispatcher]: ...
-
-
 def compiled(
     function: Callable | None = None, *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
-) -> Dispatcher | Callable[[Callable], Dispatcher]:
+) -> Any:  # a Dispatcher, whose calls are untyped, or a decorator if `function` is None
     """Compile a function with Numba at its first call, and cache the machine code on disk if possible.
 
     `makes_arrays` is whether the function, or one that it calls, creates arrays or views. If not, reference counting is
