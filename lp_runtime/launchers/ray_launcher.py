@@ -74,9 +74,11 @@ class ReplicaActor:
             assert self._server is not None
             self._server.post(message)
 
-    # `num_local` is the size of the group if all its replicas are on this machine, else 0.
     def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
-        """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot."""
+        """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot.
+
+        `num_local` is the size of the group if all its replicas are on this machine, else 0.
+        """
         import ray
 
         try:

@@ -136,8 +136,8 @@ class ReplicaPool:
             self.inboxes.deliver(index, ReplicaLost(reason))
             self.changed.notify_all()
 
-    # Returns whether it restarts the replica. The caller holds `changed`.
     def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
+        """Return whether the replica is restarted. The caller holds `changed`."""
         restarts = not self.is_closed and self._allowance.use(index)
         if restarts:
             self._loading.add(index)
