@@ -35,7 +35,23 @@ from lp_runtime.utils.prompt_file import Prompt
 
 GROUPS = {"loading": ModelConfig, "lookahead": LookaheadConfig, "sampling": SamplingConfig}  # in a file of settings
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
+# Settings of the command that determine the results, and parts of a result.
+SETTINGS = ("prompt_field", "ids", "chat", "turns", "max_new_tokens", "stop", "max_time", "logprobs", "eos")
+RESULT = ("text", "token_ids", "num_tokens", "steps", "compression_ratio", "step_tokens", "seconds", "finish_reason")
+
 Key = tuple[int, int, int]  # identifies a result: index of the prompt, sample, turn
+
+
+class Item(NamedTuple):
+    """One line of the output: a prompt, and the indices of its sample and turn, from 0."""
+
+    prompt: Prompt
+    sample: int
+    turn: int
+
+    @property
+    def key(self) -> Key:
+        return self.prompt.index, self.sample, self.turn
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
@@ -98,14 +114,7 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
         "index": prompt.index,
         "sample": item.sample,
         "prompt": prompt.turns[item.turn] if item.turn else prompt.value,
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "num_tokens": generation.num_tokens,
-        "steps": generation.steps,
-        "compression_ratio": generation.compression_ratio,
-        "step_tokens": generation.step_tokens,
-        "seconds": generation.seconds,
-        "finish_reason": generation.finish_reason,
+        **{name: getattr(generation, name) for name in RESULT},
         "seed": generation.seed,
     }
     if has_turn:
@@ -115,28 +124,14 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
     return result
 
 
-class Item(NamedTuple):
-    """One line of the output: a prompt, and the indices of its sample and turn, from 0."""
-
-    prompt: Prompt
-    sample: int
-    turn: int
-
-    @property
-    def key(self) -> Key:
-        return self.prompt.index, self.sample, self.turn
-
-
 def rounds_of(config: GenerateConfig, prompts: list[Prompt]) -> list[list[Item]]:
     """Group the items by turn, because the prompts of a turn contain the answers of the turns before it."""
     num_turns = max(len(prompt.turns) for prompt in prompts) if config.turns == "all" else 1
     samples = range(config.num_samples)
-    items = [Item(prompt, sample, 0) for prompt in prompts for sample in samples]  # token ids have no turns
-    later = [
-        [Item(prompt, sample, turn) for prompt in prompts if turn < len(prompt.turns) for sample in samples]
-        for turn in range(1, num_turns)
+    return [
+        [Item(prompt, sample, turn) for prompt in prompts if turn < (len(prompt.turns) or 1) for sample in samples]
+        for turn in range(num_turns)  # token ids have no turns
     ]
-    return [items, *later]
 
 
 def item_request(
@@ -179,15 +174,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "model": str(location.resolve()) if location.is_dir() else config.model.location,
         "loading": asdict(config.model) | {"path": None},
         "prompts": digest,
-        "prompt_field": config.prompt_field,
-        "ids": config.ids,
-        "chat": config.chat,
-        "turns": config.turns,
-        "max_new_tokens": config.max_new_tokens,
-        "stop": config.stop,
-        "max_time": config.max_time,
-        "logprobs": config.logprobs,
-        "eos": config.eos,
+        **{name: getattr(config, name) for name in SETTINGS},
         "dtype": runtime.info.dtype,
         "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],

@@ -42,10 +42,7 @@ class Allocator:
         beginning = list(waiting)[: max(0, num_new)]
         must_wait = len(waiting) > len(beginning)
         jobs = [lease.job for lease in self._running] + beginning
-        for job in jobs:
-            if job.max_degree is None:
-                job.max_degree = self._max_degree(job, len(ready), len(jobs))
-        degrees = target_degrees(len(ready), [job.max_degree or 1 for job in jobs])
+        degrees = target_degrees(len(ready), [self._max_degree(job, len(ready), len(jobs)) for job in jobs])
         free = sorted(ready - {index for lease in self._running for index in lease.held})
         num_running = len(self._running)
         self._shrink_or_refill(degrees, ready, free)
@@ -61,6 +58,12 @@ class Allocator:
             self._spread(degrees, free)
 
     def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
+        """Return the largest useful number of replicas for a job, which is decided once."""
+        if job.max_degree is None:
+            job.max_degree = self._choose_degree(job, num_ready, num_jobs)
+        return job.max_degree
+
+    def _choose_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
         if job.gpus is not None:
             return job.gpus
         if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):

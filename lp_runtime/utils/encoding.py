@@ -75,9 +75,7 @@ def _built(kind: Any, value: Any, where: str) -> Any:
         return value
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        inner = [each for each in args if each is not types.NoneType]
-        assert len(inner) == 1, f"{where}: the encoding has unions of one type and None only"
-        return None if value is None and len(args) == 2 else _built(inner[0], value, where)
+        return _optional(args, value, where)
     if kind is bytes:
         return base64.b64decode(_built(str, value, where), validate=True)
     if is_dataclass(kind) or origin in (dict, Mapping):
@@ -85,6 +83,12 @@ def _built(kind: Any, value: Any, where: str) -> Any:
     if not isinstance(value, list):
         raise ValueError(f"{where} must be a list, not {type(value).__name__}")
     return _of_list(kind, value, where)
+
+
+def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
+    inner = [each for each in args if each is not types.NoneType]
+    assert len(inner) == 1, f"{where}: the encoding has unions of one type and None only"
+    return None if value is None and len(args) == 2 else _built(inner[0], value, where)
 
 
 def _of_object(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
