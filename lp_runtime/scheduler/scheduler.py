@@ -185,13 +185,7 @@ class Scheduler:
     ) -> Job:
         """Submit a prompt. Iterate over the job, or, in asyncio, over its `deltas()`.
 
-        Args:
-            prompt: text or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.request` and `submit` do.
+        Arguments are those of `LookaheadRuntime.generate`; errors are those of `LookaheadRuntime.request` and `submit`.
         """
         return self.submit(self._runtime.request(prompt, max_new_tokens, **options))
 
@@ -203,13 +197,8 @@ class Scheduler:
     ) -> list[Generation]:
         """Decode prompts, as many at once as the policy allows, and return the results in the prompts' order.
 
-        Args:
-            prompts: texts or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: the first error of any request; the other requests are cancelled.
+        The other arguments are those of `LookaheadRuntime.generate`. Raises the first LookaheadError of any request;
+        the other requests are cancelled.
         """
         jobs: list[Job] = []
         try:
