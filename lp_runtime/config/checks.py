@@ -46,6 +46,11 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def require_filled(name: str, value: object, allowed: str) -> None:
+    if value == "":
+        raise ConfigError(f"{name}: is empty; must be {allowed}")
+
+
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Optional
 
-from lp_runtime.config.checks import require_choice, require_int, require_number
+from lp_runtime.config.checks import require_choice, require_filled, require_int, require_number
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -85,7 +85,6 @@ class GenerateConfig(RuntimeConfig):
 
     @property
     def may_batch(self) -> bool:
-        """Whether a replica may decode several prompts in one forward pass."""
         return self.policy != "latency" and self.max_batch > 1
 
     def _check_policy(self) -> None:
@@ -282,8 +281,7 @@ class BenchConfig(ClientConfig):
             raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")
 
     def _check_prompts(self) -> None:
-        if self.prompts == "":
-            raise ConfigError("prompts: is empty; must be FILE:FIELD")
+        require_filled("prompts", self.prompts, "FILE:FIELD")
         require_int("each", self.each, 1, or_none=True)
         check_chat_settings(self.chat, self.turns)
         if self.chat and self.prompts is None and self.url is None:

@@ -122,7 +122,6 @@ class ServeConfig(RuntimeConfig):
 
     @property
     def may_batch(self) -> bool:
-        """Whether a replica may decode several requests in one forward pass."""
         return self.policy != "latency" and self.max_batch > 1
 
     def _check_server(self) -> None:

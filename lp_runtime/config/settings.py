@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, require_choice, require_int, require_port, require_seconds
+from lp_runtime.config.checks import is_list, require_choice, require_filled, require_int, require_port, require_seconds
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError
@@ -61,8 +61,7 @@ class ModelConfig:
     faster unpacked; off: pack none."""
 
     def __post_init__(self) -> None:
-        if self.path == "":
-            raise ConfigError("model.path: is empty; must be a directory or a hub id")
+        require_filled("model.path", self.path, "a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         require_choice("model.parallelism", self.parallelism, PARALLELISMS)
         require_int("model.prefill_chunk", self.prefill_chunk, 1)
@@ -111,10 +110,8 @@ class LauncherConfig:
         require_choice("launcher.backend", self.backend, BACKENDS)
         require_choice("launcher.placement", self.placement, PLACEMENTS)
         require_port("launcher.port", self.port)
-        if self.interface == "":
-            raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
-        if self.address == "":
-            raise ConfigError("launcher.address: is empty; must be HOST:PORT")
+        require_filled("launcher.interface", self.interface, "the name of a network interface")
+        require_filled("launcher.address", self.address, "HOST:PORT")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 
@@ -197,11 +194,9 @@ class RuntimeConfig:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
         if self.launcher.backend == "nccl" and self.device == "cpu":
             raise ConfigError("launcher.backend=nccl: not with device=cpu")
-        if self.profile_dir == "":
-            raise ConfigError("profile_dir: is empty; must be a directory")
+        require_filled("profile_dir", self.profile_dir, "a directory")
         require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0, or_none=True)
-        if self.cache_dir == "":
-            raise ConfigError("cache_dir: is empty; must be a directory or null")
+        require_filled("cache_dir", self.cache_dir, "a directory or null")
         require_choice("compile", self.compile, COMPILES)
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)
