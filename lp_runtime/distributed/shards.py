@@ -205,7 +205,7 @@ def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> It
     # not resolve.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}
     with _store(place, STORES[0], timeout) as store, environment(variables):
-        with _meeting(place):
+        with _meeting(place):  # over gloo: only small objects are sent in this group
             dist.init_process_group(
                 "gloo", store=store, rank=place.shard, world_size=place.num_shards, timeout=timedelta(seconds=timeout)
             )

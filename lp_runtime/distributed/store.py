@@ -56,7 +56,10 @@ def address_of(interface: str) -> str:
 
 
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
-    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set."""
+    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
+
+    Connecting, and every later operation on the store, may take `timeout` seconds.
+    """
     try:
         return TCPStore(
             context.host,

@@ -19,7 +19,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically, in a folder that is created: it is complete or unchanged if the process dies."""
+    """Write a file atomically: complete or unchanged if the process dies. Missing parent folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
