@@ -41,7 +41,7 @@ def _resolved(address: str | None) -> str | None:
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Enable the user's token only if the cluster requires one; without tokens it would end this driver's actors."""
+    """Enable the user's token if the cluster requires one: other clusters end the actors of a driver with a token."""
     try:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:  # Ray before 2.51 has no tokens
