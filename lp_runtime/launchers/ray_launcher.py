@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store
@@ -23,7 +24,7 @@ from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
-from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
@@ -74,7 +75,7 @@ class ReplicaActor:
             assert self._server is not None
             self._server.post(message)
 
-    def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
+    def open_rendezvous(self, num_local: int) -> ReplicaContext | Failed:
         """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot.
 
         `num_local` is the size of the group if all its replicas are on this machine, else 0.
@@ -85,11 +86,11 @@ class ReplicaActor:
             launcher = self._config.launcher
             options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
             if num_local and options.shares_memory(num_local):
-                return Rendezvous(segment=new_segment_name())
+                return ReplicaContext(segment=new_segment_name())
             address = ray.util.get_node_ip_address() if launcher.interface is None else address_of(launcher.interface)
             if self._store is None:
                 self._store = host_store(address, launcher.port, launcher.start_timeout)
-            return Rendezvous(address, self._store.port)
+            return ReplicaContext(host=address, port=self._store.port)
         except Exception as error:
             return Failed.from_error(error)
 
@@ -124,7 +125,7 @@ class RayHost(ProcessHost):
             serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
             self.actors[number], self._streams[number] = actor, serve.remote()
 
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext | None:
         leader, nodes = members[0], self._booking.nodes()
         actor = self.actors.get(self.numbers(leader)[0])
         if actor is None:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
@@ -25,7 +26,7 @@ from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, encode_order
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
 from lp_runtime.utils.startup import python_command
 
 LOOPBACK = "127.0.0.1"
@@ -101,10 +102,10 @@ class SpawnHost(ProcessHost):
             place = Placement(number * self._num_stages, self._num_processes, shard=shard)
             pipe.send(pickle.dumps((self._config, place)))
 
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous:
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
         if self._store is None:
-            return Rendezvous(segment=new_segment_name())
-        return Rendezvous(self._address, self._store.port)
+            return ReplicaContext(segment=new_segment_name())
+        return ReplicaContext(host=self._address, port=self._store.port)
 
     def send(self, index: int, message: object) -> None:
         pipe = self._pipes.get(self.numbers(index)[0])

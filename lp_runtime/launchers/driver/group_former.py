@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ReplicaError
@@ -12,7 +13,7 @@ from lp_runtime.launchers.driver.answers import AnswerReader
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import GroupBroken, Join, Joined, Refused
-from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.replica.loaded_model import ReplicaInfo
 
 Answer = Joined | GroupBroken | ReplicaLost  # to a Join
@@ -87,7 +88,7 @@ class GroupFormer:
     def _join(self, group: Members, incarnation: int) -> dict[int, Answer]:
         """Order replicas to join their group, whose rank 0 has this incarnation; return the answers by index."""
         pool = self._pool
-        meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
+        meeting = ReplicaContext() if len(group) == 1 else self._host.rendezvous(group)
         if meeting is None:
             pool.lose(group[0], reason := "it cannot be reached", incarnation)
             return {group[0]: ReplicaLost(reason)}
@@ -96,14 +97,7 @@ class GroupFormer:
         answers: dict[int, Answer] = {}
         with pool.open_inbox(group) as inbox:
             for rank, index in enumerate(group):
-                context = ReplicaContext(
-                    rank,
-                    len(group),
-                    host=meeting.host,
-                    port=meeting.port,
-                    segment=meeting.segment,
-                    attempt=inbox.order,
-                )
+                context = replace(meeting, rank=rank, num_replicas=len(group), attempt=inbox.order)
                 pool.send_order(inbox, index, Join(inbox.order, context, timeout))
             for index, message in AnswerReader(pool, inbox, set(group)).read():
                 if isinstance(message, Refused):

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace
 
 
@@ -18,15 +19,6 @@ class Placement:
     num_local: int  # replica processes on its machine, this one included
     owns_device: bool = False  # the GPU is reserved for this replica, so that no other one shares its memory
     shard: ShardPlace = ShardPlace()
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Meeting point of the replicas of a group: a store or a shared-memory segment."""
-
-    host: str = ""  # of the store
-    port: int = 0
-    segment: str = ""  # name of the shared memory; empty if they meet in the store
 
 
 class ProcessHost(ABC):
@@ -70,8 +62,11 @@ class ProcessHost(ABC):
         """
 
     @abstractmethod
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
-        """Return a meeting point for a group of several replicas, by rank; None if its rank 0 is unreachable."""
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext | None:
+        """Return a context with the meeting point (host and port, or segment) of a group of several replicas.
+
+        `members` are their indices by rank. None if rank 0 is unreachable.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import (
@@ -26,7 +27,7 @@ from lp_runtime.launchers.wire.messages import (
     Progress,
     Streamed,
 )
-from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.lookahead.drafter import Counts
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import MODEL, Report, StepOutput
@@ -85,8 +86,8 @@ class AnsweringHost(ProcessHost):
     def kill(self, index: int) -> Callable[[], None]:
         return lambda: None
 
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous:
-        return Rendezvous(segment="none")
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
+        return ReplicaContext(segment="none")
 
     def close(self) -> None:
         pass
