@@ -43,7 +43,7 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
             work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
 
 
-def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], None], ...]:
+def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:
     """Return the parts of a command that needs no runtime in this process; none if it needs one."""
     if isinstance(config, DoctorConfig):
         return (examine,)
