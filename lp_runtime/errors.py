@@ -53,11 +53,8 @@ class DeadlineError(LookaheadError):
 class StateMismatchError(ReplicaError):
     """Replicas whose decoding states differ, as their digests show.
 
-    Args:
-        digests: digest of each rank's state, by rank.
-
     Attributes:
-        digests: see Args.
+        digests: digest of each rank's state, by rank.
     """
 
     def __init__(self, digests: list[int]):
@@ -75,14 +72,10 @@ class ShardError(Exception):
 
 
 class PassFailedError(Exception):
-    """A forward pass that has failed on another shard of the replica; this shard has left it, and awaits the next one.
-
-    Attributes:
-        num_calls: by shard, all-reduces and all-gathers that it had begun.
-    """
+    """A forward pass that has failed on another shard of the replica. This shard has left it, and awaits the next."""
 
     def __init__(self, num_calls: list[int]):
-        self.num_calls = num_calls
+        self.num_calls = num_calls  # by shard, all-reduces and all-gathers that it had begun
         super().__init__("a forward pass has failed on another shard")
 
 
@@ -94,15 +87,9 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn any exception of the block that is not a LookaheadError into one, with a message of one line.
+    """Turn any exception of the block that is neither a LookaheadError nor in `passing` into one of class `kind`.
 
-    Args:
-        kind: class of the error to raise.
-        what: what the message begins with.
-        passing: classes of further exceptions to leave unchanged.
-
-    Raises:
-        LookaheadError: the block's own, or one of class `kind`.
+    Its message is one line that begins with `what`.
     """
     try:
         yield

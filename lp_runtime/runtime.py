@@ -10,6 +10,7 @@ from typing import Unpack
 
 from lp_runtime.chat.answer import end_of, read_message
 from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.config.checks import require_int
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
@@ -51,6 +52,7 @@ class LookaheadRuntime:
 
     Attributes:
         config: the complete configuration.
+        launcher: of the replicas; used by the scheduler.
         compiler: compiles the constraints of requests.
 
     Raises:
@@ -90,63 +92,47 @@ class LookaheadRuntime:
             raise ConfigError("config: must be given without other arguments")
         self.config = given if config is None else config
         check_location(self.config.model)
-        self._tokenizer: Tokenizer | None = None
-        self._launcher = launch(self.config)
-        self.compiler = ConstraintCompiler(
-            lambda: self.tokenizer, self._launcher.info.vocabulary_size, self._launcher.info.eos_token_ids
-        )
+        self.launcher: Launcher = launch(self.config)
+        self.compiler = ConstraintCompiler(lambda: self.tokenizer, self.info.vocabulary_size, self.info.eos_token_ids)
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
-        """Start a runtime from a complete configuration, as the command line does.
-
-        Raises:
-            ConfigError: a setting is not possible on this machine.
-            ModelError: the model cannot be loaded, or fails the start-up self-check.
-            LaunchError: the replicas cannot be started; none is left running.
-        """
+        """Start a runtime from a complete configuration, as the command line does; raises as the constructor does."""
         return cls(config=config)
 
     @property
     def info(self) -> ReplicaInfo:
         """Facts about the loaded model: vocabulary, context length, dtype, capacity."""
-        return self._launcher.info
+        return self.launcher.info
 
     @property
     def num_replicas(self) -> int:
         """Number of replicas, including lost ones."""
-        return self._launcher.num_replicas
+        return self.launcher.num_replicas
 
     @property
     def gpus_per_replica(self) -> int:
         """Number of GPUs (on CPUs: of processes) that each replica spans."""
-        return self._launcher.gpus_per_replica
-
-    @property
-    def launcher(self) -> Launcher:
-        """The launcher of the replicas; used by the scheduler."""
-        return self._launcher
+        return self.launcher.gpus_per_replica
 
     @property
     def num_ready(self) -> int:
         """Number of replicas that are up. Lost replicas do not count, even while they are restarting."""
-        return self._launcher.num_ready
+        return self.launcher.num_ready
 
     @property
     def is_leader(self) -> bool:
         """Whether this process accepts requests; under torchrun only rank 0 does."""
-        return self._launcher.is_leader
+        return self.launcher.is_leader
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded on first use.
 
         Raises:
             ModelError: the model has no usable tokenizer.
         """
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(self.config.model)
-        return self._tokenizer
+        return load_tokenizer(self.config.model)
 
     def generate(
         self,
@@ -195,8 +181,7 @@ class LookaheadRuntime:
             RequestError: decoding is greedy, and num_samples is above 1.
             LookaheadError: any other error of `generate`.
         """
-        if isinstance(num_samples, bool) or not isinstance(num_samples, int) or num_samples < 1:
-            raise ConfigError(f"num_samples={num_samples}: must be an integer >= 1")
+        require_int("num_samples", num_samples, 1)
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
@@ -213,13 +198,7 @@ class LookaheadRuntime:
     ) -> GenerationStream:
         """Start decoding a prompt, and return a stream of deltas, one per step.
 
-        Args:
-            prompt: text or token ids; None if `messages` is given.
-            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: as in `generate`. Errors of a replica are raised while iterating.
+        Arguments and errors are those of `generate`. Errors of a replica are raised while iterating.
         """
         request = self.request(prompt, max_new_tokens, **options)
         return self.stream_request(request, needs_text=isinstance(prompt, str))
@@ -237,19 +216,15 @@ class LookaheadRuntime:
         Raises:
             ModelError: text is needed, and the model has no usable tokenizer.
         """
-        text = self._text_of(request, optional=not (needs_text or request.stop))
-        read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
-        events = self._launcher.run(request) if lease is None else self._launcher.run_on(request, lease)
-        return GenerationStream(events, text, read)
-
-    def _text_of(self, request: Request, optional: bool) -> RequestText | None:
-        """Return the text of a request, empty yet; None if it is optional and the model has no tokenizer."""
+        text: RequestText | None = None
         try:
-            return RequestText(request, self.tokenizer)
+            text = RequestText(request, self.tokenizer)
         except ModelError:
-            if optional:  # token ids in and out need no tokenizer
-                return None
-            raise
+            if needs_text or request.stop:  # token ids in and out need no tokenizer
+                raise
+        read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
+        events = self.launcher.run(request) if lease is None else self.launcher.run_on(request, lease)
+        return GenerationStream(events, text, read)
 
     def request(
         self,
@@ -257,20 +232,7 @@ class LookaheadRuntime:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """Turn a prompt and options into a checked request.
-
-        Args:
-            prompt: text or token ids; None if `messages` is given.
-            max_new_tokens: upper bound on new tokens, >= 1; default: the model's, else 128 or what the context allows.
-            options: see RequestOptions.
-
-        Raises:
-            TypeError: an option is unknown.
-            ConfigError: a setting is out of range.
-            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model.
-            ConstraintError: the constraint is invalid, or cannot be compiled in time.
-            ModelError: text is needed, and the model has no usable tokenizer.
-        """
+        """Turn a prompt and options into a checked request. Arguments and errors are those of `generate`."""
         builder = RequestBuilder(self.config, self.info, lambda: self.tokenizer, self.compiler)
         messages = options.get("messages")
         if messages is None or prompt is not None:
@@ -289,7 +251,7 @@ class LookaheadRuntime:
     def close(self) -> None:
         """Stop all replicas. Under torchrun, ranks other than 0 serve rank 0's requests until rank 0 closes."""
         self.compiler.close()
-        self._launcher.close()
+        self.launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:
         return self

@@ -19,8 +19,7 @@ from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.decoder.sampler_factory import SamplerSpec
 from lp_runtime.distributed.exchange import DIGEST_BITS, HEADER, Exchange, Outcome
 from lp_runtime.distributed.partition.partition import Shares
-from lp_runtime.distributed.transport.group import CPU, Group
-from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.distributed.transport.group import CPU, Group, Transport
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.cuda_graph import FixedPass, GraphOptions, PassSet

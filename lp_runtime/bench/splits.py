@@ -17,7 +17,7 @@ from lp_runtime.bench.prompts import encode_prompts
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError, LookaheadError, first_line
-from lp_runtime.launchers.fastest_split import keep_speeds
+from lp_runtime.launchers.split import keep_speeds
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.utils.files import write_whole
 

@@ -11,52 +11,46 @@ from lp_runtime.errors import ConfigError
 MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
-def require_int(name: str, value: object, low: int) -> None:
-    """Raise ConfigError if a value is not an integer >= `low`."""
+def require_int(name: str, value: object, low: int, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
 
 
 def require_port(name: str, value: object) -> None:
-    """Raise ConfigError if a value is not a TCP port, 0 to 65535."""
     require_int(name, value, 0)
     assert isinstance(value, int)
     if value > 65535:
         raise ConfigError(f"{name}={value}: must be 0 to 65535")
 
 
-def require_seconds(name: str, value: object) -> None:
-    """Raise ConfigError if a value is not a number of seconds, > 0 and <= MAX_SECONDS."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= MAX_SECONDS:
+def require_seconds(name: str, value: object, or_none: bool = False) -> None:
+    if or_none and value is None:
+        return
+    if not _is_number(value) or not 0 < value <= MAX_SECONDS:
         raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
 
 def require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Raise ConfigError if a value is neither None nor a finite number that `is_allowed` accepts.
-
-    Args:
-        name: the setting's name, for the message.
-        value: the setting's value.
-        allowed: the range in words, for the message.
-        is_allowed: whether a finite number is in the range.
-    """
-    if value is None:
-        return
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or not is_allowed(value)
-    ):
+    """Raise ConfigError, which names the `allowed` range, if a value is not None and not an allowed finite number."""
+    if value is not None and not (_is_number(value) and is_allowed(value)):
         raise ConfigError(f"{name}={value}: must be {allowed}")
 
 
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
-    """Whether a value is a sequence other than a string."""
     return isinstance(value, Sequence) and not isinstance(value, str)
 
 
+def require_filled(name: str, value: object, allowed: str) -> None:
+    if value == "":
+        raise ConfigError(f"{name}: is empty; must be {allowed}")
+
+
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError if a value is not one of the choices."""
     if value not in choices:
         raise ConfigError(f"{name}={value}: must be one of {', '.join(choices)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Optional
 
-from lp_runtime.config.checks import require_choice, require_int, require_number
+from lp_runtime.config.checks import require_choice, require_filled, require_int, require_number
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -15,7 +15,6 @@ TURNS = ("first", "all")
 
 
 def check_chat_settings(chat: bool, turns: str) -> None:
-    """Raise ConfigError if `turns` is not one of TURNS, or is "all" without `chat`."""
     require_choice("turns", turns, TURNS)
     if turns == "all" and not chat:
         raise ConfigError("turns=all: only with chat=true")
@@ -72,8 +71,7 @@ class GenerateConfig(RuntimeConfig):
         self._check_policy()
         if self.logprobs and self.prompts is None:
             raise ConfigError("logprobs=true: only with prompts")
-        if self.limit is not None:
-            require_int("limit", self.limit, 1)
+        require_int("limit", self.limit, 1, or_none=True)
         self._check_prompts()
         self._check_chat()
         self._check_compare()
@@ -87,7 +85,6 @@ class GenerateConfig(RuntimeConfig):
 
     @property
     def may_batch(self) -> bool:
-        """Whether a replica may decode several prompts in one forward pass."""
         return self.policy != "latency" and self.max_batch > 1
 
     def _check_policy(self) -> None:
@@ -118,8 +115,8 @@ class GenerateConfig(RuntimeConfig):
 
 
 @dataclass
-class ChatConfig(RuntimeConfig):
-    """Settings of lp-chat: those of a runtime or the URL of a server, and limits of an answer."""
+class ClientConfig(RuntimeConfig):
+    """Settings of commands that use a runtime or a server."""
 
     url: Optional[str] = None  # noqa: UP045
     """Server with an OpenAI-compatible API, http://HOST:PORT, which answers instead of a runtime in this process."""
@@ -129,6 +126,37 @@ class ChatConfig(RuntimeConfig):
     """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
     api_key_file: Optional[str] = None  # noqa: UP045
     """File that holds the API key for the server at `url`."""
+
+    def _check_server(self) -> None:
+        """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
+        if self.url is None:
+            for name in ("api_key", "api_key_file", "served_name"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(f"{name}: only with url")
+            return
+        if self.api_key is not None and self.api_key_file is not None:
+            raise ConfigError(f"api_key_file={self.api_key_file}: not with api_key")
+        if self.model.path is not None:
+            path = self.model.path
+            raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
+        defaults = type(self)()
+        for each in fields(RuntimeConfig):
+            if each.name != "sampling":  # sent with each request
+                _check_default(each.name, getattr(self, each.name), getattr(defaults, each.name))
+
+
+def _check_default(name: str, value: object, default: object) -> None:
+    """Raise ConfigError if a setting of a runtime, or a setting of a group of them, is not the default."""
+    if is_dataclass(value):
+        for each in fields(value):
+            _check_default(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
+    elif value != default:
+        raise ConfigError(f"{name}={value}: not with url; it is a setting of the server")
+
+
+@dataclass
+class ChatConfig(ClientConfig):
+    """Settings of lp-chat: those of a runtime or the URL of a server, and limits of an answer."""
 
     system: Optional[str] = None  # noqa: UP045
     """System message at the beginning of every conversation; none if not given."""
@@ -144,52 +172,19 @@ class ChatConfig(RuntimeConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_limits(self.max_new_tokens, self.stop, self.max_time)
-        _check_server(self)
-
-
-def _check_server(config: ChatConfig | BenchConfig) -> None:
-    """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
-    if config.url is None:
-        for name in ("api_key", "api_key_file", "served_name"):
-            if getattr(config, name) is not None:
-                raise ConfigError(f"{name}: only with url")
-        return
-    if config.api_key is not None and config.api_key_file is not None:
-        raise ConfigError(f"api_key_file={config.api_key_file}: not with api_key")
-    if config.model.path is not None:
-        path = config.model.path
-        raise ConfigError(f"model.path={path}: not with url; the server has its own model (see served_name)")
-    defaults = type(config)()
-    for each in fields(RuntimeConfig):
-        if each.name != "sampling":  # sent with each request
-            _check_default(each.name, getattr(config, each.name), getattr(defaults, each.name))
-
-
-def _check_default(name: str, value: object, default: object) -> None:
-    """Raise ConfigError if a setting of a runtime, or a setting of a group of them, is not the default."""
-    if is_dataclass(value):
-        for each in fields(value):
-            _check_default(f"{name}.{each.name}", getattr(value, each.name), getattr(default, each.name))
-    elif value != default:
-        raise ConfigError(f"{name}={value}: not with url; it is a setting of the server")
+        self._check_server()
 
 
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 
 @dataclass
-class BenchConfig(RuntimeConfig):
+class BenchConfig(ClientConfig):
     """Settings of lp-bench: those of a runtime, and methods to compare; or a server and the load on it."""
 
     url: Optional[str] = None  # noqa: UP045
     """Server with an OpenAI-compatible API, http://HOST:PORT, to measure under load instead of a runtime in this
     process."""
-    served_name: Optional[str] = None  # noqa: UP045
-    """Model to request from the server at `url`; if not given, the first that it lists."""
-    api_key: Optional[str] = None  # noqa: UP045
-    """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
-    api_key_file: Optional[str] = None  # noqa: UP045
-    """File that holds the API key for the server at `url`."""
     rate: Optional[float] = None  # noqa: UP045
     """With url: mean number of requests per second, > 0; they arrive at random (Poisson), regardless of how many are
     running."""
@@ -251,15 +246,13 @@ class BenchConfig(RuntimeConfig):
             require_number("exchange_us", microseconds, "a number >= 0", lambda value: value >= 0)
         if not self.exchange_us:
             raise ConfigError("exchange_us=[]: must have at least one number")
-        if self.threads is not None:
-            require_int("threads", self.threads, 1)
+        require_int("threads", self.threads, 1, or_none=True)
         self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):
                 raise ConfigError(f"sampling.{name}={value}: lp-bench compares greedy decoding, without processors")
 
     def _check_splits(self) -> None:
-        """Check the settings that go with `splits`."""
         if self.splits is None:
             return
         require_choice("splits", self.splits, ("auto",))
@@ -270,8 +263,7 @@ class BenchConfig(RuntimeConfig):
                 raise ConfigError(f"splits=auto: not with {name}")
 
     def _check_load(self) -> None:
-        """Check the settings of a load: their range, and that there is a server."""
-        _check_server(self)
+        self._check_server()
         require_int("load_seed", self.load_seed, 0)
         require_number("rate", self.rate, "a number > 0", lambda value: value > 0)
         if self.concurrency is not None:
@@ -284,10 +276,8 @@ class BenchConfig(RuntimeConfig):
             raise ConfigError(f"{'concurrency' if self.rate is None else 'rate'}: only with url")
 
     def _check_prompts(self) -> None:
-        if self.prompts == "":
-            raise ConfigError("prompts: is empty; must be FILE:FIELD")
-        if self.each is not None:
-            require_int("each", self.each, 1)
+        require_filled("prompts", self.prompts, "FILE:FIELD")
+        require_int("each", self.each, 1, or_none=True)
         check_chat_settings(self.chat, self.turns)
         if self.chat and self.prompts is None and self.url is None:
             raise ConfigError("chat=true: only with prompts or url")

@@ -70,11 +70,7 @@ class ConstraintConfig:
 
     @property
     def source(self) -> str:
-        """The constraint as one text; equal texts of the same kind are equal constraints.
-
-        Raises:
-            ConstraintError: a schema or a tag is not valid JSON.
-        """
+        """The constraint as one text, equal for equal constraints of a kind; ConstraintError if JSON is invalid."""
         kind = self.kind
         assert kind is not None
         value = getattr(self, kind)

@@ -87,8 +87,7 @@ class LookaheadConfig:
 
     def _check_sizes(self) -> None:
         for name, low in (("W", 0), ("N", 2), ("G", 0), ("budget", 1), ("tokens", 1)):
-            if getattr(self, name) is not None:
-                require_int(f"lookahead.{name}", getattr(self, name), low)
+            require_int(f"lookahead.{name}", getattr(self, name), low, or_none=True)
         num_nodes = ((self.W or 0) + (self.G or 0)) * ((self.N or 2) - 1)
         if max(num_nodes, self.budget or 0) > MAX_TREE_NODES:
             raise ConfigError(
@@ -170,11 +169,7 @@ PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
 
 
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
-    """Check that the tree is not too deep for exactness=strict.
-
-    Raises:
-        ConfigError: a step may commit more than MAX_STRICT_COMMITTED tokens; names W and N.
-    """
+    """Raise ConfigError if the tree is too deep for exactness=strict: a step may commit too many tokens."""
     if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window
         raise ConfigError(

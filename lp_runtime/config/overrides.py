@@ -51,7 +51,6 @@ T = TypeVar("T")
 
 
 def as_yaml(config: RuntimeConfig) -> str:
-    """Return settings as a YAML document."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -70,7 +69,6 @@ def _conf_dir() -> Path:
 
 
 def _groups() -> dict[str, list[str]]:
-    """Return the presets' names by group, sorted."""
     groups: dict[str, list[str]] = {}
     for file in sorted(_conf_dir().glob("*/*.yaml")):
         groups.setdefault(file.parent.name, []).append(file.stem)
@@ -78,7 +76,6 @@ def _groups() -> dict[str, list[str]]:
 
 
 def _keys(schema: type, prefix: str = "") -> list[str]:
-    """Return every key of a settings class, nested ones with dots."""
     hints = get_type_hints(schema)
     keys = []
     for item in fields(schema):
@@ -90,17 +87,11 @@ def _keys(schema: type, prefix: str = "") -> list[str]:
 
 
 def load_config(schema: type[Config], overrides: list[str], config_dir: str | None = None) -> Config:
-    """Build checked settings from the files of conf/ and the overrides.
+    """Build checked settings from the files of conf/, of `config_dir` (further groups), and the overrides.
 
-    Args:
-        schema: the settings class.
-        overrides: KEY=VALUE in Hydra's grammar, with exceptions. Values of LITERAL_KEYS are literal text, as are those
-            of other text settings that Hydra would not read as text. Values of STRING_KEYS are one literal string or a
-            JSON list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
-        config_dir: a folder with additional groups; None for none.
-
-    Raises:
-        ConfigError: a key is unknown or a value is not allowed.
+    Overrides are KEY=VALUE in Hydra's grammar, with exceptions. Values of LITERAL_KEYS are literal text, as are those
+    of other text settings that Hydra would not read as text. Values of STRING_KEYS are one literal string or a JSON
+    list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
     """
     literal, composed = _split(schema, overrides, config_dir)
     return _build(schema, _compose(schema, composed, config_dir), literal)
@@ -164,8 +155,9 @@ def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict
         # The cast is safe: the keys of a structured config are its fields' names.
         return cast(dict[str, Any], OmegaConf.to_container(composed, resolve=True))
     except MissingConfigException as error:
+        group, _, name = str(error.missing_cfg_file).partition("/")
         options = ", ".join(error.options or []) or "none"
-        raise ConfigError(f"{_culprit(str(error.missing_cfg_file), overrides)}: must be one of {options}") from error
+        raise ConfigError(f"{group}={name}: must be one of {options}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_explain(schema, error, overrides)) from error
     except (ValueError, RecursionError) as error:  # numbers with thousands of digits, deeply nested brackets
@@ -194,7 +186,6 @@ def _unreadable(overrides: list[str]) -> str:
 
 
 def _cut(text: str) -> str:
-    """Shorten a text to MAX_SHOWN characters, plus "..." if it is longer."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
@@ -211,7 +202,6 @@ def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], pre
 
 
 def _strings(key: str, value: str) -> list[str]:
-    """Parse a value that is one string or a JSON list of strings."""
     if not value.startswith("["):
         return [value]
     try:
@@ -223,9 +213,7 @@ def _strings(key: str, value: str) -> list[str]:
 def _text_of(key: str, path: str) -> str:
     """Read the file that a setting names; raise ConfigError if it is not readable UTF-8."""
     try:
-        return (
-            Path(path).expanduser().read_text(encoding="utf-8-sig")
-        )  # utf-8-sig: Windows editors write a byte-order mark
+        return Path(path).expanduser().read_text(encoding="utf-8-sig")  # Windows editors write a byte-order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
 
@@ -242,13 +230,6 @@ def _biases(key: str, value: str) -> dict[int, float]:
     except ValueError as error:
         raise ConfigError(f"{key}={value}: must be {{TOKEN_ID: BIAS, ...}}") from error
     return biases
-
-
-def _culprit(missing: str, overrides: list[str]) -> str:
-    """Return the override that named a missing preset file GROUP/NAME."""
-    group, _, name = missing.partition("/")
-    wanted = f"{group}={name}"
-    return next((override for override in overrides if override == wanted), wanted)
 
 
 def _explain(schema: type, error: Exception, overrides: list[str]) -> str:

@@ -74,8 +74,7 @@ class SamplingConfig:
                 f"sampling.{name}", getattr(self, name), allowed, lambda value: -MAX_PENALTY <= value <= MAX_PENALTY
             )
         for name in ("top_k", "no_repeat_ngram_size", "min_new_tokens", "seed"):
-            if getattr(self, name) is not None:
-                require_int(f"sampling.{name}", getattr(self, name), 0)
+            require_int(f"sampling.{name}", getattr(self, name), 0, or_none=True)
         if self.seed is not None and self.seed > MAX_SEED:
             raise ConfigError(f"sampling.seed={self.seed}: must be 0 to 2**64 - 1")
 
@@ -96,24 +95,13 @@ class SamplingConfig:
             require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)
 
     def samples(self, defaults: Mapping[str, Any]) -> bool:
-        """Whether successors are sampled; if not, decoding is greedy.
-
-        Args:
-            defaults: the model's defaults, from its generation_config.json.
-        """
+        """Whether successors are sampled, with the model's defaults of generation_config.json; if not, greedy."""
         if self.temperature is not None:
             return self.temperature > 0
         return bool(defaults.get("do_sample")) and defaults.get("temperature") != 0
 
     def check(self, defaults: Mapping[str, Any]) -> None:
-        """Check that every setting has an effect, given the model's defaults.
-
-        Args:
-            defaults: the model's defaults, from its generation_config.json.
-
-        Raises:
-            ConfigError: decoding is greedy, and a setting affects only sampling.
-        """
+        """Raise ConfigError if decoding is greedy, given the model's defaults, and a setting affects only sampling."""
         if not self.samples(defaults):
             reason = "the model's default, greedy decoding; give sampling.temperature > 0"
             self._refuse_warpers(reason)

@@ -107,8 +107,7 @@ class ServeConfig(RuntimeConfig):
         require_int("max_body_bytes", self.max_body_bytes, 1)
         check_limits(self.max_new_tokens, None, None)
         for name in ("queue_timeout", "health_interval", *TIMEOUTS):
-            if getattr(self, name) is not None:
-                require_seconds(name, getattr(self, name))
+            require_seconds(name, getattr(self, name), or_none=True)
         require_int("max_connections", self.max_connections, 1)
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(f"ssl_keyfile={self.ssl_keyfile}: only with ssl_certfile")
@@ -123,7 +122,6 @@ class ServeConfig(RuntimeConfig):
 
     @property
     def may_batch(self) -> bool:
-        """Whether a replica may decode several requests in one forward pass."""
         return self.policy != "latency" and self.max_batch > 1
 
     def _check_server(self) -> None:

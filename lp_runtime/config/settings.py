@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, require_choice, require_int, require_port, require_seconds
+from lp_runtime.config.checks import is_list, require_choice, require_filled, require_int, require_port, require_seconds
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError
@@ -61,8 +61,7 @@ class ModelConfig:
     faster unpacked; off: pack none."""
 
     def __post_init__(self) -> None:
-        if self.path == "":
-            raise ConfigError("model.path: is empty; must be a directory or a hub id")
+        require_filled("model.path", self.path, "a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         require_choice("model.parallelism", self.parallelism, PARALLELISMS)
         require_int("model.prefill_chunk", self.prefill_chunk, 1)
@@ -111,10 +110,8 @@ class LauncherConfig:
         require_choice("launcher.backend", self.backend, BACKENDS)
         require_choice("launcher.placement", self.placement, PLACEMENTS)
         require_port("launcher.port", self.port)
-        if self.interface == "":
-            raise ConfigError("launcher.interface: is empty; must be the name of a network interface")
-        if self.address == "":
-            raise ConfigError("launcher.address: is empty; must be HOST:PORT")
+        require_filled("launcher.interface", self.interface, "the name of a network interface")
+        require_filled("launcher.address", self.address, "HOST:PORT")
         require_seconds("launcher.timeout", self.timeout)
         require_seconds("launcher.start_timeout", self.start_timeout)
 
@@ -188,10 +185,8 @@ class RuntimeConfig:
     """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
-        if self.gpus is not None:
-            require_int("gpus", self.gpus, 1)
-        if self.context_tokens is not None:
-            require_int("context_tokens", self.context_tokens, 1)
+        require_int("gpus", self.gpus, 1, or_none=True)
+        require_int("context_tokens", self.context_tokens, 1, or_none=True)
         self._check_shards()
         require_choice("device", self.device, DEVICES)
         require_choice("dtype", self.dtype, DTYPES)
@@ -199,21 +194,18 @@ class RuntimeConfig:
             raise ConfigError(f"model.device_map={self.model.device_map}: only with gpus=1")
         if self.launcher.backend == "nccl" and self.device == "cpu":
             raise ConfigError("launcher.backend=nccl: not with device=cpu")
-        if self.profile_dir == "":
-            raise ConfigError("profile_dir: is empty; must be a directory")
-        if self.prefix_cache_bytes is not None:
-            require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0)
-        if self.cache_dir == "":
-            raise ConfigError("cache_dir: is empty; must be a directory or null")
+        require_filled("profile_dir", self.profile_dir, "a directory")
+        require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0, or_none=True)
+        require_filled("cache_dir", self.cache_dir, "a directory or null")
         require_choice("compile", self.compile, COMPILES)
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)
         check_exactness(self.exactness, self.lookahead)
 
     def _check_shards(self) -> None:
-        """Check the settings of replicas that span several GPUs."""
-        if self.gpus_per_replica not in SPLITS:
-            require_split(self.gpus_per_replica)
+        value = self.gpus_per_replica
+        if value not in SPLITS and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
         if self.num_gpus % self.replica_gpus:
             raise ConfigError(f"gpus={self.gpus}: must be a multiple of gpus_per_replica={self.gpus_per_replica}")
         if self.replica_gpus == 1:
@@ -262,29 +254,12 @@ class RuntimeConfig:
         return self.num_gpus // self.replica_gpus
 
 
-def require_split(value: object) -> None:
-    """Raise ConfigError if a gpus_per_replica is not an integer >= 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigError(f"gpus_per_replica={value}: must be {', '.join(SPLITS)} or an integer >= 1")
-
-
 def check_limits(max_new_tokens: int | None, stop: object, max_time: float | None) -> None:
-    """Check a request's limits.
-
-    Args:
-        max_new_tokens: tokens to generate at most, >= 1; None for no limit.
-        stop: list of non-empty stop strings; None for none.
-        max_time: seconds, > 0; None for no limit.
-
-    Raises:
-        ConfigError: a limit is out of range; names the value and what is allowed.
-    """
-    if max_new_tokens is not None:
-        require_int("max_new_tokens", max_new_tokens, 1)
+    """Raise ConfigError if a request's limit is out of range; None is no limit."""
+    require_int("max_new_tokens", max_new_tokens, 1, or_none=True)
     if stop is not None and not is_list(stop):
         raise ConfigError(f"stop={stop!r}: must be a list of strings")
     for string in stop or ():
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={string!r}: must be strings of at least one character")
-    if max_time is not None:
-        require_seconds("max_time", max_time)
+    require_seconds("max_time", max_time, or_none=True)

@@ -21,8 +21,7 @@ from lp_runtime.constraints.compiled import CompiledConstraint, compile_constrai
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
 from lp_runtime.text.token_text import TokenTexts
-from lp_runtime.utils.child_process import python_command
-from lp_runtime.utils.startup import hide_triton_without_gpu
+from lp_runtime.utils.startup import hide_triton_without_gpu, python_command
 
 COMPILE_SECONDS = 5.0  # limit for one constraint; a large schema takes about 0.1 s
 START_SECONDS = 120.0  # limit for the process to import its libraries

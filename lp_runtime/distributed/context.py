@@ -14,41 +14,23 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH
 
 @dataclass(frozen=True)
 class ReplicaContext:
-    """A process's replica, and the meeting point of its group.
+    """A process's replica, and the meeting point of its group."""
 
-    Attributes:
-        rank: 0 <= rank < num_replicas.
-        num_replicas: LP degree at start.
-        device_index: index of the replica's GPU among those that the process sees; unused on CPUs.
-        num_local: number of replicas on this machine.
-        host: address of the store in which the replicas meet; unused for one replica.
-        port: port of that store; unused for one replica.
-        hosts_store: whether this process must open that store.
-        owns_process: whether the process runs only this replica, which then sets the process's thread count.
-        segment: name of the shared memory over which the replicas exchange; empty if they meet in the store.
-        owns_device: whether the process sees a single GPU, at index 0, that no other replica may use.
-        attempt: earlier starts of the replicas: torchrun restarts all of them when a rank fails.
-    """
-
-    rank: int = 0
-    num_replicas: int = 1
-    device_index: int = 0
-    num_local: int = 1
-    host: str = "127.0.0.1"
+    rank: int = 0  # 0 <= rank < num_replicas
+    num_replicas: int = 1  # LP degree at start
+    device_index: int = 0  # of the replica's GPU among those that the process sees; unused on CPUs
+    num_local: int = 1  # replicas on this machine
+    host: str = "127.0.0.1"  # of the store in which the replicas meet; unused for one replica
     port: int = 0
-    hosts_store: bool = False
-    owns_process: bool = True
-    segment: str = ""
-    owns_device: bool = False
-    attempt: int = 0
+    hosts_store: bool = False  # whether this process must open that store
+    owns_process: bool = True  # the process runs only this replica, which then sets the process's thread count
+    segment: str = ""  # name of the shared memory over which the replicas exchange; empty if they meet in the store
+    owns_device: bool = False  # the process sees a single GPU, at index 0, that no other replica may use
+    attempt: int = 0  # earlier starts of the replicas: torchrun restarts all of them when a rank fails
 
     @classmethod
     def from_torchrun(cls) -> ReplicaContext:
-        """Read the context from torchrun's environment variables. This is the only code that reads them.
-
-        Raises:
-            LaunchError: if torchrun did not start this process.
-        """
+        """Read the context from torchrun's environment variables. This is the only code that reads them."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if name not in os.environ]
         if missing:
@@ -79,14 +61,7 @@ class ReplicaContext:
         )
 
     def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
-        """Group torchrun's ranks into replicas of `num_shards` consecutive ranks.
-
-        Returns:
-            (context of this process's replica, index of this process's shard).
-
-        Raises:
-            ConfigError: if the number of processes, or of those on this machine, is not a multiple of `num_shards`.
-        """
+        """Return the replica's context and this process's shard, if consecutive ranks are the shards of a replica."""
         for number, where in ((self.num_replicas, ""), (self.num_local, " on this machine")):
             if number % num_shards:
                 raise ConfigError(
@@ -124,7 +99,6 @@ def use_expandable_segments() -> None:
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun (or another elastic agent) started this process."""
     return "TORCHELASTIC_RUN_ID" in os.environ
 
 

@@ -27,13 +27,8 @@ WHEELS = "https://download.pytorch.org/whl"
 def device_type(device: str) -> str:
     """Return "cuda" or "cpu" for a `device` setting.
 
-    With "auto", a container without access to the machine's GPUs logs a warning and uses CPUs.
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if the machine has an NVIDIA GPU that torch cannot use, and the setting is not "cpu".
+    With "auto", a container without access to the machine's GPUs logs a warning and uses CPUs. Raises ConfigError if
+    the machine has an NVIDIA GPU that torch cannot use, and the setting is not "cpu".
     """
     if device == "cpu":
         return device
@@ -72,7 +67,6 @@ def _why_too_old(driver: str | None) -> str | None:
 
 
 def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None) -> str:
-    """Return a message with the remedy if the driver is new enough but torch sees no GPU."""
     found = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
     if not has_control:
         return f"{found}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
@@ -81,7 +75,6 @@ def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None
 
 
 def _driver_version() -> str | None:
-    """Return the version of the loaded NVIDIA driver; None if there is none or its version is unknown."""
     try:
         found = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
     except OSError:
@@ -95,14 +88,7 @@ def gpu_number(device: torch.device) -> int:
 
 
 def check_one_each(numbers: Sequence[int]) -> None:
-    """Check that no two replicas that require an exclusive GPU have the same one.
-
-    Args:
-        numbers: `gpu_number` by rank; 0 for a replica that may share its GPU, or has none.
-
-    Raises:
-        ConfigError: if two replicas have the same number.
-    """
+    """Raise ConfigError if two replicas have the same `gpu_number`; 0 stands for a GPU that may be shared, or none."""
     for rank, number in enumerate(numbers):
         if number and (first := list(numbers).index(number)) < rank:
             raise ConfigError(
@@ -122,21 +108,16 @@ def num_cores() -> int:
 
 
 def must_sleep(num_local: int, owns_device: bool) -> bool:
-    """Whether a process should sleep while it waits for its GPU, because there are too few cores to poll.
-
-    Waking up takes an estimated 20 to 50 us. Args as in `load_replica`.
-    """
+    """Whether a process should sleep while it waits for its GPU, because there are too few cores to poll."""
     is_pinned = owns_device and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)  # to cores of its own, as by srun
+    # Waking up takes an estimated 20 to 50 us.
     return num_cores() < CORES_PER_REPLICA * (1 if is_pinned else num_local)
 
 
 def warn_of_few_cores(num_local: int) -> None:
-    """Warn if this process may use fewer CPU cores than there are GPU processes on this machine.
-
-    A replica keeps a core busy while it waits for its GPU. A replica that waits for a core delays every replica's step.
-    """
+    """Warn if this process may use fewer CPU cores than there are GPU processes on this machine."""
     found = num_cores()
-    if found < num_local:
+    if found < num_local:  # a replica that waits for a core delays every replica's step
         log.warning(
             "%d cores for %d processes that each keep one busy: steps will be slow; allow %d or more (4 for each GPU)",
             found,

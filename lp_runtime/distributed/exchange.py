@@ -37,30 +37,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of an exchange, equal on every replica.
+    """Result of an exchange, equal on every replica."""
 
-    Attributes:
-        values: [T, width] int64 results of all nodes, each from its owner; -1 for pending tokens before the root.
-        control: union of all replicas' control bits; they take effect at the end of the step, on all replicas.
-        clocks: [R] clock value of every replica.
-    """
-
-    values: np.ndarray
-    control: int
-    clocks: list[int]
+    values: np.ndarray  # [T, width] int64 results of all nodes, each from its owner; -1 for those before the root
+    control: int  # union of all replicas' control bits; they take effect at the end of the step, on all replicas
+    clocks: list[int]  # [R]
 
 
 class _PendingExchange(NamedTuple):
-    """State of an exchange between `start` and `finish`.
-
-    Attributes:
-        num_sent: integers that each replica sends; 0 for a single replica.
-        values: this replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent].
-    """
+    """State of an exchange between `start` and `finish`."""
 
     shares: Shares
-    num_sent: int
-    values: torch.Tensor
+    num_sent: int  # integers that each replica sends; 0 for a single replica
+    values: torch.Tensor  # this replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent]
     digest: int
     control: int
     clock: int
@@ -71,21 +60,14 @@ class Exchange:
 
     `start` begins an exchange and `finish` ends it. If the results are on a GPU, `start` does not wait: the gather is
     queued after the kernels that compute the results, and `finish` waits once.
-
-    `sleeps` is whether a wait for the GPU sleeps instead of polling.
-
-    Attributes:
-        capacity: largest number of nodes that a replica may own in a step.
-        width: integers per node result.
-        bytes_sent: bytes that this replica has sent so far; 0 for a single replica.
     """
 
     def __init__(self, group: Group, capacity: int, width: int = 1, sleeps: bool = False):
         self.group = group
-        self.capacity = capacity
-        self.width = width
-        self.bytes_sent = 0
-        self._sleeps = sleeps
+        self.capacity = capacity  # largest number of nodes that a replica may own in a step
+        self.width = width  # integers per node result
+        self.bytes_sent = 0  # by this replica so far; 0 for a single replica
+        self._sleeps = sleeps  # instead of polling, during a wait for the GPU
         device = group.device
         self._on_gpu = device.type == "cuda"
         size = 0 if group.is_alone else HEADER + capacity * width
@@ -100,12 +82,6 @@ class Exchange:
         self._pinned: torch.Tensor | None = None
         self._pending: _PendingExchange | None = None
 
-    def _num_sent(self, shares: Shares) -> int:
-        """Return the number of integers that each replica sends in a step."""
-        most = max(shares.num_owned)
-        assert most <= self.capacity
-        return HEADER + min(-(-most // NODES_ROUNDED_TO) * NODES_ROUNDED_TO, self.capacity) * self.width
-
     def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
         """Begin to exchange one step's results.
 
@@ -115,14 +91,13 @@ class Exchange:
             digest: 56-bit digest of this replica's state.
             control: bits that only this replica knows and all must act on.
             clock: this replica's clock value for the others.
-
-        Raises:
-            ReplicaError: if a peer is gone.
         """
         assert values.shape == (shares.num_owned[self.group.rank], self.width)
         num_sent = 0
         if not self.group.is_alone:
-            num_sent = self._num_sent(shares)
+            most = max(shares.num_owned)
+            assert most <= self.capacity
+            num_sent = HEADER + min(-(-most // NODES_ROUNDED_TO) * NODES_ROUNDED_TO, self.capacity) * self.width
             self._header_values[:] = digest | self._rank_bits(self.group.rank) << DIGEST_BITS, control, clock
         if self._on_gpu and num_sent:
             self._sent[:HEADER].copy_(self._header, non_blocking=True)
@@ -137,14 +112,7 @@ class Exchange:
         self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of integers from a GPU to pinned host memory; the event `_copied` marks its completion.
-
-        Args:
-            values: int64 on a GPU, of any shape.
-
-        Returns:
-            host memory of the same shape, valid until the next call.
-        """
+        """Queue a copy of int64 `values` to pinned host memory, valid until the next call; `_copied` marks its end."""
         if self._pinned is None or self._pinned.numel() < values.numel():
             capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
             with torch.inference_mode(False):  # later calls may be outside inference mode and must be able to write it
@@ -157,12 +125,7 @@ class Exchange:
         return host_values
 
     def finish(self) -> Outcome:
-        """Wait for the exchange that `start` began, and return its outcome.
-
-        Raises:
-            StateMismatchError: if the replicas' digests differ.
-            ReplicaError: if a peer is gone or does not answer in time.
-        """
+        """Wait for the exchange that `start` began; raise StateMismatchError if the replicas' digests differ."""
         pending, self._pending = self._pending, None
         assert pending is not None, "start comes first"
         if self._copied is not None:
@@ -187,16 +150,10 @@ class Exchange:
 
     @staticmethod
     def _rank_bits(rank: int) -> int:
-        """Return the bits of a rank that are sent in a row."""
         return rank % NUM_SENT_RANKS
 
     def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
-        """Check the rows of all replicas, [R, n] int64, and merge them into the outcome.
-
-        Raises:
-            StateMismatchError: if the replicas' digests differ.
-            ReplicaError: if the transport returned the rows in the wrong order.
-        """
+        """Check the rows of all replicas, [R, n] int64, and merge them into the outcome."""
         self.bytes_sent += 8 * pending.num_sent
         words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         ranks = [word >> DIGEST_BITS for word in words]
@@ -209,38 +166,28 @@ class Exchange:
         _merge_kernel()(rows, pending.shares.owner, merged)
         return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
 
-    def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> Outcome:
-        """Exchange one step's results: `start` and `finish` in one call.
-
-        Raises:
-            StateMismatchError: if the replicas' digests differ.
-            ReplicaError: if a peer is gone or does not answer in time.
-        """
-        self.start(shares, values, digest, control, clock)
+    def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int) -> Outcome:
+        """Exchange one step's results: `start` and `finish` in one call."""
+        self.start(shares, values, digest, control)
         return self.finish()
 
 
 @compiles
 def compile_exchange() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _merge_kernel()
 
 
 @functools.cache
 def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
-    """Return `_merge_owned` compiled for int64 arrays."""
     rows = np.zeros((1, 1), np.int64)
     return bound(_merge_owned, rows, np.zeros(1, np.int64), rows)
 
 
 @compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
-    """Write each node's result, as its owner sent it; -1 if a node has no owner.
+    """Write each node's result, as its owner sent it, to `merged`, [T, width]; -1 if a node has no owner.
 
-    Args:
-        rows: [R, HEADER + n * width] rows of all replicas, with results in the order of the tree's nodes.
-        owner: [T] rank that owns each node, or -1.
-        merged: [T, width], written.
+    `rows` are all replicas' rows, [R, HEADER + n * width], with results in the order of the tree's nodes.
     """
     num_nodes, width = merged.shape
     places = np.full(len(rows), HEADER, np.int64)
@@ -253,13 +200,7 @@ def _merge_owned(rows, owner, merged):
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """Return rank 0's picklable value on every replica; `value` is ignored on the others.
-
-    Used once per request, or once per step if the caller passed its own stopping criteria.
-
-    Raises:
-        ReplicaError: if a peer is gone.
-    """
+    """Return rank 0's picklable value on every replica; once per request, or per step with a caller's criteria."""
     if group.is_alone:
         return value
     data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient=False)
@@ -270,9 +211,6 @@ def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
     """Combine rows that are spread over the replicas, on all of them. For a request's end, not for steps.
 
     `rows` is [n, V] floating point, -inf in rows that another replica has. The result has the same shape and device.
-
-    Raises:
-        ReplicaError: if a peer is gone.
     """
     if group.is_alone:
         return rows
@@ -283,11 +221,7 @@ def merge_rows(rows: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def gather_rows(row: np.ndarray, group: Group) -> np.ndarray:
-    """All-gather an int64 row, [n], of every replica to [R, n], when a runtime or a request starts.
-
-    Raises:
-        ReplicaError: if a peer is gone.
-    """
+    """All-gather an int64 row, [n], of every replica to [R, n], when a runtime or a request starts."""
     if group.is_alone:
         return row[None]
     sent = torch.from_numpy(row).to(group.device)

@@ -19,10 +19,9 @@ import torch.distributed as dist
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
-from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.distributed.transport.group import CPU, Group, Transport
 from lp_runtime.distributed.transport.machines import MachinesTransport, this_machine
 from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport, why_unavailable
-from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
@@ -37,10 +36,7 @@ REFUSAL = "!"  # before the reason why a replica cannot share memory
 
 @contextmanager
 def _settings(interface: str | None) -> Iterator[None]:
-    """Configure gloo and NCCL for process groups formed during a `with` block.
-
-    They read these settings from environment variables only, which are restored at the end.
-    """
+    """Set the environment variables from which gloo and NCCL are configured, for groups formed in a `with` block."""
     # torch's NCCL watchdog would end the process if a peer is lost; CollectiveTransport.wait detects that itself.
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface is not None:
@@ -69,32 +65,22 @@ def environment(variables: dict[str, str]) -> Iterator[None]:
 class GroupOptions:
     """Backend, network interface and timeouts of a group.
 
-    Attributes:
-        timeout: seconds within which all replicas must have joined.
-        step_timeout: seconds after which a peer that does not answer is an error; None for `timeout`.
-        backend: "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; if
-            every replica is on a different machine, NCCL on GPUs and gloo on CPUs.
-        interface: network interface to exchange over; None for the backend's default.
-        machine: name shared by the replicas that can share memory; None to determine it from the system.
+    The backend is "shared", "nccl", "gloo", or "auto": shared memory inside a machine, and gloo between machines; if
+    every replica is on a different machine, NCCL on GPUs and gloo on CPUs.
     """
 
-    timeout: float
-    step_timeout: float | None = None
+    timeout: float  # seconds within which all replicas must have joined
+    step_timeout: float | None = None  # seconds after which a peer that does not answer is an error; None for `timeout`
     backend: str = "auto"
-    interface: str | None = None
-    machine: str | None = None
+    interface: str | None = None  # network interface to exchange over; None for the backend's default
+    machine: str | None = None  # name shared by replicas that can share memory; None to ask the system
 
     @property
     def may_share(self) -> bool:
-        """Whether the backend allows shared memory between replicas of one machine."""
         return self.backend in ("auto", "shared")
 
     def shares_memory(self, num_replicas: int) -> bool:
-        """Whether a group of `num_replicas` replicas, all on this machine, exchanges over shared memory.
-
-        Raises:
-            LaunchError: if the backend is "shared" and memory cannot be shared.
-        """
+        """Whether replicas of this machine exchange over shared memory; LaunchError if they must but cannot."""
         reason = why_unavailable(num_replicas) if self.may_share else None
         if reason is not None and self.backend == "shared":
             raise LaunchError(f"launcher.backend=shared: {reason}")
@@ -102,7 +88,6 @@ class GroupOptions:
 
 
 def never_abandoned() -> bool:
-    """Default `is_abandoned` of `process_group`: wait for peers until the timeout."""
     return False
 
 
@@ -117,10 +102,7 @@ def process_group(
     """Join the group of all replicas for the duration of a `with` block, and yield it.
 
     With `store` None, the replicas meet in the store that `context` names, if they need one. `is_abandoned` is called
-    during the wait for peers, and ends it when it returns true.
-
-    Raises:
-        LaunchError: if the group does not form in time, or the backend does not support the device.
+    during the wait for peers, and ends it when it returns true. Raises LaunchError if the group does not form.
     """
     if options.backend == "nccl" and device.type != "cuda":
         raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
@@ -140,7 +122,6 @@ def process_group(
 def _share(
     segment: str, rank: int, num_replicas: int, options: GroupOptions, is_abandoned: Callable[[], bool]
 ) -> SharedMemoryTransport:
-    """Join a group over shared memory; raise LaunchError if it does not form."""
     step_timeout = options.step_timeout or options.timeout
     return SharedMemoryTransport(segment, rank, num_replicas, options.timeout, step_timeout, is_abandoned)
 
@@ -152,11 +133,7 @@ def _meet(
     store: Store | None,
     is_abandoned: Callable[[], bool],
 ) -> Transport:
-    """Join a group through a store: agree on each replica's machine, then connect all replicas.
-
-    Raises:
-        LaunchError: if the group does not form in time.
-    """
+    """Join a group through a store: agree on each replica's machine, then connect all replicas."""
     rank, num_replicas = context.rank, context.num_replicas
     try:
         store = store or connect(context, options.timeout)
@@ -185,12 +162,8 @@ def _meet(
 def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> list[int]:
     """Agree with the other replicas on which of them can share memory.
 
-    Returns:
-        machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory counts as
-        a separate machine.
-
-    Raises:
-        LaunchError: if the backend is "shared" and the replicas cannot all share memory.
+    Returns the machine number of each rank: 0, 1 ... in order of first appearance. A replica that cannot share memory
+    counts as a separate machine.
     """
     reason = why_unavailable(context.num_replicas)
     mine = f"{REFUSAL}{context.rank} {reason}" if reason else options.machine or this_machine()
@@ -198,22 +171,14 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
     names = [store.get(f"machine/{rank}").decode() for rank in range(context.num_replicas)]
     order = list(dict.fromkeys(names))
     refusal = next((name.partition(" ")[2] for name in order if name.startswith(REFUSAL)), None)
-    if options.backend == "shared":
-        _check_shared(refusal, len(order))
-    elif refusal and context.rank == 0:
+    if options.backend == "shared" and len(order) > 1:
+        raise LaunchError(f"launcher.backend=shared: {refusal or f'the replicas are on {len(order)} machines'}")
+    if refusal and context.rank == 0:
         log.warning("launcher.backend=auto: memory cannot be shared (%s); using the network", refusal)
     return [order.index(name) for name in names]
 
 
-def _check_shared(refusal: str | None, num_machines: int) -> None:
-    """Raise LaunchError if a replica reported a refusal, or the replicas are on several machines."""
-    if refusal or num_machines > 1:
-        why_not = refusal or f"the replicas are on {num_machines} machines"
-        raise LaunchError(f"launcher.backend=shared: {why_not}")
-
-
 def new_segment_name() -> str:
-    """Return a unique name for the shared memory of a group."""
     return f"lp_runtime-{secrets.token_hex(8)}"
 
 
@@ -245,23 +210,15 @@ def _connect(
     return CollectiveTransport(backend, rank, device, step_timeout, store)
 
 
-def _group_name(context: ReplicaContext) -> str:
-    """Return the prefix of store keys for groups of this size and this start of the replicas."""
-    return f"lp_runtime/{context.attempt}/{context.num_replicas}"
-
-
 def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> str:
-    """Wait until every replica has joined in the store; return a key prefix unique to this group.
-
-    Raises:
-        ValueError: if replicas are missing when the wait ends.
-    """
+    """Wait until every replica has joined in the store; return a key prefix unique to this group."""
     # Keys must not collide with those of an earlier group in the same store. No rank forms its next group before
     # all have formed this one, so the count of joins identifies the group.
-    key, num_replicas = f"{_group_name(context)}/joined", context.num_replicas
-    number = (store.add(key, 1) - 1) // num_replicas
-    wait_for_all(store, key, (number + 1) * num_replicas, timeout, is_abandoned)
-    return f"{_group_name(context)}/{number}"
+    num_replicas = context.num_replicas
+    prefix = f"lp_runtime/{context.attempt}/{num_replicas}"
+    number = (store.add(f"{prefix}/joined", 1) - 1) // num_replicas
+    wait_for_all(store, f"{prefix}/joined", (number + 1) * num_replicas, timeout, is_abandoned)
+    return f"{prefix}/{number}"
 
 
 @contextmanager
@@ -269,9 +226,6 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
     """Yield the default process group of torchrun's ranks, or a new group that is left at the end.
 
     `timeout` is the limit in seconds for a new group to form, and for a rank to answer in a step.
-
-    Raises:
-        LaunchError: if a new group does not form in time.
     """
     if dist.is_initialized():
         on_gpu = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
@@ -280,21 +234,14 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         yield Group.over(transport, dist.get_rank(), dist.get_world_size())
         return
     context = ReplicaContext.from_torchrun()
-    store = None if context.num_replicas == 1 else _torchruns_store(context, timeout)
+    store = None if context.num_replicas == 1 else _connect_once(context, timeout)
     with process_group(context, device, GroupOptions(timeout), store) as group:
         yield group
+
+
+_connect_once = functools.cache(connect)  # connecting may take seconds
 
 
 def num_processes() -> int:
     """Return the size of the default process group; 1 if there is none."""
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-@functools.cache
-def _torchruns_store(context: ReplicaContext, timeout: float) -> Store:
-    """Connect to the store of torchrun's ranks. Cached, since connecting may take seconds.
-
-    Raises:
-        LaunchError: if the store cannot be reached.
-    """
-    return connect(context, timeout)

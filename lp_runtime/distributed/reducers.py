@@ -1,7 +1,4 @@
-"""All-reduce and all-gather inside the forward passes of a replica that spans several GPUs.
-
-Letters: P shards.
-"""
+"""All-reduce and all-gather inside the forward passes of a replica that spans several GPUs, its P shards."""
 
 from __future__ import annotations
 
@@ -26,14 +23,10 @@ class Reducer(ABC):
 
     All shards must make the same calls in the same order; all get bitwise equal results. A call that waits on the host
     raises PassFailedError if another shard gives up the pass. One that waits on the GPU cannot be given up.
-
-    Attributes:
-        can_capture: whether CUDA graphs may contain the calls; they then wait on the GPU.
-        num_calls: calls so far that wait on the GPU.
     """
 
-    can_capture = False
-    num_calls = 0
+    can_capture = False  # whether CUDA graphs may contain the calls; they then wait on the GPU
+    num_calls = 0  # so far, that wait on the GPU
 
     @abstractmethod
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,18 +82,12 @@ class HostReducer(Reducer):
 
 
 class CollectiveReducer(Reducer):
-    """Reduces with NCCL or gloo; the library decides the order of a sum.
-
-    Args:
-        group: process group of the replica's shards; not the default group, which is that of the replicas.
-        num_shards: P.
-        can_capture: true for NCCL, false for gloo.
-    """
+    """Reduces with NCCL or gloo; the library decides the order of a sum."""
 
     def __init__(self, group: dist.ProcessGroup, num_shards: int, can_capture: bool = False):
-        self._group = group
+        self._group = group  # of the replica's shards; the default group is that of the replicas
         self._num_shards = num_shards
-        self.can_capture = can_capture
+        self.can_capture = can_capture  # with NCCL
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         tensor = tensor.contiguous()
@@ -122,28 +109,19 @@ class OneShotReducer(Reducer):
 
     A ring all-reduce has 2 (P - 1) consecutive transfers. For small tensors it is faster that every GPU reads the
     tensors of all others at once: P - 1 times as much data, but a single wait. All shards add in the same order.
-
-    Args:
-        others: reducer for larger tensors and for all_gather.
-        buffer: [n] this shard's part of torch's symmetric memory, which the GPUs of all shards can read.
-        group_name: name of that memory's group.
-
-    Attributes:
-        max_numbers: largest number of elements that is summed in one shot; at most n.
     """
 
     can_capture = True
 
     def __init__(self, others: Reducer, buffer: torch.Tensor, group_name: str):
-        self._others = others
-        self._buffer = buffer
-        self._group_name = group_name
-        self.max_numbers = len(buffer)
+        self._others = others  # for larger tensors and for all_gather
+        self._buffer = buffer  # [n] this shard's part of torch's symmetric memory, which all shards' GPUs can read
+        self._group_name = group_name  # of that memory
+        self.max_numbers = len(buffer)  # largest number of elements that is summed in one shot; at most n
         self._num_shots = 0
 
     @property
     def num_calls(self) -> int:  # type: ignore[override]  # an attribute of the base class
-        """See Reducer."""
         return self._num_shots + self._others.num_calls
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

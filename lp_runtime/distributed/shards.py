@@ -2,8 +2,6 @@
 
 A replica that spans P GPUs consists of P processes on one machine, its shards. Only shard 0 decodes. It announces every
 forward pass; all shards run it on their slices of the model and combine their results during the pass (reducers.py).
-
-Letters: P shards.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import torch.distributed as dist
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import gpu_number
-from lp_runtime.distributed.process_group import environment, new_segment_name
+from lp_runtime.distributed.process_group import environment, never_abandoned, new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.shared_memory import FOLDER, SharedMemoryTransport
@@ -41,51 +39,35 @@ BUFFER_WORDS = 1 << 16  # 512 KiB per shard, so that most all-reduces of a step 
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """A process's shard index in its replica, and the meeting point of the shards.
+    """A process's shard index in its replica, and the meeting point of the shards."""
 
-    Attributes:
-        shard: 0 <= shard < num_shards; shard 0 decodes.
-        num_shards: P.
-        segment: unique name of the memory that the replica's shards share; unused for one shard.
-        step_timeout: seconds after which a shard that does not answer is an error.
-    """
-
-    shard: int = 0
-    num_shards: int = 1
-    segment: str = ""
-    step_timeout: float = 60.0
+    shard: int = 0  # 0 <= shard < num_shards; shard 0 decodes
+    num_shards: int = 1  # P
+    segment: str = ""  # unique name of the memory that the replica's shards share; unused for one shard
+    step_timeout: float = 60.0  # seconds after which a shard that does not answer is an error
 
     @property
     def is_whole(self) -> bool:
-        """Whether the process holds the whole model."""
         return self.num_shards == 1
 
     @property
     def is_leader(self) -> bool:
-        """Whether the process decodes; the other shards follow it."""
         return self.shard == 0
 
 
 class ShardLink:
     """Connection between the shards of a replica. The constructor waits until all of them have joined.
 
-    Args:
-        device: of this shard's slice. GPUs reduce over NCCL; CPUs, and shards that share a GPU, over shared memory.
-        timeout: seconds within which all shards must join.
-
-    Attributes:
-        reducer: for the all-reduces inside forward passes; may be replaced before the first pass.
-
-    Raises:
-        LaunchError: if the shards do not meet.
-        ShardError: if a shard is gone before all have exchanged their GPUs' identities.
+    GPUs reduce over NCCL; CPUs, and shards that share a GPU, over shared memory. Raises LaunchError if the shards do
+    not meet within `timeout` seconds, and ShardError if one is gone before all have exchanged their GPUs' identities.
     """
 
     def __init__(self, place: ShardPlace, device: torch.device, timeout: float):
         self.place = place
         self._transport = SharedMemoryTransport(
-            place.segment, place.shard, place.num_shards, timeout, place.step_timeout, _never, BUFFER_WORDS
+            place.segment, place.shard, place.num_shards, timeout, place.step_timeout, never_abandoned, BUFFER_WORDS
         )
+        # For the all-reduces inside forward passes; may be replaced before the first pass.
         self.reducer: Reducer = SharedMemoryReducer(self._transport, place.num_shards)
         if device.type == "cuda":
             self.reducer = self._device_reducer(device, timeout)
@@ -102,37 +84,23 @@ class ShardLink:
         return CollectiveReducer(group, self.place.num_shards, can_capture=True)
 
     def announce(self, message: object) -> None:
-        """Send the next operation to the other shards; called by shard 0.
-
-        Raises:
-            ShardError: if another shard is gone.
-        """
+        """Send the next operation to the other shards; called by shard 0."""
         with peers():
             self._transport.broadcast(pickle.dumps(message, pickle.HIGHEST_PROTOCOL), is_patient=False)
 
     def listen(self) -> object:
-        """Return shard 0's next announcement; waits without limit.
-
-        Raises:
-            ShardError: if another shard is gone.
-        """
+        """Return shard 0's next announcement; waits without limit."""
         with peers():
             return pickle.loads(self._transport.broadcast(None, is_patient=True))
 
     def smallest(self, number: int) -> int:
-        """Return the smallest of all shards' integers."""
         with peers():
             found = torch.empty(self.place.num_shards, dtype=torch.int64)
             self._transport.all_gather(found, torch.tensor([number]))
             return int(found.min())
 
     def end_pass(self) -> None:
-        """Wait until every shard has ended the pass on its host.
-
-        Raises:
-            PassFailedError: if it has failed on another shard.
-            ShardError: if it has, and this replica cannot go on, or if another shard is gone.
-        """
+        """Wait until every shard has ended the pass on its host; PassFailedError if it has failed on another shard."""
         try:
             self.smallest(self.reducer.num_calls)
         except PassFailedError as error:
@@ -140,11 +108,7 @@ class ShardLink:
             raise
 
     def fail_pass(self) -> None:
-        """Give up a pass that has failed here: the others' calls, `end_pass` at the latest, raise PassFailedError.
-
-        Raises:
-            ShardError: if the others cannot leave the pass, or one of them is gone.
-        """
+        """Give up a pass that has failed here: the others' calls, `end_pass` at the latest, raise PassFailedError."""
         with peers():
             num_calls = self._transport.fail(self.reducer.num_calls)
         self._check_matched(num_calls)
@@ -157,11 +121,8 @@ class ShardLink:
     def peer_buffer(self, size: int, dtype: torch.dtype, device: torch.device, timeout: float) -> torch.Tensor | None:
         """Allocate memory that all shards' GPUs can read (torch's symmetric memory). All shards must call it.
 
-        All shards must join within `timeout` seconds.
-
-        Returns:
-            [size] this shard's part, whose group has the segment's name. None on all shards if any of them cannot
-            allocate it: the GPUs do not reach each other, or this version of torch lacks symmetric memory.
+        Returns [size] this shard's part, whose group has the segment's name. None on all shards if any of them cannot
+        allocate it: the GPUs do not reach each other, or this version of torch lacks symmetric memory.
         """
         buffer, place = None, self.place
         with _store(place, STORES[2], timeout) as store:
@@ -180,53 +141,36 @@ class ShardLink:
 def meet_in_store(
     context: ReplicaContext, shard: int, num_shards: int, timeout: float, step_timeout: float
 ) -> ShardPlace:
-    """Agree on a meeting point with the other shards of a replica, through torchrun's store.
-
-    Raises:
-        LaunchError: if they do not all join within `timeout` seconds.
-    """
-    name = f"shards/{context.rank}"
-    segment = _said_by_first(context, name, new_segment_name, timeout, is_first=shard == 0, num_ranks=num_shards)
+    """Agree on a meeting point with the other shards of a replica, through torchrun's store."""
+    segment = said_by_first(context, f"shards/{context.rank}", new_segment_name, timeout, shard, num_shards)
     return ShardPlace(shard, num_shards, segment, step_timeout)
 
 
-def said_by_first(world: ReplicaContext, name: str, value: Callable[[], str], timeout: float) -> str:
-    """Broadcast a string from rank 0 to all ranks of torchrun, through its store.
-
-    `value` computes the string, and is called on rank 0 only; `name` is its key in the store.
-
-    Raises:
-        LaunchError: if not all ranks join, or rank 0 has not computed the string, within `timeout` seconds.
-    """
-    return _said_by_first(world, name, value, timeout, is_first=world.rank == 0, num_ranks=world.num_replicas)
-
-
-def _said_by_first(
-    context: ReplicaContext, name: str, value: Callable[[], str], timeout: float, is_first: bool, num_ranks: int
+def said_by_first(
+    context: ReplicaContext, name: str, value: Callable[[], str], timeout: float, rank: int, num_ranks: int
 ) -> str:
+    """Broadcast a string from rank 0 of `num_ranks` to the others, through torchrun's store.
+
+    `value` computes the string, and is called on rank 0 only; `name` is its key in the store. Raises LaunchError if not
+    all ranks join, or rank 0 has not computed the string, within `timeout` seconds.
+    """
     try:
         store = connect(context, timeout)
         key = f"lp_runtime/{name}/{context.attempt}"
         # Numbered, since a script may start one runtime after another, in the same order on all ranks.
         key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_ranks}"
-        if is_first:
+        if rank == 0:
             store.set(key, value())
         found = store.get(key).decode()
         store.add(f"{key}/read", 1)
-        wait_for_all(store, f"{key}/read", num_ranks, timeout, _never)  # the store may be hosted by one of the ranks
+        wait_for_all(store, f"{key}/read", num_ranks, timeout, never_abandoned)  # one of the ranks may host the store
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
     return found
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:
-    """Form a process group of a replica's shards that is independent of the default process group.
-
-    Its backend is "nccl" or "gloo". Shards must answer within `timeout` seconds.
-
-    Raises:
-        LaunchError: if the group does not form.
-    """
+    """Form a group of a replica's shards, of backend "nccl" or "gloo", independent of the default process group."""
     # NCCL's monitor would read the store, which is gone once the group has formed, and keep a shard from exiting.
     unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     with _store(place, STORES[1], timeout) as store, environment(unwatched), _meeting(place):
@@ -242,7 +186,6 @@ def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.Process
 def _symmetric_memory(
     place: ShardPlace, store: Store, size: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Allocate this shard's part of symmetric memory, [size]; raises torch's errors if that fails."""
     # The public API requires a subgroup of the default group. This registers a separate group by name.
     from torch._C._distributed_c10d import _register_process_group as register
     from torch._C._distributed_c10d import _SymmetricMemory as SymmetricMemory
@@ -257,18 +200,12 @@ def _symmetric_memory(
 
 @contextmanager
 def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> Iterator[None]:
-    """Make a replica's shards the default process group for the duration of a `with` block.
-
-    transformers slices the model that it loads by a device mesh of that group. Only small objects are sent in it.
-
-    Raises:
-        LaunchError: if the shards do not all join within `timeout` seconds.
-    """
+    """Make a replica's shards the default process group in a `with` block: transformers slices a model by its mesh."""
     # transformers reads a rank's GPU from LOCAL_RANK. Loopback: all shards are on this machine, and its host name may
     # not resolve.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}
     with _store(place, STORES[0], timeout) as store, environment(variables):
-        with _meeting(place):
+        with _meeting(place):  # over gloo: only small objects are sent in this group
             dist.init_process_group(
                 "gloo", store=store, rank=place.shard, world_size=place.num_shards, timeout=timedelta(seconds=timeout)
             )
@@ -289,7 +226,6 @@ def clear_up(segment: str) -> None:
 
 @contextmanager
 def _store(place: ShardPlace, name: str, timeout: float) -> Iterator[Store]:
-    """Open a file store for a replica's shards; raise LaunchError if that fails."""
     path = FOLDER / f"{place.segment}{name}"
     try:
         with _meeting(place):
@@ -309,7 +245,3 @@ def _meeting(place: ShardPlace) -> Iterator[None]:
         raise LaunchError(
             f"shard {place.shard} of {place.num_shards} could not meet the others: {first_line(error)}"
         ) from error
-
-
-def _never() -> bool:
-    return False

@@ -22,19 +22,11 @@ POLL_SECONDS = 0.002  # between polls of a count; short compared with the time i
 
 
 def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store in which replicas meet.
-
-    Args:
-        host: address of this machine to listen on.
-        port: port to listen on; 0 chooses a free one, which is the result's `port`.
-        timeout: seconds that an operation on the store may take.
-
-    Raises:
-        LaunchError: if the port is in use or the host is not this machine.
-    """
+    """Host a store in which replicas meet, whose operations may take `timeout` seconds; port 0 chooses a free one."""
     try:
         # Bound here and not by TCPStore, so that a port in use is reported at once and in one line.
-        listener = socket.create_server((host, port), family=_family(host))
+        family = socket.getaddrinfo(host, None)[0][0]  # IPv4 or IPv6
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise LaunchError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
     actual = listener.getsockname()[1]
@@ -48,17 +40,8 @@ def host_store(host: str, port: int, timeout: float) -> TCPStore:
     )
 
 
-def _family(host: str) -> socket.AddressFamily:
-    """Return the address family (IPv4 or IPv6) of a host name or address."""
-    return socket.getaddrinfo(host, None)[0][0]
-
-
 def address_of(interface: str) -> str:
-    """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred.
-
-    Raises:
-        ConfigError: if the interface does not exist or has no address; the message lists the interfaces that have one.
-    """
+    """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred."""
     found = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
@@ -76,9 +59,6 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
     """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
 
     Connecting, and every later operation on the store, may take `timeout` seconds.
-
-    Raises:
-        LaunchError: if the store cannot be reached.
     """
     try:
         return TCPStore(
@@ -94,7 +74,6 @@ def connect(context: ReplicaContext, timeout: float) -> TCPStore:
 
 
 def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:
-    """Return the error to raise if a replica could not join its group because of `error`."""
     return LaunchError(
         f"rank {context.rank} of {context.num_replicas} could not join the others at"
         f" {context.host}:{context.port}: {first_line(error)}"
@@ -113,13 +92,7 @@ class StoreConnection:
         self._store: TCPStore | None = None
 
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
-        """Return the store in which the replicas of a group meet; None if they need no store.
-
-        This process must not host the store. Connecting, and every later operation, may take `timeout` seconds.
-
-        Raises:
-            LaunchError: if the store cannot be reached.
-        """
+        """Return the store, hosted elsewhere, in which the replicas of a group meet; None if they need no store."""
         if context.num_replicas == 1 or context.segment:
             return None
         address = (context.host, context.port)
@@ -131,11 +104,7 @@ class StoreConnection:
 
 
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`.
-
-    Raises:
-        PeersMissingError: if the counter, to which every replica adds 1, is lower when the wait ends.
-    """
+    """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`."""
     deadline = time.monotonic() + timeout
     while (num_found := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:

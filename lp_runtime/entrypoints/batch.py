@@ -9,21 +9,21 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.sampling import MAX_SEED, SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
-from lp_runtime.entrypoints.items import Item, Key, item_request, rounds_of, turn_request
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
+from lp_runtime.model.tokenizer import conversation
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.request.generation import Generation
 from lp_runtime.request.request import Request
@@ -35,13 +35,27 @@ from lp_runtime.utils.prompt_file import Prompt
 
 GROUPS = {"loading": ModelConfig, "lookahead": LookaheadConfig, "sampling": SamplingConfig}  # in a file of settings
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
+# Settings of the command that determine the results, and parts of a result.
+SETTINGS = ("prompt_field", "ids", "chat", "turns", "max_new_tokens", "stop", "max_time", "logprobs", "eos")
+RESULT = ("text", "token_ids", "num_tokens", "steps", "compression_ratio", "step_tokens", "seconds", "finish_reason")
+
+Key = tuple[int, int, int]  # identifies a result: index of the prompt, sample, turn
+
+
+class Item(NamedTuple):
+    """One line of the output: a prompt, and the indices of its sample and turn, from 0."""
+
+    prompt: Prompt
+    sample: int
+    turn: int
+
+    @property
+    def key(self) -> Key:
+        return self.prompt.index, self.sample, self.turn
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
-    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr.
-
-    All prompts are checked before the first one is decoded.
-    """
+    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr."""
     options = request_options(config)
     check_num_samples(runtime, config)
     seed = _check_prompts(runtime, config, prompts, options)
@@ -83,7 +97,6 @@ def _check_prompts(
 def _generations(
     runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[Request]
 ) -> Generator[Generation]:
-    """Yield the result of each request, in order."""
     num_ahead = MAX_AHEAD * runtime.num_replicas * (1 if config.policy == "latency" else config.max_batch)
     with Scheduler(runtime, num_ahead, config.policy, config.max_batch) as scheduler:
         jobs: deque[Job] = deque()
@@ -96,20 +109,12 @@ def _generations(
 
 
 def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
-    """Return the JSON object of a result."""
     prompt = item.prompt
     result: dict[str, object] = {
         "index": prompt.index,
         "sample": item.sample,
         "prompt": prompt.turns[item.turn] if item.turn else prompt.value,
-        "text": generation.text,
-        "token_ids": generation.token_ids,
-        "num_tokens": generation.num_tokens,
-        "steps": generation.steps,
-        "compression_ratio": generation.compression_ratio,
-        "step_tokens": generation.step_tokens,
-        "seconds": generation.seconds,
-        "finish_reason": generation.finish_reason,
+        **{name: getattr(generation, name) for name in RESULT},
         "seed": generation.seed,
     }
     if has_turn:
@@ -117,6 +122,46 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
     if generation.logprobs is not None:
         result["logprobs"] = generation.logprobs
     return result
+
+
+def rounds_of(config: GenerateConfig, prompts: list[Prompt]) -> list[list[Item]]:
+    """Group the items by turn, because the prompts of a turn contain the answers of the turns before it."""
+    num_turns = max(len(prompt.turns) for prompt in prompts) if config.turns == "all" else 1
+    samples = range(config.num_samples)
+    return [
+        [Item(prompt, sample, turn) for prompt in prompts if turn < (len(prompt.turns) or 1) for sample in samples]
+        for turn in range(num_turns)  # token ids have no turns
+    ]
+
+
+def item_request(
+    runtime: LookaheadRuntime,
+    config: GenerateConfig,
+    item: Item,
+    answers: Mapping[Key, str],
+    seed: int | None,
+    options: RequestOptions,
+) -> Request:
+    """Build an item's request, with the answers to the turns before it. A RequestError names line and turn."""
+    more = options.copy()
+    more["sample"] = item.sample
+    if seed is not None:  # each prompt has a different seed
+        more["sampling"] = replace(config.sampling, seed=(seed + item.prompt.index) % (MAX_SEED + 1))
+    before = [answers[item.prompt.index, item.sample, turn] for turn in range(item.turn)]
+    try:
+        return turn_request(runtime, config, item.prompt, before, more)
+    except RequestError as error:
+        raise RequestError(f"{config.prompts} line {item.prompt.line}, turn {item.turn + 1}: {error}") from error
+
+
+def turn_request(
+    runtime: LookaheadRuntime, config: GenerateConfig, prompt: Prompt, before: Sequence[str], options: RequestOptions
+) -> Request:
+    """Build the request of a prompt's turn; `before` has the answers to the turns before it."""
+    if not config.chat:
+        return runtime.request(prompt.value, config.max_new_tokens, **options)
+    messages: RequestOptions = {**options, "messages": conversation(prompt.turns, before)}
+    return runtime.request(None, config.max_new_tokens, **messages)
 
 
 def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, object]:
@@ -129,15 +174,7 @@ def _settings(runtime: LookaheadRuntime, config: GenerateConfig) -> dict[str, ob
         "model": str(location.resolve()) if location.is_dir() else config.model.location,
         "loading": asdict(config.model) | {"path": None},
         "prompts": digest,
-        "prompt_field": config.prompt_field,
-        "ids": config.ids,
-        "chat": config.chat,
-        "turns": config.turns,
-        "max_new_tokens": config.max_new_tokens,
-        "stop": config.stop,
-        "max_time": config.max_time,
-        "logprobs": config.logprobs,
-        "eos": config.eos,
+        **{name: getattr(config, name) for name in SETTINGS},
         "dtype": runtime.info.dtype,
         "exactness": [config.exactness, config.strict_tokens] if config.exactness == "strict" else config.exactness,
         "device": runtime.info.device.split(":")[0],
@@ -173,7 +210,6 @@ def check_prompts(path: str) -> None:
 
 
 def _settings_path(output: Path) -> Path:
-    """Return the path of an output's file of settings."""
     return output.with_name(output.name + ".settings")
 
 
@@ -191,22 +227,14 @@ def _without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
 
 
 class OutputFile:
-    """A file of results, with the settings that produced them in PATH.settings.
-
-    Args:
-        settings: settings that determine the results; JSON-serializable.
-        free: names of settings that may differ from the run that began the file.
-
-    Attributes:
-        seed: sampling seed of the first prompt, None if decoding is greedy; after `resume` of an existing file, the
-            seed of the run that began it.
-    """
+    """A file of results, with the settings that produced them in PATH.settings."""
 
     def __init__(self, path: Path, settings: Mapping[str, object], seed: int | None, free: tuple[str, ...] = ()):
         self._path = path
-        self._free = free
+        self._free = free  # names of settings that may differ from the run that began the file
         self._settings_path = _settings_path(path)
         self._settings = json.loads(json.dumps(settings, default=str))  # normalized to compare with those of a file
+        # Of the first prompt, None if decoding is greedy; after `resume`, of the run that began the file.
         self.seed = seed
         # Only regular files are resumed and get a file of settings: not pipes, devices or standard output.
         self._is_kept = (path.is_file() or not path.exists()) and not path.is_relative_to("/dev")
@@ -215,16 +243,13 @@ class OutputFile:
     def resume(self) -> dict[Key, str]:
         """Open the file for appending; return the texts of the results that it already has."""
         path = self._path
+        done: dict[Key, str] = {}
         try:
-            if not self._is_kept:
-                done = {}
-            elif path.is_file() and path.stat().st_size:
+            if self._is_kept and path.is_file() and path.stat().st_size:
                 self._check_settings()
                 done = self._read_done()
-            else:
-                done = {}
-                with open(path, "a"):  # raises before the settings are written if the output is not writable
-                    pass
+            elif self._is_kept:
+                path.open("a").close()  # raises before the settings are written if the output is not writable
                 self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
             self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         except OSError as error:
@@ -232,7 +257,6 @@ class OutputFile:
         return done
 
     def _check_settings(self) -> None:
-        """Check that the file's settings equal this run's, and adopt their seed."""
         try:
             before = dict(json.loads(self._settings_path.read_text()))
         except (ValueError, TypeError) as error:
@@ -264,7 +288,6 @@ class OutputFile:
         return done
 
     def write(self, result: Mapping[str, object]) -> None:
-        """Append a result and sync it to disk."""
         assert self._file is not None  # opened by `resume`
         try:
             self._file.write(to_json(result) + "\n")

@@ -27,7 +27,6 @@ def check_chat(config: ChatConfig) -> None:
 
 
 def chat(runtime: LookaheadRuntime, config: ChatConfig) -> None:
-    """Run a conversation with the runtime's model."""
     converse(config.system, partial(_answer, runtime, config))
 
 
@@ -65,7 +64,6 @@ def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -
 
 
 def _read_line() -> str | None:
-    """Return the next line of stdin; None at its end."""
     if sys.stdin is not None and sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline() if sys.stdin is not None else ""
@@ -73,7 +71,6 @@ def _read_line() -> str | None:
 
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -> str:
-    """Stream an answer to stdout; return the text shown."""
     stream = runtime.stream(
         messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
     )

@@ -14,6 +14,7 @@ import platform
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from typing import NoReturn
 
@@ -47,40 +48,12 @@ DOCTOR_USAGE = """\
 lp-doctor [model.path=PATH_OR_ID] [gpus=2] [device=cuda] [KEY=VALUE ...]"""
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run lp-generate: stream one continuation, or write a file of results. Exit status: see `_run`."""
-    _run(_parser("lp-generate", GENERATE_USAGE, GenerateConfig), GenerateConfig, arguments)
-
-
-def chat_main(arguments: list[str] | None = None) -> None:
-    """Run lp-chat: a conversation on the terminal. Exit status: see `_run`."""
-    _run(_parser("lp-chat", CHAT_USAGE, ChatConfig), ChatConfig, arguments)
-
-
-def serve_main(arguments: list[str] | None = None) -> None:
-    """Run lp-serve: an OpenAI-compatible HTTP server. Exit status: see `_run`."""
-    _run(_parser("lp-serve", SERVE_USAGE, ServeConfig), ServeConfig, arguments)
-
-
-def bench_main(arguments: list[str] | None = None) -> None:
-    """Run lp-bench: a comparison with transformers' own decoding. Exit status: see `_run`."""
-    _run(_parser("lp-bench", BENCH_USAGE, BenchConfig), BenchConfig, arguments)
-
-
-def doctor_main(arguments: list[str] | None = None) -> None:
-    """Run lp-doctor: a report on this machine and its problems. Exit status: see `_run`."""
-    _run(_parser("lp-doctor", DOCTOR_USAGE, DoctorConfig), DoctorConfig, arguments)
-
-
-def _run(
-    parser: argparse.ArgumentParser,
-    schema: type[RuntimeConfig],
-    arguments: list[str] | None,
-) -> None:
+def _run(name: str, usage: str, schema: type[RuntimeConfig], arguments: list[str] | None = None) -> None:
     """Run a command; `arguments` is the command line, None for the process's own.
 
     The process exits with 0, 2 (bad input), 1 (failed while working), 130 (Ctrl-C) or 143 (SIGTERM to lp-serve).
     """
+    parser = _parser(name, usage, schema)
     _prepare_process(is_server=schema is ServeConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     rank = 0
@@ -114,7 +87,7 @@ def _run(
 
 
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Import the slow modules that commands need, and run the command; see `run_command`."""
+    """Import the slow modules that commands need, and run the command."""
     from lp_runtime.replica.compile_ahead import compiling_ahead
 
     with nullcontext() if started_by_torchrun() else compiling_ahead(config):
@@ -166,7 +139,6 @@ def _end_in_order(number: int, frame: object) -> NoReturn:
 
 
 def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:
-    """Build the parser of a command's arguments."""
     parser = argparse.ArgumentParser(
         prog=name,
         usage=usage,
@@ -179,3 +151,10 @@ def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.Argu
     parser.add_argument("--version", action=_ShowVersions, nargs=0, help="print versions and exit")
     parser.add_argument("--config-dir", metavar="DIR", help="a folder with further configuration groups")
     return parser
+
+
+main = partial(_run, "lp-generate", GENERATE_USAGE, GenerateConfig)
+chat_main = partial(_run, "lp-chat", CHAT_USAGE, ChatConfig)
+serve_main = partial(_run, "lp-serve", SERVE_USAGE, ServeConfig)
+bench_main = partial(_run, "lp-bench", BENCH_USAGE, BenchConfig)
+doctor_main = partial(_run, "lp-doctor", DOCTOR_USAGE, DoctorConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
@@ -28,14 +29,11 @@ Work = Callable[[LookaheadRuntime], None]
 
 
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Run the command that the class of `config` stands for.
-
-    `is_leader` is False on torchrun's ranks other than 0.
-    """
+    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
     turn_off_tf32()
-    if (run := _without_runtime(config)) is not None:
-        if is_leader:
-            run()
+    if parts := _without_runtime(config):
+        for part in parts if is_leader else ():
+            part(config)
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
@@ -44,31 +42,25 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
             work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
 
 
-def _without_runtime(config: RuntimeConfig) -> Callable[[], None] | None:
-    """Return the function of a command that needs no runtime in this process; None if it needs one."""
+def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:
+    """Return the parts of a command that needs no runtime in this process; none if it needs one."""
     if isinstance(config, DoctorConfig):
-        return partial(examine, config)
+        return (examine,)
     if isinstance(config, ServeConfig) and config.server == "ray_serve":
-        return partial(_serve_on_ray, config)  # the Serve replica has the runtime
+        return check_serve, _serve_on_ray  # the Serve replica has the runtime
     if isinstance(config, ChatConfig) and config.url is not None:
-        return partial(chat_with_server, config)
+        return (chat_with_server,)
     if isinstance(config, BenchConfig) and config.url is not None:
-        return partial(put_under_load, config)
+        return (put_under_load,)
     if isinstance(config, BenchConfig) and config.splits is not None:
-        return partial(_measure_splits, config)
-    return None
+        return check_bench, measure_splits
+    return ()
 
 
 def _serve_on_ray(config: ServeConfig) -> None:
-    check_serve(config)
     from lp_runtime.server.ray_serve import serve_on_ray  # needs the extra `serve`
 
     serve_on_ray(config)
-
-
-def _measure_splits(config: BenchConfig) -> None:
-    check_bench(config)
-    measure_splits(config)
 
 
 def _prepare(config: RuntimeConfig) -> Work:
@@ -76,15 +68,16 @@ def _prepare(config: RuntimeConfig) -> Work:
     if isinstance(config, GenerateConfig):
         return _prepare_generate(config)
     if isinstance(config, ChatConfig):
-        return _prepare_chat(config)
+        check_chat(config)
+        return partial(chat, config=config)
     if isinstance(config, ServeConfig):
         return _prepare_serve(config)
     assert isinstance(config, BenchConfig)
-    return _prepare_bench(config)
+    check_bench(config)
+    return partial(bench, config=config)
 
 
 def _prepare_generate(config: GenerateConfig) -> Work:
-    """Check the input of lp-generate; return its work."""
     if config.chat:
         check_chat_template(load_tokenizer(config.model), config.model.location)
     if config.prompts is not None:
@@ -100,21 +93,8 @@ def _prepare_generate(config: GenerateConfig) -> Work:
     return partial(generate_one, config=config, prompt=prompt)
 
 
-def _prepare_chat(config: ChatConfig) -> Work:
-    """Check the input of lp-chat; return its work."""
-    check_chat(config)
-    return partial(chat, config=config)
-
-
 def _prepare_serve(config: ServeConfig) -> Work:
-    """Check the input of lp-serve and open its port; return its work."""
     check_serve(config)
     from lp_runtime.server.serve import StartingServer, serve  # needs the extra `serve`
 
     return partial(serve, config=config, starting=StartingServer(listen(config), config))
-
-
-def _prepare_bench(config: BenchConfig) -> Work:
-    """Check the input of lp-bench; return its work."""
-    check_bench(config)
-    return partial(bench, config=config)

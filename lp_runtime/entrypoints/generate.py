@@ -48,7 +48,6 @@ def generate_one(runtime: LookaheadRuntime, config: GenerateConfig, prompt: str 
 
 
 def request_options(config: GenerateConfig) -> RequestOptions:
-    """Return the options that all requests of the command share."""
     return RequestOptions(
         eos=config.eos,
         stop=config.stop,
@@ -65,7 +64,6 @@ def check_num_samples(runtime: LookaheadRuntime, config: GenerateConfig) -> None
 
 
 def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
-    """Print a prompt's text and stream its continuation; return the generation."""
     if isinstance(prompt, str):
         print(prompt, end="", flush=True)  # `stream` exists, so the request has been accepted
     for delta in stream:
@@ -77,10 +75,7 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
 
 
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
-    """Describe sampling in one line, and mark the settings that are the model's defaults.
-
-    `seed` is None if decoding was greedy.
-    """
+    """Describe sampling in one line, and mark the model's defaults; `seed` is None if decoding was greedy."""
     unused = ("seed", *(WARPERS if seed is None else ()))
     given = {name: value for name, value in asdict(config).items() if value is not None}
     settings = [f"{name} {value}" for name, value in given.items() if name not in unused]
@@ -93,7 +88,6 @@ def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed:
 
 
 def describe_lookahead(config: LookaheadConfig) -> str:
-    """Describe the drafter and the step sizes in a few words."""
     W, N, G = config.window
     size = "auto" if config.is_auto else f"W={W} N={N} G={G}" if config.tokens is None else f"tokens={config.tokens}"
     budget = "" if config.budget is None else f" budget={config.budget}"
@@ -103,12 +97,7 @@ def describe_lookahead(config: LookaheadConfig) -> str:
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
-    """Format a table of generations, with the settings above it.
-
-    Args:
-        rows: (label, generation) of each row; the first one's draft tokens are counted below the table.
-        compare: whether to report if the last two generations have equal tokens.
-    """
+    """Format a table of labelled generations; `compare` is whether to report if the last two have equal tokens."""
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"

@@ -18,7 +18,6 @@ NOT_OF_THE_API: dict[str, object] = {"typical_p": 1, "no_repeat_ngram_size": 0, 
 
 
 def chat_with_server(config: ChatConfig) -> None:
-    """Run a conversation with the server at `config.url`."""
     assert config.url is not None
     fields = _fields(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
@@ -72,6 +71,5 @@ def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, s
 
 
 def _text(delta: dict[str, Any], name: str) -> str:
-    """Return a delta's text field; empty if it is missing."""
     text = delta.get(name)
     return text if isinstance(text, str) else ""

@@ -11,9 +11,7 @@ from lp_runtime.launchers.base import Launcher
 def launch(config: RuntimeConfig) -> Launcher:
     """Start the replicas that `config` asks for, and return their launcher once all of them are ready.
 
-    Raises:
-        ConfigError: if torchrun started this process and another launcher is requested.
-        LookaheadError: if the replicas cannot be started; no process is left running.
+    If that fails, no process is left running.
     """
     name = config.launcher.name
     if name == "auto":

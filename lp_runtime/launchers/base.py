@@ -17,20 +17,16 @@ REQUEST_ERRORS = (RequestError, ConfigError)
 
 
 class Launcher(ABC):
-    """Running replicas. Constructing a subclass starts them, or raises with everything cleaned up.
+    """Running replicas. Constructing a subclass starts them, or raises with everything cleaned up."""
 
-    Attributes:
-        gpus_per_replica: GPUs (on CPUs: processes) that each replica spans.
-        is_leader: whether this process accepts requests; under torchrun the other ranks follow rank 0.
-        outlives_failures: whether the replicas can decode another request after one was interrupted or failed. After
-            one of REQUEST_ERRORS they always can.
-    """
-
+    # Whether the replicas can decode another request after one was interrupted or failed. After one of REQUEST_ERRORS
+    # they always can.
     outlives_failures: bool = False
 
     def __init__(self, num_replicas: int = 1, is_leader: bool = True, gpus_per_replica: int = 1):
-        self.num_replicas, self.gpus_per_replica = num_replicas, gpus_per_replica
-        self.is_leader = is_leader
+        self.num_replicas = num_replicas
+        self.gpus_per_replica = gpus_per_replica  # on CPUs: processes
+        self.is_leader = is_leader  # whether this process accepts requests; under torchrun only rank 0's does
         self._is_busy = False
         self._is_closed = False
         self._failure_seen: str | None = None
@@ -59,7 +55,7 @@ class Launcher(ABC):
             with unforeseen_as(ReplicaError, "decoding failed"):
                 yield from self._run(request)
         except (Exception, KeyboardInterrupt) as error:
-            if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):
+            if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):  # only `close` is called from now
                 self._failure_seen = str(error) or "interrupted"
             raise
         finally:
@@ -102,11 +98,7 @@ class Launcher(ABC):
 
     @abstractmethod
     def _run(self, request: Request) -> Generator[Event, None, None]:
-        """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request.
-
-        After any other exception that is not one of REQUEST_ERRORS, only `close` is called, unless
-        `outlives_failures` is set.
-        """
+        """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request."""
 
     def close(self) -> None:
         """Stop every replica. Safe to call twice."""

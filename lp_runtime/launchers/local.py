@@ -16,11 +16,7 @@ from lp_runtime.request.request import Request
 
 
 class LocalLauncher(Launcher):
-    """launcher=local with one replica, which runs in this process.
-
-    Raises:
-        LookaheadError: if the replica cannot be started.
-    """
+    """launcher=local with one replica, which runs in this process."""
 
     outlives_failures = True
 

@@ -20,30 +20,19 @@ class Booking:
 
     The shards of a replica share its bundle, so they are on one node. Ray moves the bundles of a lost node to another
     node once that has the capacity.
-
-    Args:
-        ray: the module, connected to a cluster.
-
-    Attributes:
-        device: cuda or cpu, for all replicas.
-
-    Raises:
-        ConfigError: if the cluster has fewer GPUs.
-        LaunchError: if the cluster has no capacity for the replicas within launcher.start_timeout.
     """
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self._ray = ray
         num_replicas, launcher = config.num_replicas, config.launcher
-        self._num_shards = config.num_shards
         num_gpus, _ = gpus_of_cluster(ray, config.device)
         on_gpus = config.device == "cuda" or num_gpus > 0
         if on_gpus and config.num_gpus > num_gpus:
             raise ConfigError(f"gpus={config.num_gpus}: the Ray cluster has {num_gpus} (on CPUs: device=cpu)")
         # The CPU share is small on GPUs, too: a cluster may have less than one free core per GPU.
         self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
-        self._bundle = {name: self._num_shards * amount for name, amount in self._shard.items()}
-        self.device = "cuda" if on_gpus else "cpu"
+        self._bundle = {name: config.num_shards * amount for name, amount in self._shard.items()}
+        self.device = "cuda" if on_gpus else "cpu"  # for all replicas
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
         try:
             if not self._group.wait(launcher.start_timeout):
@@ -56,29 +45,18 @@ class Booking:
             raise
 
     def options(self, index: int) -> dict[str, object]:
-        """Return the Ray options that place an actor (one shard) in a replica's bundle."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
             self._group, placement_group_bundle_index=index
         )
         return {"num_cpus": CPU_SHARE, "num_gpus": self._shard.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
-        """Return the Ray node id of each replica, by index."""
         found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
         return [found[index] for index in sorted(found)]
 
-    def placement(self, index: int) -> Placement:
-        """Return a replica's placement, without its GPU index, which only `placement_here` knows."""
-        nodes = self.nodes()
-        return Placement(0, self._num_shards * nodes.count(nodes[index]), owns_device=self.device == "cuda")
-
     @staticmethod
     def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)
-        """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it.
-
-        Raises:
-            LaunchError: if the actor does not see its assigned GPUs, or their indices are not consecutive.
-        """
+        """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it."""
         import ray
 
         found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
@@ -94,17 +72,11 @@ class Booking:
         return Placement(indices[0], num_local, owns_device=True, shard=shard)
 
     def release(self) -> None:
-        """Release the bundles."""
         self._ray.util.remove_placement_group(self._group)
 
 
 def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
-    """Return (GPUs of a Ray cluster, GPUs of its smallest node that has any); (0, 0) on CPUs.
-
-    Args:
-        ray: the module, connected to a cluster.
-        device: "auto", "cpu" or "cuda".
-    """
+    """Return (GPUs of a Ray cluster, GPUs of its smallest node that has any); (0, 0) on CPUs."""
     if device == "cpu":
         return 0, 0
     numbers = [int(node["Resources"].get("GPU", 0)) for node in ray.nodes() if node["Alive"]]
@@ -112,11 +84,7 @@ def gpus_of_cluster(ray: ModuleType, device: str) -> tuple[int, int]:
 
 
 def free_of_one_gpu(ray: ModuleType, config: RuntimeConfig) -> list[int]:
-    """Return [free bytes of one GPU of a Ray cluster]; all its GPUs are assumed to have the same memory.
-
-    Raises:
-        LaunchError: if no GPU answers within launcher.start_timeout.
-    """
+    """Return [free bytes of one GPU of a Ray cluster]; all its GPUs are assumed to have the same memory."""
     task = ray.remote(num_gpus=1, num_cpus=CPU_SHARE, max_retries=0)(free_of_this_machine)
     call = task.remote()
     try:
@@ -132,14 +100,8 @@ def device_index(assigned: int | str, visible: list[str] | None) -> int:
     """Return the index, among the GPUs that a process sees, of the GPU that Ray assigned to it.
 
     Ray shows an actor only the assigned GPU, unless RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES is set: then the actor
-    sees all GPUs that its node's Ray sees.
-
-    Args:
-        assigned: GPU index on the node, or its name in CUDA_VISIBLE_DEVICES.
-        visible: names in CUDA_VISIBLE_DEVICES; None if the process sees all GPUs of its node.
-
-    Raises:
-        LaunchError: if the process does not see the assigned GPU.
+    sees all GPUs that its node's Ray sees. `assigned` is an index on the node or a name in CUDA_VISIBLE_DEVICES, and
+    `visible` has the names there; None if the process sees all GPUs of its node.
     """
     if visible is None:
         return int(assigned)

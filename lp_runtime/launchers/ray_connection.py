@@ -15,14 +15,7 @@ ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=
 
 
 def connect(address: str | None) -> None:
-    """Connect this process to a Ray cluster.
-
-    Args:
-        address: HOST:PORT; None for the cluster of this machine or job, or if there is none, a new local cluster.
-
-    Raises:
-        LaunchError: if the cluster cannot be reached or started.
-    """
+    """Connect to the Ray cluster at HOST:PORT; None for the one of this machine or job, else a new local one."""
     import ray
 
     _probe(address)
@@ -48,13 +41,7 @@ def _resolved(address: str | None) -> str | None:
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Enable the user's token if the cluster requires one, and only then.
-
-    A cluster without tokens would end the actors of a driver that has one.
-
-    Raises:
-        LaunchError: if there is no token, or the cluster refuses it.
-    """
+    """Enable the user's token if the cluster requires one: other clusters end the actors of a driver with a token."""
     try:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:  # Ray before 2.51 has no tokens

@@ -1,8 +1,4 @@
-"""Launcher of replicas as Ray actors, one actor per GPU.
-
-The driver starts them, streams from rank 0 and stops them; it is not involved in a step. Ray is imported only when this
-launcher is chosen.
-"""
+"""Launcher of replicas as Ray actors, one actor per GPU. Ray is imported only when this launcher is chosen."""
 
 from __future__ import annotations
 
@@ -18,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store
@@ -27,9 +24,8 @@ from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
-from lp_runtime.launchers.worker.follower_server import FollowerServer
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
-from lp_runtime.launchers.worker.replica_server import ReplicaServer
+from lp_runtime.launchers.worker.process_host import ProcessHost
+from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
 STORE_SECONDS = 10.0  # limit for a replica to open a store
@@ -38,23 +34,16 @@ CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # one thread each: call
 
 
 class ReplicaActor:
-    """One replica, or one shard of a replica, in a Ray actor.
-
-    Attributes:
-        outgoing: messages to the driver; None comes last.
-    """
+    """One replica, or one shard of a replica, in a Ray actor."""
 
     def __init__(self, config: RuntimeConfig, shard: ShardPlace | None = None):
-        self.outgoing: queue.Queue[object] = queue.Queue()
+        self.outgoing: queue.Queue[object] = queue.Queue()  # messages to the driver; None comes last
         self._config, self._shard = config, shard or ShardPlace()
         self._server: ReplicaServer | FollowerServer | None = None
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
-        """Run the replica in a separate thread, and stream its messages in small batches.
-
-        No step waits for the stream.
-        """
+        """Run the replica in a separate thread, and stream its messages in small batches. No step waits for it."""
         # Determined here, not by the driver: a restarted replica may be on another node.
         place = Booking.placement_here(self._shard)
         serving = ReplicaServer if self._shard.is_leader else FollowerServer
@@ -86,11 +75,10 @@ class ReplicaActor:
             assert self._server is not None
             self._server.post(message)
 
-    def open_rendezvous(self, num_local: int) -> Rendezvous | Failed:
+    def open_rendezvous(self, num_local: int) -> ReplicaContext | Failed:
         """Create the meeting point of a group whose rank 0 is this replica; Failed says why it cannot.
 
-        Args:
-            num_local: size of the group if all its replicas are on this machine, else 0.
+        `num_local` is the size of the group if all its replicas are on this machine, else 0.
         """
         import ray
 
@@ -98,33 +86,20 @@ class ReplicaActor:
             launcher = self._config.launcher
             options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
             if num_local and options.shares_memory(num_local):
-                return Rendezvous(segment=new_segment_name())
+                return ReplicaContext(segment=new_segment_name())
             address = ray.util.get_node_ip_address() if launcher.interface is None else address_of(launcher.interface)
             if self._store is None:
                 self._store = host_store(address, launcher.port, launcher.start_timeout)
-            return Rendezvous(address, self._store.port)
+            return ReplicaContext(host=address, port=self._store.port)
         except Exception as error:
             return Failed.from_error(error)
 
 
 class RayHost(ProcessHost):
-    """Replicas as actors of a Ray cluster: a placement group, and one actor per shard.
-
-    Args:
-        ray: the module; this connects it to a cluster if it is not connected.
-
-    Attributes:
-        config: the given settings, with the chosen device and GPUs per replica.
-        actors: the latest actors that this host has not killed, by number; replica i of P shards has the numbers
-            i P, i P + 1 ... (i + 1) P - 1.
-
-    Raises:
-        ConfigError: if the cluster has fewer GPUs than requested.
-        LaunchError: if the cluster cannot be reached, or has no capacity for the replicas.
-    """
+    """Replicas as actors of a Ray cluster, which this connects to: a placement group, and one actor per shard."""
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
-        self.actors: dict[int, Any] = {}
+        self.actors: dict[int, Any] = {}  # the latest ones that this host has not killed, by number
         self._ray = ray
         self._streams: dict[int, Any] = {}  # of each actor's messages, by number
         self._connected_here = not ray.is_initialized()
@@ -139,27 +114,20 @@ class RayHost(ProcessHost):
             raise
         # Set for all replicas: with "auto", one would use GPUs of its node that this runtime has not reserved.
         self.config = dataclasses.replace(config, device=self._booking.device)
-        self._num_shards = config.num_shards
+        self.num_shards = config.num_shards
 
     def start_process(self, index: int) -> None:
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(ReplicaActor)
         options, segment = self._booking.options(index), new_segment_name()
-        for number in self._numbers(index):
-            shard = ShardPlace(number % self._num_shards, self._num_shards, segment, self.config.failure.timeout)
+        for number in self.numbers(index):
+            shard = ShardPlace(number % self.num_shards, self.num_shards, segment, self.config.failure.timeout)
             actor = actor_class.options(max_restarts=MAX_RESTARTS, **options).remote(self.config, shard)
             serve = actor.serve.options(num_returns="streaming", concurrency_group="serve")
             self.actors[number], self._streams[number] = actor, serve.remote()
 
-    def _numbers(self, index: int) -> range:
-        """Return the numbers of a replica's actors; the first is shard 0's."""
-        return range(index * self._num_shards, (index + 1) * self._num_shards)
-
-    def placement(self, index: int) -> Placement:
-        return self._booking.placement(index)
-
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext | None:
         leader, nodes = members[0], self._booking.nodes()
-        actor = self.actors.get(self._numbers(leader)[0])
+        actor = self.actors.get(self.numbers(leader)[0])
         if actor is None:
             return None
         num_nodes = len({nodes[index] for index in members})
@@ -176,7 +144,7 @@ class RayHost(ProcessHost):
         return answer
 
     def send(self, index: int, message: object) -> None:
-        actor = self.actors.get(self._numbers(index)[0])
+        actor = self.actors.get(self.numbers(index)[0])
         if actor is not None:
             actor.post.options(concurrency_group="post").remote(encode_order(message))
 
@@ -200,7 +168,7 @@ class RayHost(ProcessHost):
                 continue
             if batch and isinstance(batch[-1], Failed):  # the last message of the stream, or made from its end above
                 self._streams.pop(number, None)
-            messages += [(number // self._num_shards, message) for message in batch]
+            messages += [(number // self.num_shards, message) for message in batch]
         return messages
 
     @staticmethod
@@ -210,7 +178,7 @@ class RayHost(ProcessHost):
         return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
 
     def kill(self, index: int) -> Callable[[], None]:
-        numbers = self._numbers(index)
+        numbers = self.numbers(index)
         for number in numbers:
             self._streams.pop(number, None)
         actors = [self.actors.pop(number) for number in numbers if number in self.actors]
@@ -236,12 +204,7 @@ class RayHost(ProcessHost):
 
 
 class RayLauncher(TeamLauncher):
-    """launcher=ray: replicas as actors of a Ray cluster.
-
-    Raises:
-        LaunchError: if ray is not installed.
-        LookaheadError: if any of the replicas cannot be started.
-    """
+    """launcher=ray: replicas as actors of a Ray cluster."""
 
     def __init__(self, config: RuntimeConfig):
         try:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
@@ -25,8 +26,8 @@ from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, encode_order
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
-from lp_runtime.utils.child_process import python_command
+from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
+from lp_runtime.utils.startup import python_command
 
 LOOPBACK = "127.0.0.1"
 CLOSE_GRACE_SECONDS = 0.5  # for a process to exit after it closed its pipe, or for queued messages to be sent at close
@@ -35,22 +36,15 @@ KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver f
 
 
 class ReplicaPipe:
-    """The driver's end of the pipe to a replica.
-
-    Messages are queued and sent by a thread, so that a hanging replica never blocks `send`.
-
-    Attributes:
-        pipe: the connection to receive from.
-    """
+    """The driver's end of the pipe to a replica. A thread sends, so that a hanging replica never blocks `send`."""
 
     def __init__(self, pipe: Connection):
-        self.pipe = pipe
+        self.pipe = pipe  # to receive from
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._sender = threading.Thread(target=self._send_queued, name="lp-pipe", daemon=True)
         self._sender.start()
 
     def send(self, data: bytes) -> None:
-        """Queue a message. Never blocks."""
         self._queue.put(data)
 
     def _send_queued(self) -> None:
@@ -59,11 +53,7 @@ class ReplicaPipe:
                 self.pipe.send_bytes(data)
 
     def close(self, timeout: float | None = None) -> None:
-        """Close the pipe once all messages are sent.
-
-        Args:
-            timeout: seconds to wait for the queued messages, after which the pipe is left open; None for no limit.
-        """
+        """Close the pipe once all messages are sent; leave it open if that takes more than `timeout` seconds."""
         self._queue.put(None)
         self._sender.join(timeout)
         if not self._sender.is_alive():
@@ -71,29 +61,20 @@ class ReplicaPipe:
 
 
 def start_process(pipe: Connection) -> subprocess.Popen:
-    """Start a replica process that communicates over the given end of a pipe."""
     command = python_command("lp_runtime.launchers.worker.replica_process", str(pipe.fileno()))
     # A new session: Ctrl-C reaches only the driver, which then stops the replicas.
     return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
 
 
 class SpawnHost(ProcessHost):
-    """Replicas as child processes.
-
-    Attributes:
-        processes: the latest processes by number; replica i has the numbers i P, i P + 1 ... (i + 1) P - 1.
-        num_shards: P, shards of each replica.
-
-    Raises:
-        ConfigError: if this machine has fewer GPUs than requested, or torch cannot use them.
-        LaunchError: if the store cannot be opened.
-    """
+    """Replicas as child processes."""
 
     def __init__(self, config: RuntimeConfig):
-        self.processes: dict[int, subprocess.Popen] = {}
+        self.processes: dict[int, subprocess.Popen] = {}  # the latest ones, by number
+        self.num_shards = config.num_shards
         self._config = config
-        self._num_replicas, self.num_shards = config.num_replicas, config.num_shards
         self._num_stages = config.num_stages
+        self._num_processes = config.num_replicas * config.num_shards
         self._pipes: dict[int, ReplicaPipe] = {}
         self._segments: dict[int, str] = {}  # name of the shared memory of each replica's shards, by replica index
         self._ended_pipes: list[ReplicaPipe] = []  # of replicas that have ended; closed by the receiving thread
@@ -106,13 +87,13 @@ class SpawnHost(ProcessHost):
         self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
         options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
         self._store = None
-        if self._num_replicas > 1 and not options.shares_memory(self._num_replicas):
+        if config.num_replicas > 1 and not options.shares_memory(config.num_replicas):
             # The driver hosts the store: it outlives every replica.
             self._store = host_store(self._address, launcher.port, launcher.start_timeout)
 
     def start_process(self, index: int) -> None:
         segment = self._segments[index] = new_segment_name()
-        for number in self._numbers(index):
+        for number in self.numbers(index):
             ours, theirs = Pipe()
             with theirs:
                 self.processes[number] = start_process(theirs)
@@ -121,24 +102,13 @@ class SpawnHost(ProcessHost):
             place = Placement(number * self._num_stages, self._num_processes, shard=shard)
             pipe.send(pickle.dumps((self._config, place)))
 
-    def _numbers(self, index: int) -> range:
-        """Return the numbers of a replica's processes; the first is shard 0's."""
-        return range(index * self.num_shards, (index + 1) * self.num_shards)
-
-    @property
-    def _num_processes(self) -> int:
-        return self._num_replicas * self.num_shards
-
-    def placement(self, index: int) -> Placement:
-        return Placement(self._numbers(index)[0] * self._num_stages, self._num_processes)
-
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous:
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
         if self._store is None:
-            return Rendezvous(segment=new_segment_name())
-        return Rendezvous(self._address, self._store.port)
+            return ReplicaContext(segment=new_segment_name())
+        return ReplicaContext(host=self._address, port=self._store.port)
 
     def send(self, index: int, message: object) -> None:
-        pipe = self._pipes.get(self._numbers(index)[0])
+        pipe = self._pipes.get(self.numbers(index)[0])
         if pipe is not None:
             pipe.send(encode_order(message))
 
@@ -174,7 +144,7 @@ class SpawnHost(ProcessHost):
         return Failed(f"{whose} ended ({how})", None)
 
     def kill(self, index: int) -> Callable[[], None]:
-        numbers = self._numbers(index)
+        numbers = self.numbers(index)
         processes = [self.processes[number] for number in numbers if number in self.processes]
         for process in processes:
             process.kill()
@@ -207,11 +177,7 @@ class SpawnHost(ProcessHost):
 
 
 class SpawnLauncher(TeamLauncher):
-    """launcher=local with several replicas or shards, or with launcher.own_process=true.
-
-    Raises:
-        LookaheadError: if any of the replicas cannot be started.
-    """
+    """launcher=local with several replicas or shards, or with launcher.own_process=true."""
 
     def __init__(self, config: RuntimeConfig):
         self.host = SpawnHost(config)

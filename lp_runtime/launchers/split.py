@@ -1,23 +1,25 @@
-"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest".
-
-Letters: P GPUs per replica.
-"""
+"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest". Letters: P GPUs per replica."""
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from importlib import metadata
 
+import numpy as np
 import torch
 
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.devices import device_type, why_no_gpu
-from lp_runtime.errors import LaunchError, ModelError
-from lp_runtime.launchers.fastest_split import fastest_split
+from lp_runtime.errors import ConfigError, LaunchError, ModelError
 from lp_runtime.model.capacity import NCCL_BYTES
+from lp_runtime.model.hf.config import config_json
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
@@ -27,6 +29,9 @@ import json, torch
 print(json.dumps([torch.cuda.mem_get_info(index)[0] for index in range(torch.cuda.device_count())]))
 """
 SURVEY_SECONDS = 120.0  # limit for importing torch and creating the contexts
+# The file of the speeds that lp-bench splits=auto has measured.
+SPEEDS_VERSION = 1
+SPEEDS_KEYS = ("gpus_per_replica", "tokens_per_second")
 
 Survey = Callable[[], Sequence[int]]  # returns the free bytes of each GPU
 
@@ -35,15 +40,9 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
     """Return settings whose gpus_per_replica is a number: the given one, the fastest, or the smallest.
 
     Args:
-        config: settings whose gpus_per_replica may be "auto" or "fastest".
         num_gpus: GPUs that the runtime may use; 0 on CPUs.
         survey: called only if more than one P is possible.
         num_local: GPUs of one machine, which P must divide, too; None if all GPUs are on this machine.
-
-    Raises:
-        ConfigError: if gpus_per_replica=fastest and nothing was measured.
-        LaunchError: if the GPUs' free memory cannot be read.
-        ModelError: if the model does not fit with any P.
     """
     if config.gpus_per_replica == "fastest":
         gpus = config.gpus or num_gpus or 1
@@ -54,7 +53,6 @@ def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
 
 
 def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
-    """Return settings with the fewest GPUs per replica; see `choose_split`."""
     candidates = [each for each in _divisors(config.gpus, num_gpus) if num_local is None or num_local % each == 0]
     if config.model.device_map is not None or len(candidates) < 2:  # a model that does not fit fails when it is loaded
         return dataclasses.replace(config, gpus_per_replica=1)
@@ -80,7 +78,6 @@ def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
 
 
 def _why_not_sliced(size: ModelSize, num_shards: int) -> str:
-    """Return why a model cannot be sliced into shards; empty if it can."""
     try:
         size.check_shards(num_shards)
         return ""
@@ -99,10 +96,7 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
     """Return (P, parallelism): the fewest GPUs that hold the weights, the KV cache and the passes' memory.
 
     Tensor parallelism is preferred; pipeline is the choice if tensor fits on no candidate. Candidates are possible P,
-    ascending; `free` is the free bytes on every GPU.
-
-    Raises:
-        ModelError: if the model fits on no candidate; the message says why more GPUs are not possible.
+    ascending; `free` is the free bytes on every GPU. The message of a ModelError says why more GPUs are not possible.
     """
     # NCCL allocates buffers on every GPU, for the GPUs of a replica and for replicas among each other.
     exchange_bytes = NCCL_BYTES if candidates[-1] > 1 else 0
@@ -131,11 +125,7 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
 
 
 def free_of_this_machine() -> list[int]:
-    """Return the free bytes of each visible GPU, measured with a CUDA context on it.
-
-    Raises:
-        LaunchError: if the GPUs cannot be queried.
-    """
+    """Return the free bytes of each visible GPU, measured with a CUDA context on it; LaunchError if that fails."""
     if reason := why_no_gpu():
         raise LaunchError(f"gpus_per_replica=auto: {reason}")
     try:
@@ -150,12 +140,33 @@ def free_of_this_machine() -> list[int]:
 
 
 def visible_on(device: str) -> int:
-    """Return how many GPUs this process can use for replicas; 0 for "cpu".
-
-    Args:
-        device: "auto", "cpu" or "cuda".
-
-    Raises:
-        ConfigError: if the machine has GPUs that torch cannot use.
-    """
+    """Return how many GPUs this process can use for replicas with a setting of `device`; 0 for "cpu"."""
     return 0 if device_type(device) == "cpu" or not torch.cuda.is_available() else torch.cuda.device_count()
+
+
+def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
+    """Store tokens per second by GPUs per replica, measured for a model here; no effect without a cache folder."""
+    arrays = {SPEEDS_KEYS[0]: np.array(list(speeds)), SPEEDS_KEYS[1]: np.array(list(speeds.values()))}
+    CalibrationFiles(config.cache_dir).store(_speeds_file(config, config.num_gpus), arrays)
+
+
+def fastest_split(config: RuntimeConfig, gpus: int) -> int:
+    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total."""
+    found = CalibrationFiles(config.cache_dir).load(_speeds_file(config, gpus), SPEEDS_KEYS)
+    if found is None:
+        path = "" if config.model.path is None else f" model.path={config.model.path}"
+        kept = "" if config.cache_dir is not None else " with a cache_dir"
+        raise ConfigError(
+            f"gpus_per_replica=fastest: nothing was measured of this model on {gpus} GPUs of this machine;"
+            f" run lp-bench splits=auto gpus={gpus}{path}{kept}"
+        )
+    return int(found[SPEEDS_KEYS[0]][found[SPEEDS_KEYS[1]].argmax()])
+
+
+def _speeds_file(config: RuntimeConfig, gpus: int) -> str:
+    model = config.model
+    settings = [config.device, config.dtype, config.exactness, config.compile, model.location, model.parallelism]
+    versions = [metadata.version(name) for name in ("torch", "transformers")]
+    what = [SPEEDS_VERSION, gpus, platform.node(), *settings, *versions]
+    what.append(config_json(model.location, model.revision))
+    return f"splits-{hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()}.npz"

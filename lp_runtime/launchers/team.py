@@ -27,14 +27,7 @@ from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):
-    """Base class of launchers with replicas in separate processes. Subclasses supply the ProcessHost.
-
-    Args:
-        host: starts the processes and exchanges messages with them; closed with the launcher, or if the start fails.
-
-    Raises:
-        LookaheadError: if any of the replicas fails.
-    """
+    """Base class of launchers with replicas in separate processes. Closes the host, also if the start fails."""
 
     outlives_failures = True
 
@@ -44,18 +37,14 @@ class TeamLauncher(Launcher):
         self.pool = ReplicaPool(host, self.num_replicas, config.failure)
         self._groups = GroupFormer(self.pool, host)
         try:
-            self._start()
+            self.pool.start(self._start_timeout)
+            group = self._groups.form(self.pool.ready)
+            if group is None or len(group) < self.num_replicas:
+                index, reason = next(iter(self.pool.losses.items()))
+                raise LaunchError(f"rank {index} failed at start: {reason}")
         except BaseException:
             self.close()
             raise
-
-    def _start(self) -> None:
-        """Start all replicas and form their group."""
-        self.pool.start(self._start_timeout)
-        group = self._groups.form(self.pool.ready)
-        if group is None or len(group) < self.num_replicas:
-            index, reason = next(iter(self.pool.losses.items()))
-            raise LaunchError(f"rank {index} failed at start: {reason}")
 
     @property
     def info(self) -> ReplicaInfo:
@@ -87,9 +76,6 @@ class TeamLauncher(Launcher):
         """Decode a request on the replicas of a lease. Closing the iterator early cancels the request.
 
         Several requests may be decoded at once, on the same or on different replicas, each in a separate thread.
-
-        Raises:
-            ReplicaError: if all replicas of the lease are lost and it gets no others, or the launcher is closed.
         """
         if self._is_closed:
             raise ReplicaError("the runtime is closed")

@@ -41,9 +41,6 @@ class TorchrunLauncher(Launcher):
 
     In a script every rank makes the same calls. If only rank 0 makes them (the command line), the other ranks call
     `close` at once, which serves rank 0's requests until rank 0 closes.
-
-    Raises:
-        LookaheadError: if this rank's replica cannot be started.
     """
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
@@ -133,11 +130,7 @@ class TorchrunLauncher(Launcher):
 
 
 class TorchrunFollower(Launcher):
-    """launcher=torchrun on a shard other than 0: yields the same events as shard 0 of its replica.
-
-    Raises:
-        LookaheadError: if this shard or shard 0 cannot be started.
-    """
+    """launcher=torchrun on a shard other than 0: yields the same events as shard 0 of its replica."""
 
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
         super().__init__(context.num_replicas, False, place.num_shards)
@@ -190,13 +183,7 @@ class TorchrunFollower(Launcher):
 
 
 def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number, the same on all ranks.
-
-    Rank 0 chooses it by the free memory of its GPU.
-
-    Raises:
-        LookaheadError: if no number is possible.
-    """
+    """Return settings whose gpus_per_replica is a number, which rank 0 chooses by the free memory of its GPU."""
     if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
         raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))
@@ -216,21 +203,14 @@ def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
         except LookaheadError as error:
             return str(error)
 
-    answer = said_by_first(world, "split", chosen, STORE_SECONDS)
+    answer = said_by_first(world, "split", chosen, STORE_SECONDS, world.rank, world.num_replicas)
     if not answer.isdecimal():
         raise ModelError(answer)
     return dataclasses.replace(given, gpus_per_replica=int(answer))
 
 
 def launch_under_torchrun(config: RuntimeConfig) -> Launcher:
-    """Start this rank's shard of its replica; consecutive ranks are the shards of one replica.
-
-    Args:
-        config: the runtime's settings; torchrun's WORLD_SIZE overrides `gpus`.
-
-    Raises:
-        LookaheadError: if this rank's replica cannot be started.
-    """
+    """Start this rank's shard of its replica; consecutive ranks are the shards of one replica."""
     world = ReplicaContext.from_torchrun()
     if config.gpus is not None and config.gpus != world.num_replicas:
         logger.warning("gpus=%d is ignored: torchrun sets it to WORLD_SIZE=%d", config.gpus, world.num_replicas)

@@ -15,8 +15,8 @@ from lp_runtime.lookahead.drafters.best_first import growth
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
-from lp_runtime.utils.child_process import python_command
 from lp_runtime.utils.jit import compile_in_turns, is_cached
+from lp_runtime.utils.startup import python_command
 
 SHARED = "shared"  # argument of the second process: several replicas share each step
 

@@ -35,7 +35,7 @@ from lp_runtime.replica.profiler import check_folder
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of
 from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.utils.progress import Progress
+from lp_runtime.utils.startup import Progress
 
 MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
 

@@ -28,7 +28,7 @@ from lp_runtime.model.modules.packed_linear import LAYOUTS, pack_as, pack_fastes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import why_chains
 from lp_runtime.model.tensor_parallel.slicing import slice_model
-from lp_runtime.utils.progress import Progress
+from lp_runtime.utils.startup import Progress
 
 GIB = 1 << 30
 

@@ -14,20 +14,11 @@ MIN_LEFT_TOKENS = 32  # a job with fewer tokens left is not moved: new replicas 
 
 
 class Allocator:
-    """Allocates replicas to jobs. Guarded by the scheduler's condition.
-
-    Args:
-        running: leases of the running jobs; the job runner appends and removes them.
-        policy: one of SCHEDULING_POLICIES; see Scheduler.
-        max_batch: largest number of requests that a replica decodes in one forward pass.
-
-    Attributes:
-        speeds: measured speed of each LP degree.
-    """
+    """Allocates replicas to jobs. Guarded by the scheduler's condition."""
 
     def __init__(self, launcher: Launcher, running: list[JobLease], policy: str, max_batch: int):
         self.speeds = DegreeSpeeds()
-        self._running = running
+        self._running = running  # leases of the running jobs; the job runner appends and removes them
         self._launcher = launcher
         self._policy = policy
         self._max_batch = max_batch if policy != "latency" else 1
@@ -42,21 +33,16 @@ class Allocator:
         return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
 
     def allocate(self, ready: frozenset[int], waiting: Collection[Job]) -> Iterator[tuple[Job, list[int]]]:
-        """Allocate the ready replicas to the running jobs, and to waiting jobs that can begin.
+        """Allocate the ready replicas to the running jobs, and to waiting jobs, in order of arrival, that can begin.
 
-        Args:
-            ready: indices of the replicas that are up.
-            waiting: jobs that have not begun, in order of arrival.
-
-        Yields:
-            (job, replicas) of each job to begin now, in order; the caller must add its lease to the running ones before
-            it asks for the next.
+        Yields (job, replicas) of each job to begin now; the caller must add its lease to the running ones before it
+        asks for the next.
         """
         num_new = min(len(waiting), self.max_running(ready) - len(self._running))
         beginning = list(waiting)[: max(0, num_new)]
         must_wait = len(waiting) > len(beginning)
         jobs = [lease.job for lease in self._running] + beginning
-        degrees = self._target_degrees(jobs, len(ready))
+        degrees = target_degrees(len(ready), [self._max_degree(job, len(ready), len(jobs)) for job in jobs])
         free = sorted(ready - {index for lease in self._running for index in lease.held})
         num_running = len(self._running)
         self._shrink_or_refill(degrees, ready, free)
@@ -71,17 +57,13 @@ class Allocator:
         if not must_wait:
             self._spread(degrees, free)
 
-    def _target_degrees(self, jobs: list[Job], num_ready: int) -> list[int]:
-        """Return how many replicas each job should have; sets `max_degree` of jobs that have none yet."""
-        max_degrees = []
-        for job in jobs:
-            if job.max_degree is None:
-                job.max_degree = self._max_degree(job, num_ready, len(jobs))
-            max_degrees.append(job.max_degree)
-        return target_degrees(num_ready, max_degrees)
-
     def _max_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        """Return the largest useful number of replicas for a job."""
+        """Return the largest useful number of replicas for a job, which is decided once."""
+        if job.max_degree is None:
+            job.max_degree = self._choose_degree(job, num_ready, num_jobs)
+        return job.max_degree
+
+    def _choose_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
         if job.gpus is not None:
             return job.gpus
         if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):
@@ -95,16 +77,13 @@ class Allocator:
     def _shrink_or_refill(self, degrees: list[int], ready: frozenset[int], free: list[int]) -> None:
         """Take replicas from jobs that have too many, and give one to each job that has lost all it had.
 
-        Args:
-            degrees: target degrees, those of the running jobs first, in order.
-            ready: indices of the replicas that are up.
-            free: ready replicas that no job holds; the method removes those that it gives away.
+        `degrees` begin with those of the running jobs. Replicas that are given away are removed from `free`.
         """
         for lease, degree in zip(self._running, degrees, strict=False):
             if len(lease.wanted & ready) > degree:
                 lease.shrink(degree)
             elif not lease.wanted:
-                lease.grow([free.pop(0)] if free else self._replica_to_share(lease.job, ready))
+                lease.wanted = frozenset([free.pop(0)] if free else self._replica_to_share(lease.job, ready))
 
     def _replica_to_share(self, job: Job, ready: frozenset[int]) -> list[int]:
         """Return [the replica with the fewest jobs] among those whose batch can include this job; else []."""
@@ -128,12 +107,7 @@ class Allocator:
         return capacity is None or needed <= capacity + OVERHEAD_TOKENS
 
     def _spread(self, degrees: list[int], free: list[int]) -> None:
-        """Give free replicas to jobs that share one or have fewer than their target. No job may be waiting.
-
-        Args:
-            degrees: target degrees of the running jobs, in order.
-            free: replicas that no job holds; the method removes those that it gives away.
-        """
+        """Give free replicas to jobs that share one or have fewer than their target. No job may be waiting."""
         # Jobs without a first token come first: the replica they share may be in a long step of another job.
         for lease, degree in sorted(
             zip(self._running, degrees, strict=False), key=lambda pair: pair[0].num_delivered > 0
@@ -144,12 +118,10 @@ class Allocator:
                 continue
             others = [other for other in self._running if other is not lease]
             if any(other.wanted & lease.wanted for other in others):
-                lease.move_to([free.pop(0)])
-            elif lease.num_delivered and not any(
-                other.held & lease.wanted for other in others
-            ):  # only once other jobs have left its replicas
-                more = free[: max(0, degree - len(lease.wanted))]
-                lease.grow(more)
+                lease.wanted = frozenset([free.pop(0)])
+            elif lease.num_delivered and not any(other.held & lease.wanted for other in others):
+                more = free[: max(0, degree - len(lease.wanted))]  # now that other jobs have left its replicas
+                lease.wanted |= frozenset(more)
                 del free[: len(more)]
 
 

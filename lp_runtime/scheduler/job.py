@@ -20,8 +20,6 @@ CHECK_SECONDS = 0.2  # between checks of deadlines and of ready replicas, which 
 
 
 class JobState(Enum):
-    """State of a job: in the queue, on replicas, or ended."""
-
     WAITING = auto()
     RUNNING = auto()
     FINISHED = auto()
@@ -35,11 +33,9 @@ class Job:
         deadline: time.monotonic() after which a job that still waits fails with DeadlineError; None for no limit.
         gpus: largest number of replicas for the job; None leaves it to the scheduler's policy.
         state: waiting, running or finished.
-        max_degree: largest useful number of replicas; None until the allocator has decided.
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
         queue_seconds: seconds from submission to the first replica; None before.
-        on_cancel: cancels the request on the replicas that decode it; None while there are none.
     """
 
     def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
@@ -47,11 +43,11 @@ class Job:
         self.deadline = deadline
         self.gpus = gpus
         self.state = JobState.WAITING
-        self.max_degree: int | None = None
+        self.max_degree: int | None = None  # largest useful number of replicas, once the allocator has decided
         self.generation: Generation | None = None
         self.is_cancelled = False
         self.queue_seconds: float | None = None
-        self.on_cancel: Callable[[], None] | None = None
+        self.on_cancel: Callable[[], None] | None = None  # cancels the request on the replicas that decode it
         self._submitted = time.monotonic()
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
@@ -66,15 +62,11 @@ class Job:
 
     def abort(self, error: LookaheadError) -> None:
         """Cancel the job, and raise an error to the reader of its deltas without waiting for the current step."""
-        self._put(error)
+        self.deliver(error)
         self.cancel()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield the deltas as they arrive.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
-        """
+        """Yield the deltas as they arrive; raises as `result` does."""
         while (delta := self._unpack(self._items.get())) is not None:
             yield delta
 
@@ -95,11 +87,7 @@ class Job:
         return self.generation
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """Yield the deltas as they arrive, in asyncio. Ending the iteration early cancels the job.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.generate` does; DeadlineError if the job has not begun in time.
-        """
+        """Yield the deltas as they arrive, in asyncio; raises as `result` does. An early end cancels the job."""
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._listener = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
@@ -120,7 +108,6 @@ class Job:
                 self.cancel()
 
     def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
-        """Return a delta, raise an error, or, for the result, set `generation` and return None."""
         if isinstance(item, LookaheadError):
             raise item
         if isinstance(item, Generation):
@@ -131,20 +118,15 @@ class Job:
     # For the scheduler.
 
     def begin(self) -> None:
-        """Record that the job has replicas and starts."""
         self.state = JobState.RUNNING
         self.queue_seconds = time.monotonic() - self._submitted
 
-    def deliver(self, delta: Delta) -> None:
-        """Queue a delta for the reader of the job."""
-        self._put(delta)
-
     def finish(self, outcome: Generation | LookaheadError) -> None:
-        """End the job with its result or its error."""
         self.state = JobState.FINISHED
-        self._put(outcome)
+        self.deliver(outcome)
 
-    def _put(self, item: Delta | Generation | LookaheadError) -> None:
+    def deliver(self, item: Delta | Generation | LookaheadError) -> None:
+        """Queue an item for the reader of the job."""
         self._items.put(item)
         listener = self._listener
         if listener is not None:
@@ -156,36 +138,21 @@ class Job:
 
 @dataclass
 class Totals:
-    """Sums over all jobs of a scheduler. Other threads read them while they change.
+    """Sums over all jobs of a scheduler. Other threads read them while they change."""
 
-    Attributes:
-        requests: number of jobs by ending: a finish_reason, "cancelled", "expired" or "failed".
-        prompt_tokens: tokens of all prompts.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        cache_hits: requests with such tokens.
-        new_tokens: generated tokens of jobs that have ended.
-        delivered: tokens delivered to readers, those of running jobs included.
-        steps: steps, prefills included.
-        losses: replicas lost while they decoded.
-        fed: draft tokens fed to the model, by source, if the drafter counts them.
-        accepted: draft tokens accepted, by source, if the drafter counts them.
-        seconds: seconds in each part of a step (forward, exchange, other) and in prefills.
-    """
-
-    requests: dict[str, int] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)  # by finish_reason, or "cancelled", "expired" or "failed"
     prompt_tokens: int = 0
-    cached_tokens: int = 0
-    cache_hits: int = 0
-    new_tokens: int = 0
-    delivered: int = 0
-    steps: int = 0
-    losses: int = 0
-    fed: dict[str, int] = field(default_factory=dict)
-    accepted: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
+    cached_tokens: int = 0  # prompt tokens that came from the prefix cache
+    cache_hits: int = 0  # requests with such tokens
+    new_tokens: int = 0  # of jobs that have ended
+    delivered: int = 0  # tokens delivered to readers, those of running jobs included
+    steps: int = 0  # prefills included
+    losses: int = 0  # replicas lost while they decoded
+    fed: dict[str, int] = field(default_factory=dict)  # draft tokens, by source, if the drafter counts them
+    accepted: dict[str, int] = field(default_factory=dict)  # the same
+    seconds: dict[str, float] = field(default_factory=dict)  # in each part of a step, and in prefills
 
     def add(self, request: Request, generation: Generation) -> None:
-        """Add a request's tokens, steps, drafts and times."""
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += generation.cached_tokens
         self.cache_hits += generation.cached_tokens > 0
@@ -202,24 +169,11 @@ class Totals:
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 
     def count(self, ending: str) -> None:
-        """Count a job by its ending."""
         self.requests[ending] = self.requests.get(ending, 0) + 1
 
 
 class JobLease(ReplicaLease):
-    """Replicas of a running job. Guarded by the scheduler's condition.
-
-    Args:
-        members: indices of the replicas to start on.
-        changed: the scheduler's condition.
-        refill_seconds: how long a job that has lost all its replicas waits for others.
-        may_refill: whether any replica is up or loading, so that waiting makes sense.
-
-    Attributes:
-        wanted: replicas that the job should run on.
-        current: replicas that the job runs on now.
-        num_delivered: tokens delivered so far.
-    """
+    """Replicas of a running job. Guarded by the scheduler's condition, `changed`."""
 
     def __init__(
         self,
@@ -231,11 +185,11 @@ class JobLease(ReplicaLease):
     ):
         super().__init__(members)
         self.job = job
-        self.current: frozenset[int] = frozenset()
-        self.num_delivered = 0
+        self.current: frozenset[int] = frozenset()  # replicas that the job runs on now
+        self.num_delivered = 0  # tokens
         self._changed = changed
-        self._refill_seconds = refill_seconds
-        self._may_refill = may_refill
+        self._refill_seconds = refill_seconds  # how long a job that has lost all its replicas waits for others
+        self._may_refill = may_refill  # whether any replica is up or loading, so that waiting makes sense
 
     @property
     def held(self) -> frozenset[int]:
@@ -244,7 +198,6 @@ class JobLease(ReplicaLease):
 
     @property
     def num_left(self) -> int:
-        """Upper bound on the tokens still to be generated."""
         return self.job.request.max_new_tokens - self.num_delivered
 
     @property
@@ -252,18 +205,10 @@ class JobLease(ReplicaLease):
         """Whether the job runs on its wanted replicas, and so is not moving."""
         return self.current == self.wanted
 
-    def grow(self, more: Iterable[int]) -> None:
-        """Add replicas."""
-        self.wanted |= frozenset(more)
-
     def shrink(self, size: int) -> None:
         """Keep `size` replicas, preferably those that the job runs on, lowest index (rank 0) first."""
         by_preference = sorted(self.wanted & self.current) + sorted(self.wanted - self.current)
         self.wanted = frozenset(by_preference[:size])
-
-    def move_to(self, members: Iterable[int]) -> None:
-        """Replace all replicas."""
-        self.wanted = frozenset(members)
 
     @contextmanager
     def cancelling(self, cancel: Callable[[], None]) -> Iterator[None]:
@@ -277,7 +222,6 @@ class JobLease(ReplicaLease):
             self.job.on_cancel = None
 
     def lose(self, lost: Iterable[int]) -> None:
-        """Remove lost replicas."""
         with self._changed:
             super().lose(lost)
             self.current -= frozenset(lost)

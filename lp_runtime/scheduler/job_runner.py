@@ -12,14 +12,7 @@ from lp_runtime.scheduler.lp_degree import DegreeSpeeds, SpeedMeter
 
 
 class JobRunner:
-    """Begins jobs, delivers their deltas and ends them.
-
-    Args:
-        changed: the scheduler's condition, which guards leases and totals.
-        running: leases of the running jobs; appended when a job begins, removed when it ends.
-        totals: updated when a job delivers tokens or ends.
-        speeds: receives the measured speed of jobs that run alone.
-    """
+    """Begins jobs, delivers their deltas and ends them."""
 
     def __init__(
         self,
@@ -30,21 +23,19 @@ class JobRunner:
         speeds: DegreeSpeeds,
     ):
         self._runtime = runtime
-        self._refill_seconds = runtime.config.launcher.start_timeout
-        self._changed = changed
-        self._running = running
+        self._changed = changed  # the scheduler's condition, which guards leases and totals
+        self._running = running  # leases of the running jobs; appended when a job begins, removed when it ends
         self._totals = totals
-        self._speeds = speeds
+        self._speeds = speeds  # receives the measured speed of jobs that run alone
         self._threads: set[threading.Thread] = set()
 
     def begin(self, job: Job, members: list[int] | None) -> None:
-        """Start a job's thread. The caller holds the scheduler's condition.
+        """Start a waiting job's thread. The caller holds the scheduler's condition.
 
-        Args:
-            job: a waiting job.
-            members: indices of its replicas; None if the launcher runs one job at a time, on all replicas.
+        `members` are the indices of its replicas; None if the launcher runs one job at a time, on all replicas.
         """
-        lease = JobLease(job, members or (), self._changed, self._refill_seconds, self._may_refill)
+        seconds, launcher = self._runtime.config.launcher.start_timeout, self._runtime.launcher
+        lease = JobLease(job, members or (), self._changed, seconds, lambda: launcher.has_replicas)
         self._running.append(lease)
         job.begin()
         thread = threading.Thread(target=self._decode, args=(lease, members is not None), daemon=True)
@@ -54,11 +45,7 @@ class JobRunner:
         except RuntimeError as error:  # the system's thread limit
             self._end(lease, thread, ReplicaError(f"the request could not be started: {first_line(error)}"), "failed")
 
-    def _may_refill(self) -> bool:
-        return self._runtime.launcher.has_replicas
-
     def join(self) -> None:
-        """Wait until all jobs have ended."""
         for thread in list(self._threads):
             thread.join()
 
@@ -91,7 +78,6 @@ class JobRunner:
     def _end(
         self, lease: JobLease, thread: threading.Thread, outcome: Generation | LookaheadError, ending: str
     ) -> None:
-        """Free a job's replicas, and deliver its outcome."""
         with self._changed:
             # Update the totals first: a thread that sees, without the lock, no running job finds all jobs counted.
             self._totals.count(ending)

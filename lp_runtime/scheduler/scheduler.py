@@ -49,6 +49,7 @@ class Scheduler:
 
     Attributes:
         totals: sums over all jobs so far.
+        max_waiting: largest number of requests in the queue.
 
     Raises:
         ConfigError: an argument is out of range.
@@ -67,7 +68,7 @@ class Scheduler:
         self.totals = Totals()
         self._runtime = runtime
         self._launcher = runtime.launcher
-        self._max_waiting = max_waiting
+        self.max_waiting = max_waiting
         self._waiting: deque[Job] = deque()
         self._running: list[JobLease] = []
         self._allocator = Allocator(self._launcher, self._running, policy, max_batch)
@@ -93,16 +94,11 @@ class Scheduler:
         return self._launcher.why_lost
 
     @property
-    def max_waiting(self) -> int:
-        """Largest number of requests in the queue."""
-        return self._max_waiting
-
-    @property
     def max_jobs(self) -> int:
         """Largest number of requests, running and waiting, if all replicas are up."""
         launcher = self._launcher
         replicas = None if launcher.ready is None else range(launcher.num_replicas)
-        return self._max_waiting + self._allocator.max_running(replicas)
+        return self.max_waiting + self._allocator.max_running(replicas)
 
     @property
     def num_waiting(self) -> int:
@@ -152,7 +148,6 @@ class Scheduler:
 
     def _num_replicas_on(self, gpus: int) -> int:
         """Convert a number of GPUs to a number of replicas; raise ConfigError if that is not possible."""
-
         each, num_replicas = self._launcher.gpus_per_replica, self._launcher.num_replicas
         if gpus > num_replicas * each:
             what = "the number of replicas" if each == 1 else "the number of GPUs"
@@ -166,15 +161,7 @@ class Scheduler:
     ) -> list[Job]:
         """Put several requests at the end of the queue, or none if the queue cannot hold all of them.
 
-        Args:
-            requests: as returned by `LookaheadRuntime.request`.
-            timeout: seconds within which decoding of each must begin; None for no limit.
-            gpus: as in `submit`, for each request.
-
-        Raises:
-            BusyError: too many requests are waiting.
-            ConfigError: the runtime has fewer than `gpus` GPUs, or `gpus` is not a multiple of gpus_per_replica.
-            ReplicaError: the scheduler is closed.
+        Arguments and errors are as in `submit`, for each request.
         """
         if gpus is not None:
             require_int("gpus", gpus, 1)
@@ -185,9 +172,9 @@ class Scheduler:
             if self._is_closed:
                 raise ReplicaError("the scheduler is closed")
             num_free = max(0, self._allocator.max_running(self._launcher.ready) - len(self._running))
-            if len(self._waiting) + len(jobs) > self._max_waiting + num_free:
+            if len(self._waiting) + len(jobs) > self.max_waiting + num_free:
                 raise BusyError(
-                    f"busy: {len(self._waiting)} requests are waiting, and at most {self._max_waiting} may; try later"
+                    f"busy: {len(self._waiting)} requests are waiting, and at most {self.max_waiting} may; try later"
                 )
             self._waiting.extend(jobs)
             self._changed.notify_all()
@@ -198,13 +185,7 @@ class Scheduler:
     ) -> Job:
         """Submit a prompt. Iterate over the job, or, in asyncio, over its `deltas()`.
 
-        Args:
-            prompt: text or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.request` and `submit` do.
+        Arguments are those of `LookaheadRuntime.generate`; errors are those of `LookaheadRuntime.request` and `submit`.
         """
         return self.submit(self._runtime.request(prompt, max_new_tokens, **options))
 
@@ -216,13 +197,8 @@ class Scheduler:
     ) -> list[Generation]:
         """Decode prompts, as many at once as the policy allows, and return the results in the prompts' order.
 
-        Args:
-            prompts: texts or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: the first error of any request; the other requests are cancelled.
+        The other arguments are those of `LookaheadRuntime.generate`. Raises the first LookaheadError of any request;
+        the other requests are cancelled.
         """
         jobs: list[Job] = []
         try:
@@ -241,16 +217,7 @@ class Scheduler:
         max_new_tokens: int | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[Generation]:
-        """Decode prompts in asyncio, as `generate_many` does. Cancelling the coroutine cancels all requests.
-
-        Args:
-            prompts: texts or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: the first error of any request; the other requests are cancelled.
-        """
+        """Decode prompts in asyncio, as `generate_many` does. Cancelling the coroutine cancels all requests."""
         jobs: list[Job] = []
         try:
             for request in self._requests(prompts, max_new_tokens, options):
@@ -268,16 +235,7 @@ class Scheduler:
     async def stream_async(
         self, prompt: str | Sequence[int], max_new_tokens: int | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Delta]:
-        """Submit a prompt and yield its deltas, in asyncio. Ending the iteration early cancels the request.
-
-        Args:
-            prompt: text or token ids.
-            max_new_tokens: largest number of new tokens, >= 1; default: the model's own, else 128.
-            options: see RequestOptions.
-
-        Raises:
-            LookaheadError: as `LookaheadRuntime.request` and `submit` do, and as the job does.
-        """
+        """Submit a prompt as `stream` does, and yield its deltas, in asyncio. An early end cancels the request."""
         job = self.stream(prompt, max_new_tokens, **options)
         async with contextlib.aclosing(job.deltas()) as deltas:
             async for delta in deltas:
@@ -289,7 +247,6 @@ class Scheduler:
         return [self._runtime.request(prompt, max_new_tokens, **options) for prompt in prompts]
 
     def _try_submit(self, request: Request) -> Job | None:
-        """Submit a request; return None if too many are waiting."""
         try:
             return self.submit(request)
         except BusyError:
@@ -324,7 +281,6 @@ class Scheduler:
                 self._changed.wait(CHECK_SECONDS)
 
     def _drop_ended(self) -> None:
-        """Remove jobs from the queue that were cancelled, or have waited past their deadline."""
         now = time.monotonic()
         error: LookaheadError
         for job in list(self._waiting):

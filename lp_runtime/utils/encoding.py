@@ -25,11 +25,7 @@ SCALARS: dict[Any, Any] = {bool: bool, int: int, str: str, float: (int, float), 
 
 
 def encode(value: object) -> bytes:
-    """Return a message with a dataclass.
-
-    Raises:
-        TypeError: if a field holds something else than numbers, texts, bytes, dataclasses and collections of them.
-    """
+    """Return a message with a dataclass of numbers, texts, bytes, dataclasses and collections, else raise TypeError."""
     body = json.dumps(value, default=_plain, separators=(",", ":")).encode()
     return MAGIC + CHECKSUM.pack(zlib.crc32(body)) + body
 
@@ -52,8 +48,7 @@ def _plain(value: object) -> object:
 def decode(kind: type[T], data: bytes) -> T:
     """Return the dataclass of class `kind` that a message holds.
 
-    Raises:
-        ValueError: if the message is damaged, is not one of `encode`, or comes from another version of the class.
+    Raises ValueError if the message is damaged, is not one of `encode`, or comes from another version of the class.
     """
     start = len(MAGIC) + CHECKSUM.size
     if len(data) < start or not data.startswith(MAGIC):
@@ -91,32 +86,24 @@ def _built(kind: Any, value: Any, where: str) -> Any:
 
 
 def _optional(args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a value whose type is X | None."""
     inner = [each for each in args if each is not types.NoneType]
     assert len(inner) == 1, f"{where}: the encoding has unions of one type and None only"
     return None if value is None and len(args) == 2 else _built(inner[0], value, where)
 
 
 def _of_object(kind: Any, args: tuple[Any, ...], value: Any, where: str) -> Any:
-    """Return a dataclass or a dict from a JSON object."""
     if not isinstance(value, dict):
         raise ValueError(f"{where} must be an object, not {type(value).__name__}")
-    if not is_dataclass(kind):
-        keys = (int(key) if args[0] is int else key for key in value)
-        return {key: _built(args[1], each, f"{where}[{key}]") for key, each in zip(keys, value.values(), strict=True)}
-    return _of_dataclass(kind, value, where)
-
-
-def _of_dataclass(kind: Any, value: dict[str, Any], where: str) -> Any:
+    if get_origin(kind) in (dict, Mapping):
+        make_key = int if args[0] is int else str
+        return {make_key(key): _built(args[1], each, f"{where}[{key}]") for key, each in value.items()}
     hints = _hints(kind)
-    names = [field.name for field in fields(kind)]
-    for name in sorted(value.keys() ^ set(names)):
+    for name in sorted(value.keys() ^ {field.name for field in fields(kind)}):
         raise ValueError(f"{where}.{name} is {'unknown' if name in value else 'missing'}: the versions differ")
-    return kind(**{name: _built(hints[name], value[name], f"{where}.{name}") for name in names})
+    return kind(**{name: _built(hints[name], each, f"{where}.{name}") for name, each in value.items()})
 
 
 def _of_list(kind: Any, value: list[Any], where: str) -> Any:
-    """Return a named tuple, tuple, list or frozenset from a JSON array."""
     origin, args = get_origin(kind), get_args(kind)
     is_named = origin is None and issubclass(kind, tuple)
     if is_named:
@@ -129,6 +116,4 @@ def _of_list(kind: Any, value: list[Any], where: str) -> Any:
     return kind(*items) if is_named else origin(items)
 
 
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
+_hints = cache(get_type_hints)

@@ -19,10 +19,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: if the process dies, the file is either complete or unchanged.
-
-    Missing parent folders are created. Raises OSError if the file cannot be written.
-    """
+    """Write a file atomically: complete or unchanged if the process dies. Missing parent folders are created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numba
 import numpy as np
@@ -43,26 +43,14 @@ NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba options for functions 
 _cache_folders: set[Path] = set()  # cache folders of this process's compiled functions
 
 
-@overload
-def compiled(function: Callable, /) -> Dispatcher: ...
-
-
-@overload
-def compiled(
-    *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
-) -> Callable[[Callable], Dispatcher]: ...
-
-
 def compiled(
     function: Callable | None = None, *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
-) -> Dispatcher | Callable[[Callable], Dispatcher]:
+) -> Any:  # a Dispatcher, whose calls are untyped, or a decorator if `function` is None
     """Compile a function with Numba at its first call, and cache the machine code on disk if possible.
 
-    Args:
-        function: None to return a decorator.
-        makes_arrays: whether the function, or one that it calls, creates arrays or views. If not, reference counting is
-            switched off, which took a third of the time of the functions called most; and the function is inlined into
-            its compiled callers, where passing the arrays took another third.
+    `makes_arrays` is whether the function, or one that it calls, creates arrays or views. If not, reference counting is
+    switched off, which took a third of the time of the functions called most; and the function is inlined into its
+    compiled callers, where passing the arrays took another third.
     """
     if function is None:
         return functools.partial(compiled, makes_arrays=makes_arrays, fastmath=fastmath)
@@ -81,7 +69,6 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
     """Mark a function for inlining into its compiled callers; Python callers run it as plain Python.
 
     It gets no entry point for Python and no cache file. Those are two thirds of the time to compile a small function.
-    `makes_arrays` is as in `compiled`; without `function`, a decorator is returned.
     """
     if function is None:
         return functools.partial(inlined, makes_arrays=makes_arrays)
@@ -89,10 +76,9 @@ def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> 
 
 
 def bound(function: Dispatcher, *args: object) -> Callable:
-    """Return a compiled function's machine code for the argument types of `args`.
+    """Return a compiled function's machine code for the types of `args`, which later calls must have.
 
-    Later calls must use these types. Calling the function itself inspects the types of all arguments first: 10 us for a
-    hundred arrays, 40 us with cold caches.
+    Calling the function itself inspects the types first: 10 us for a hundred arrays, 40 us with cold caches.
     """
     return function.compile(tuple(numba.typeof(arg) for arg in args))
 
@@ -121,16 +107,13 @@ class ContentLocator(_CacheLocator):
         return locator
 
     def get_cache_path(self) -> str:
-        """Return the function's cache folder."""
         return str(cache_root() / self._digest)
 
     def get_source_stamp(self) -> str:
-        """Return the digest of the sources, by which Numba detects stale code."""
-        return self._digest
+        return self._digest  # by which Numba detects stale code
 
     def get_disambiguator(self) -> str:
-        """Return a string that distinguishes functions of the same name: the line number."""
-        return str(self._lineno)
+        return str(self._lineno)  # distinguishes functions of the same name
 
 
 _numba_config["CACHE_LOCATOR_CLASSES"] = f"{__name__}.{ContentLocator.__name__}"
@@ -157,7 +140,6 @@ def _digest_of(folder: Path) -> str:
 
 
 def _sources(folder: Path) -> set[Path]:
-    """Return the source files of a folder and the package files that they import, directly or indirectly."""
     found, pending = set(), list(folder.glob("*.py"))
     while pending:
         file = pending.pop()
@@ -169,7 +151,6 @@ def _sources(folder: Path) -> set[Path]:
 
 @functools.cache
 def _imported(file: Path) -> list[Path]:
-    """Return the files of the same top-level package that a source file imports."""
     # The folder that contains the top-level package; for a file outside any package, its own folder.
     package = next((parent for parent in file.parents if not (parent / "__init__.py").exists()), file.parent)
     files = []
@@ -193,18 +174,16 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
             try:
                 use()
             except Exception:
-                for cache_folder in _cache_folders:
-                    _delete_cached(cache_folder)
+                for file in [file for folder in _cache_folders for file in folder.glob("*.nb?")]:
+                    with contextlib.suppress(OSError):
+                        file.unlink()
                 use()
 
     return compile_once
 
 
 def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
-    """Call functions returned by `compiles`, starting with those that no other process is running.
-
-    So processes that start together, as replicas do, share the work of compiling.
-    """
+    """Call functions of `compiles`, first those that no other process runs: replicas that start share the work."""
     pending = list(compilers)
     while pending:
         compiler = next((each for each in pending if not _is_compiling(each)), pending[0])
@@ -223,7 +202,6 @@ def _compile_lock(compiler: Callable) -> Iterator[None]:
 
 
 def _is_compiling(compiler: Callable) -> bool:
-    """Return whether another process holds the lock of a `compiles` function."""
     if not _cache_folders:
         return False
     try:
@@ -237,12 +215,4 @@ def _is_compiling(compiler: Callable) -> bool:
 
 
 def _lock_path(compiler: Callable) -> Path:
-    """Return the lock file of a `compiles` function."""
     return cache_root() / f"{compiler.__module__}.{compiler.__name__}.lock"
-
-
-def _delete_cached(cache_folder: Path) -> None:
-    """Delete the compiled code in a cache folder."""
-    for file in cache_folder.glob("*.nb?"):
-        with contextlib.suppress(OSError):
-            file.unlink()

@@ -21,17 +21,11 @@ REASONING_FIELDS = ("reasoning_content", "reasoning")  # names of a delta's reas
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A server's address, API key and timeout.
+    """A server's address, API key and timeout."""
 
-    Attributes:
-        url: http(s)://HOST:PORT, with or without a path (/v1).
-        api_key: sent as a bearer token; None to send none.
-        timeout: seconds without a byte after which the server counts as gone.
-    """
-
-    url: str
-    api_key: str | None = None
-    timeout: float = 600.0
+    url: str  # http(s)://HOST:PORT, with or without a path (/v1)
+    api_key: str | None = None  # sent as a bearer token
+    timeout: float = 600.0  # seconds without a byte after which the server counts as gone
 
     @classmethod
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
@@ -45,10 +39,7 @@ class Endpoint:
         return cls(url, api_key)
 
     def model(self) -> str:
-        """Return the name of the first model that the server lists.
-
-        Raises LaunchError if the server cannot be reached, or lists no model, and RequestError if it refuses.
-        """
+        """Return the name of the first model that the server lists; raises as `stream` does."""
         with self._asked("GET", "models", None) as response:
             try:
                 return str(json.load(response)["data"][0]["id"])
@@ -58,13 +49,8 @@ class Endpoint:
     def stream(self, route: str, body: Mapping[str, object]) -> Iterator[dict[str, Any]]:
         """Send a request and yield the events of the streamed answer; closing the iterator ends the request.
 
-        Args:
-            route: "completions" or "chat/completions".
-            body: fields of the request, without `stream`.
-
-        Raises:
-            LaunchError: the server cannot be reached, or closed the stream before [DONE] or a finish reason.
-            RequestError: the server refuses the request, or fails.
+        Raises LaunchError if the server cannot be reached, or closes the stream before [DONE] or a finish reason, and
+        RequestError if it refuses the request, or fails.
         """
         is_finished = False
         with self._asked("POST", route, {**body, "stream": True}) as response:
@@ -129,7 +115,6 @@ def _can_be_asked(url: str) -> bool:
 
 
 def _read_key(path: str) -> str:
-    """Return the API key in a file; ConfigError if it cannot be read."""
     try:
         return Path(path).expanduser().read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError) as error:

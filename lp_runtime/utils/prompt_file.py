@@ -15,20 +15,13 @@ MULTI_TURN = "multi-turn"  # Spec-Bench's category name for conversations
 
 @dataclass(frozen=True)
 class Prompt:
-    """One record of a prompts file.
+    """One record of a prompts file."""
 
-    Attributes:
-        index, line: among the records, from 0, and in the file, from 1.
-        value: the prompt's text or token ids; for a conversation, its first turn.
-        turns: texts of the user's turns; just the text if the field holds a single text; empty with token ids.
-        category: the record's field `category`; the file's name without its suffix if there is none.
-    """
-
-    index: int
-    line: int
-    value: str | list[int]
-    turns: tuple[str, ...] = ()
-    category: str = ""
+    index: int  # among the records, from 0
+    line: int  # in the file, from 1
+    value: str | list[int]  # text or token ids; for a conversation, its first turn
+    turns: tuple[str, ...] = ()  # texts of the user's turns; just the text if the field holds one; empty with token ids
+    category: str = ""  # the record's field `category`; the file's name without its suffix if there is none
 
     @property
     def task(self) -> str:
@@ -39,11 +32,8 @@ class Prompt:
 def read_prompts(path: str, field: str, limit: int | None = None, are_ids: bool = False) -> list[Prompt]:
     """Read the prompts of a JSON-lines file, skipping blank lines.
 
-    Args:
-        field: name of the field that holds the prompt: text in all records, or in all records a list of texts, the
-            turns of a conversation.
-        limit: largest number of prompts to read; None for all.
-        are_ids: whether the field holds token ids instead of text.
+    `field` holds the prompt: text in all records, in all records a list of texts (the turns of a conversation), or with
+    `are_ids` token ids.
     """
     prompts: list[Prompt] = []
     shape = ""  # type of the first record's field, in words
@@ -104,10 +94,7 @@ def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
 
 
 def parse_ids(value: object, name: str) -> list[int]:
-    """Return token ids given as a list or as the text of a JSON list; ConfigError for anything else.
-
-    `name` says where the value is in the input, for the error message.
-    """
+    """Return token ids given as a list or as the text of a JSON list; ConfigError, with `name`, for anything else."""
     try:
         ids = json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,12 +1,29 @@
-"""Faster start-up of processes, with fewer warnings."""
+"""Start of processes: commands of child processes, faster imports with fewer warnings, progress on stderr."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import sys
+import time
 import warnings
 from collections.abc import Iterator
+from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]  # as its spawn does
+
+RUN_MODULE = "import sys; sys.path[:] = {path}; import runpy; runpy.run_module({module!r}, None, '__main__', True)"
+START_STAGES = 5  # stages of a replica's start: compiling, loading, optimizing, checking, measuring
+
+
+def python_command(module: str, *arguments: str) -> list[str]:
+    """Return the command line of a child process that runs a module of this package.
+
+    The child gets this process's `sys.path` and interpreter flags, like a multiprocessing child. `python -m` would put
+    the working directory first, so a `random.py` there would shadow the standard library's module.
+    """
+    path = [os.path.abspath(entry) for entry in sys.path]  # '' is the working directory
+    code = RUN_MODULE.format(path=path, module=module)
+    return [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", code, *arguments]
 
 
 def hide_triton_without_gpu() -> None:
@@ -40,3 +57,25 @@ def no_garbage_collection() -> Iterator[None]:
         gc.freeze()
         if was_enabled:
             gc.enable()
+
+
+class Progress:
+    """Numbers the stages of a start and prints each with the seconds elapsed so far."""
+
+    def __init__(self, is_shown: bool, num_stages: int = START_STAGES):
+        self._is_shown, self._num_stages = is_shown, num_stages
+        self._num_begun = 0
+        self._started = time.monotonic()
+
+    def begin(self, what: str) -> None:
+        """Announce that the next stage, `what` in a few words, begins; ignored after the last stage."""
+        if self._num_begun == self._num_stages:
+            return
+        self._num_begun += 1
+        if self._is_shown:
+            seconds = time.monotonic() - self._started
+            print(
+                f"starting, {self._num_begun} of {self._num_stages} ({seconds:.0f} s): {what}",
+                file=sys.stderr,
+                flush=True,
+            )

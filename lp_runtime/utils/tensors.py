@@ -9,10 +9,7 @@ import torch
 
 
 def tensor_on(device: torch.device, values: Sequence[int] | Sequence[Sequence[int]] | np.ndarray) -> torch.Tensor:
-    """Copy values to a device; copies to a GPU are asynchronous.
-
-    Integers, nested to any depth, become int64; an array keeps its dtype.
-    """
+    """Copy values to a device, asynchronously to a GPU. Integers become int64; an array keeps its dtype."""
     if device.type == "cuda":  # pin_memory() copies; torch.tensor(array, pin_memory=True) would not pin
         on_host = (
             torch.from_numpy(values) if isinstance(values, np.ndarray) else torch.tensor(values, dtype=torch.int64)

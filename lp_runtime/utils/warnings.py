@@ -7,35 +7,29 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 
 
 class SharedContext:
     """A process-wide context manager that several threads may be inside at once.
 
     The first thread that enters applies the change and the last one that leaves undoes it. If each thread saved and
-    restored the state, one of them could save the changed state and restore that at the end. `make` returns a new
-    context manager that makes the change.
+    restored the state, one of them could save the changed state and restore that at the end.
     """
 
     def __init__(self, make: Callable[[], AbstractContextManager[object]]):
-        self._make = make
+        self._make = make  # returns a new context manager that makes the change
         self._lock = threading.Lock()
         self._num_inside = 0
         self._context: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        """Apply the change if no other thread is inside."""
         with self._lock:
             if self._num_inside == 0:
                 self._context = self._make()
                 self._context.__enter__()
             self._num_inside += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Undo the change if no other thread is inside."""
+    def __exit__(self, *exc_info: object) -> None:
         with self._lock:
             self._num_inside -= 1
             if self._num_inside == 0 and self._context is not None:

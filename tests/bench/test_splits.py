@@ -12,8 +12,7 @@ from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, ModelError
-from lp_runtime.launchers.fastest_split import keep_speeds
-from lp_runtime.launchers.split import choose_split
+from lp_runtime.launchers.split import choose_split, keep_speeds
 
 FIXED = LookaheadConfig(W=5, N=3, G=5, prior="none")
 

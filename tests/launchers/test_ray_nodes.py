@@ -91,10 +91,7 @@ def free_cluster(cluster) -> None:
 )
 def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
     with booked(placement, gpus) as booking:
-        nodes = booking.nodes()
-        assert sorted(Counter(nodes).values(), reverse=True) == counts
-        for index, node in enumerate(nodes):
-            assert booking.placement(index) == Placement(0, nodes.count(node), owns_device=True)
+        assert sorted(Counter(booking.nodes()).values(), reverse=True) == counts
 
 
 @pytest.mark.usefixtures("free_cluster")
@@ -102,7 +99,6 @@ def test_the_shards_of_a_replica_share_a_node():
     with booked("pack", 4, num_shards=2) as booking:
         first, second = booking.nodes()
         assert first != second  # a node has two GPUs
-        assert booking.placement(0) == Placement(0, 2, owns_device=True)
         assert booking.options(1)["num_gpus"] == 1  # of an actor, that is a shard
         with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
             pass

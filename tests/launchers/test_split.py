@@ -234,7 +234,7 @@ def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
     config = RuntimeConfig(model=ModelConfig(path=large))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    monkeypatch.setattr(torchrun, "said_by_first", lambda world, name, value, timeout: value())
+    monkeypatch.setattr(torchrun, "said_by_first", lambda world, name, value, *place: value())
     for free, expected in ((200, 1), (79, 2), (24, 8)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index, free=free: (free * GIB, 0))
         assert torchrun.with_split(config, world).num_shards == expected

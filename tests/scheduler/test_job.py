@@ -29,11 +29,11 @@ def test_a_lease_knows_where_a_job_runs_and_is_to_run():
     assert lease.held == {1} and not lease.is_settled
     lease.settle()
     assert lease.is_settled
-    lease.grow([0])
+    lease.wanted |= {0}
     assert lease.held == {0, 1} and not lease.is_settled
     lease.shrink(1)  # not moved yet: the job stays on 1, and 0 is free at once
     assert lease.wanted == lease.held == {1} and lease.is_settled
-    lease.move_to([2])
+    lease.wanted = frozenset([2])
     assert lease.held == {1, 2}
     lease.settle()
     assert lease.held == {2}

@@ -147,7 +147,7 @@ def start_forked(
         def wait() -> subprocess.CompletedProcess:
             process.join(COMMAND_TIMEOUT)
             out, err = (file.read_text() for file in files[1:])
-            return subprocess.CompletedProcess([main.__name__, *arguments], process.exitcode, out, err)
+            return subprocess.CompletedProcess(arguments, process.exitcode, out, err)
 
         try:
             yield wait

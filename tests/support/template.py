@@ -8,7 +8,6 @@ import torch.distributed.tensor  # noqa: F401
 import transformers.distributed.tensor_parallel  # noqa: F401
 
 import lp_runtime.constraints.compile_process  # noqa: F401
-import lp_runtime.launchers.worker.follower_server  # noqa: F401
 import lp_runtime.launchers.worker.replica_process  # noqa: F401
 import lp_runtime.launchers.worker.replica_server  # noqa: F401
 import support.simulated_gpu  # noqa: F401

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from lp_runtime.utils.child_process import python_command
+from lp_runtime.utils.startup import python_command
 
 MODULE = """
 import random, queue, helper

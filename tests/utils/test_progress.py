@@ -2,7 +2,7 @@
 
 import re
 
-from lp_runtime.utils.progress import Progress
+from lp_runtime.utils.startup import Progress
 
 
 def test_stages_are_numbered_and_end(capsys):

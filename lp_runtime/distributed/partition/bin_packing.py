@@ -28,10 +28,8 @@ def leaves_deep_first(parents, depths, root):
     """Return the tree's leaves in depth-first order, the deepest subtree first.
 
     Neighbours in this order share the most ancestors. Leaves with many ancestors (the end of the window's level 0) come
-    first, while every replica has capacity.
-
-    Returns:
-        ([L] leaves, [L] depth of the last ancestor that each leaf shares with the previous leaf).
+    first, while every replica has capacity. Returns ([L] leaves, [L] depth of the last ancestor that each leaf shares
+    with the previous leaf).
     """
     num_nodes = len(parents)
     height = depths.copy()  # depth of the deepest node in each node's subtree
@@ -164,11 +162,7 @@ def feed_leaves(leaves, bins, parents, owner, feeds, sizes):
 
 @inlined(makes_arrays=True)
 def list_nodes(feeds, owner, sizes):
-    """List the nodes that each replica feeds and owns, concatenated by rank.
-
-    Returns:
-        (nodes, owned, num_owned) in the form of the arguments of `Shares`; num_owned as an [R] array.
-    """
+    """Return (nodes, owned, num_owned): nodes that each replica feeds, and owns, by rank; see `Shares`."""
     num_replicas, num_nodes = feeds.shape
     nodes, owned = np.empty(sizes.sum(), np.int64), np.empty(num_nodes, np.int64)
     num_owned = np.zeros(num_replicas, np.int64)
@@ -187,11 +181,7 @@ def list_nodes(feeds, owner, sizes):
 
 @compiled(makes_arrays=True)
 def cut(parents, depths, root, times, limit):
-    """Return shares that finish in the shortest time for which `_pack` finds a packing.
-
-    Returns:
-        (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.
-    """
+    """Return shares that finish in the shortest time for which `_pack` finds a packing: the arguments of `Shares`."""
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     feeds = np.zeros((num_replicas, num_nodes), np.bool_)
     feeds[:, :num_pending] = True

@@ -29,9 +29,8 @@ MAX_ROUNDS = 8  # of packing and filling; more rounds fit 1% more nodes on 8 rep
 def _cheapest(parents, parent, feeds, left):
     """Find the replica where a child of `parent` adds the fewest nodes: itself and unfed ancestors.
 
-    Returns:
-        (rank, number of nodes added there); a tie goes to the replica with the most capacity left. The rank is -1, and
-        the number meaningless, if the node fits nowhere.
+    Returns (rank, number of nodes added there); a tie goes to the replica with the most capacity left. The rank is -1,
+    and the number meaningless, if the node fits nowhere.
     """
     best, best_added = -1, len(parents)
     for rank in range(len(left)):
@@ -54,10 +53,7 @@ def feed_pending(root, owner, feeds):
 
 @inlined(makes_arrays=True)
 def fill(parents, root, owner, feeds, left):
-    """Assign nodes without an owner to replicas, in the tree's order; return the number of owned nodes.
-
-    Updates `owner`, `feeds` and `left`.
-    """
+    """Assign nodes without an owner to replicas, in the tree's order; return the number of owned nodes."""
     total, num_owned = left.sum(), 1
     for node in range(root + 1, len(parents)):
         if owner[node] < 0 and owner[parents[node]] >= 0 and total > 0:
@@ -78,8 +74,7 @@ def fill(parents, root, owner, feeds, left):
 def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
     """Pack a subset of the nodes tightly; return whether it fits. If not, nothing changes.
 
-    `nodes` are ascending indices that include all pending tokens, and the parent of every other node among them. Writes
-    `owner`, `feeds` and `left`.
+    `nodes` are ascending indices that include all pending tokens, and the parent of every other node among them.
     """
     if capacity.sum() < len(nodes) - root - 1:
         return False
@@ -100,11 +95,7 @@ def _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
 
 @compiled(makes_arrays=True)
 def fill_shares(parents, depths, root, capacity):
-    """Return shares of the nodes that fit, earlier nodes first; nodes that are left out have no owner.
-
-    Returns:
-        (owner, nodes, owned, sizes, num_owned), the arguments of `Shares`; the last two as arrays.
-    """
+    """Return shares of the nodes that fit, earlier nodes first: the arguments of `Shares`."""
     owner, feeds = np.empty(len(parents), np.int64), np.empty((len(capacity), len(parents)), np.bool_)
     left = capacity.copy()
     if not _pack(parents, depths, root, np.arange(len(parents)), capacity, owner, feeds, left):

@@ -1,7 +1,4 @@
-"""Chains of a token tree: one path per replica, for models that can be fed only plain text, not trees.
-
-Letters: T nodes in the tree, C chains.
-"""
+"""Chains of a token tree of T nodes: one path per replica, for models that can be fed only plain text, not trees."""
 
 from __future__ import annotations
 
@@ -12,19 +9,11 @@ from lp_runtime.utils.jit import compiled, compiles, inlined
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
-    """Return the C paths below the root that together have the largest weight.
+    """Return the C = num_chains paths below the root that together have the largest weight, the heaviest first.
 
     The tree decomposes into paths that continue, at each node, to the child with the heaviest path below it. The C
-    heaviest of them, each extended by its ancestors, are the best C paths.
-
-    Args:
-        tree: a tree of T nodes.
-        weights: [T] int64 weight of each node, >= 0; the root's is ignored. A node that several paths share counts
-            once.
-        num_chains: C.
-
-    Returns:
-        at most C paths, the heaviest first: int64 node indices from a child of the root to a leaf.
+    heaviest of them, each extended by its ancestors, are the best C paths. They are int64 node indices from a child of
+    the root to a leaf. Weights are [T] int64, >= 0; the root's is ignored, and a node that paths share counts once.
     """
     parents = tree.arrays()[1]
     chains = []
@@ -38,15 +27,7 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
 
 @compiled(makes_arrays=True)
 def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
-    """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves.
-
-    Args:
-        parents: [T] int64 index of each node's parent.
-        weights: [T] int64 weight of each node, >= 0.
-        root: index of the root.
-        num_nodes: T.
-        num_chains: C.
-    """
+    """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves."""
     totals = weights[:num_nodes].copy()  # weight of the heaviest path from each node down
     heavy = np.full(num_nodes, -1, np.int64)  # the next node on that path
     for node in range(num_nodes - 1, root, -1):
@@ -83,7 +64,6 @@ def _heaviest_top(parents, totals, heavy, root, num_nodes):
 
 @compiles
 def compile_chains() -> None:
-    """Compile this module's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=2)
     tree.add_branch([1])
     heaviest_chains(tree, np.ones(2, np.int64), 1)

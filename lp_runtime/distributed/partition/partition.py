@@ -25,68 +25,39 @@ TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica, in an arbitrary unit; large
 
 @dataclass(frozen=True)
 class Share:
-    """Nodes that one replica feeds and reports in a step.
+    """Nodes of one replica in a step, as int64 ascending indices. Every node from the root on has exactly one owner."""
 
-    Attributes:
-        nodes: int64 ascending indices of the nodes that the replica feeds: the P pending tokens, then its leaves and
-            their ancestors.
-        owned: int64 ascending indices of the nodes whose results the replica reports. Every node from the root on is
-            owned by exactly one replica.
-    """
-
-    nodes: np.ndarray
-    owned: np.ndarray
+    nodes: np.ndarray  # that the replica feeds: the P pending tokens, then its leaves and their ancestors
+    owned: np.ndarray  # whose results the replica reports
 
 
 class Shares(Sequence[Share]):
-    """Sequence of the R replicas' shares of a step, by rank.
-
-    Args:
-        nodes: int64 nodes that each replica feeds, concatenated by rank.
-        owned: int64 nodes that each replica owns, concatenated by rank.
-
-    Attributes:
-        owner: [T] int64 rank that owns each node; -1 for the pending tokens before the root.
-        sizes: [R] number of tokens that each replica feeds.
-        num_owned: [R] number of nodes that each replica owns.
-    """
+    """Sequence of the R replicas' shares of a step, by rank. `nodes` and `owned` of all shares are concatenated."""
 
     # Sizes are lists: summing a few numbers is slower in numpy.
     def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
-        self.owner = owner
-        self.sizes = sizes
-        self.num_owned = num_owned
+        self.owner = owner  # [T] int64 rank that owns each node; -1 for nodes before the root
+        self.sizes = sizes  # [R] number of tokens that each replica feeds
+        self.num_owned = num_owned  # [R] number of nodes that each replica owns
         self._nodes, self._owned = nodes, owned
 
     @classmethod
     def of_one(cls, num_nodes: int, root: int) -> Shares:
-        """Return the share of a single replica, which feeds every node.
-
-        Args:
-            num_nodes: T.
-            root: index of the root.
-        """
+        """Return the share of a single replica, which feeds all T nodes."""
         nodes, owner = np.arange(num_nodes), np.zeros(num_nodes, np.int64)
         owner[:root] = -1
         return cls(owner, nodes, nodes[root:], [num_nodes], [num_nodes - root])
 
     def with_followers(self, num_followers: int, root: int) -> Shares:
-        """Return these shares extended by replicas that feed only the pending tokens and own nothing.
-
-        Args:
-            num_followers: number of replicas to append.
-            root: index of the root.
-        """
+        """Return these shares extended by replicas that feed only the pending tokens and own nothing."""
         nodes = np.concatenate([self._nodes, np.tile(np.arange(root + 1), num_followers)])
         sizes = self.sizes + [root + 1] * num_followers
         return Shares(self.owner, nodes, self._owned, sizes, self.num_owned + [0] * num_followers)
 
     def __len__(self) -> int:
-        """Return R."""
         return len(self.sizes)
 
     def __getitem__(self, rank: int) -> Share:  # type: ignore[override]  # no slices
-        """Return the share of a replica, 0 <= rank < R."""
         if not 0 <= rank < len(self):
             raise IndexError(rank)
         start, start_owned = sum(self.sizes[:rank]), sum(self.num_owned[:rank])
@@ -103,42 +74,20 @@ class Shares(Sequence[Share]):
         return int.from_bytes(hashlib.blake2b(content, digest_size=7).digest(), "big")
 
 
-def linear_times(speeds: Sequence[float], num_tokens: int) -> np.ndarray:
-    """Return the times of replicas whose time is proportional to the number of tokens.
-
-    Args:
-        speeds: [R] tokens per unit of time, > 0; only ratios matter.
-        num_tokens: largest number of tokens to return a time for.
-
-    Returns:
-        [R, num_tokens + 1] int64 times for 0, 1, 2 ... tokens; the fastest replica takes TIME_OF_A_TOKEN for each.
-    """
-    fastest = max(speeds)
-    return np.array([np.arange(num_tokens + 1) * (TIME_OF_A_TOKEN * fastest / speed) for speed in speeds]).astype(
-        np.int64
-    )
-
-
 def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
-    """Cut the tree into R shares, for replicas whose time is proportional to the number of tokens.
-
-    Args:
-        tree: the step's tree.
-        speeds: [R] tokens per unit of time, > 0; only ratios matter.
-    """
-    return partition_by_times(tree, linear_times(speeds, len(tree)))
+    """Cut the tree into R shares, for replicas with `speeds`, [R] tokens per unit of time, > 0; only ratios matter."""
+    times_of_a_token = TIME_OF_A_TOKEN * max(speeds) / np.array(speeds)
+    return partition_by_times(tree, np.outer(times_of_a_token, np.arange(len(tree) + 1)).astype(np.int64))
 
 
 def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = None) -> Shares:
     """Cut the tree into R shares of balanced time, recomputed ancestors included.
 
+    A replica without leaves feeds only the pending tokens.
+
     Args:
-        tree: the step's tree.
         times: [R, M + 1] int64 time of each replica for 0, 1, 2 ... tokens, all in the same unit; must not decrease.
         limit: largest number of tokens that a replica feeds, ignored if no packing within it is found; None for none.
-
-    Returns:
-        R shares. A replica without leaves feeds only the pending tokens.
     """
     if len(times) == 1:
         return Shares.of_one(len(tree), tree.root)
@@ -151,12 +100,8 @@ def partition_by_times(tree: TokenTree, times: np.ndarray, limit: int | None = N
 def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Shares]:
     """Choose the nodes to feed, in the tree's order; leave out nodes that fit nowhere and their subtrees.
 
-    Args:
-        tree: the step's tree, its likeliest nodes first.
-        capacity: [R] int64 nodes that each replica may feed in addition to the pending ones.
-
-    Returns:
-        (nodes, shares): [m] int64 ascending indices, pending tokens included; R shares of the tree of these nodes.
+    `capacity` is the int64 number of nodes, [R], that each replica may feed in addition to the pending ones. Returns
+    ([m] int64 ascending indices of the chosen nodes, pending tokens included; R shares of the tree of these nodes).
     """
     _, parents, depths = tree.arrays()
     owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)
@@ -168,7 +113,6 @@ def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Sh
 
 @compiles
 def compile_partition() -> None:
-    """Compile the partition's kernels, or load them from disk."""
     tree = TokenTree([0], max_depth=3)
     for branch in ([1, 2], [3]):
         tree.add_branch(branch)

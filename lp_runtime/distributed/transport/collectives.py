@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.transport.group import CPU
-from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import ReplicaError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has this class, but does not mark it as exported
@@ -26,25 +25,16 @@ SLEEP_SECONDS = 5e-5  # length of these sleeps
 
 
 class CollectiveTransport(Transport):
-    """Transport over the default process group of torch.distributed, which must have been formed.
-
-    Args:
-        backend: "gloo" or "nccl"; the one that gathers tensors.
-        device: of this replica's model.
-        step_timeout: seconds after which a peer that does not answer is an error. With gloo, the process group's own
-            timeout applies instead.
-        store: where rank 0 signals the start of a patient broadcast; None to wait for it in the broadcast itself.
-        is_ours: whether `close` destroys the process group.
-    """
+    """Transport over the default process group of torch.distributed, which must have been formed."""
 
     def __init__(
         self,
-        backend: str,
+        backend: str,  # "gloo" or "nccl": the one that gathers tensors
         rank: int,
         device: torch.device,
-        step_timeout: float,
-        store: Store | None = None,
-        is_ours: bool = True,
+        step_timeout: float,  # seconds after which a peer that does not answer is an error; gloo uses its group's
+        store: Store | None = None,  # where rank 0 signals the start of a patient broadcast; None to wait inside it
+        is_ours: bool = True,  # `close` destroys the process group
     ):
         super().__init__(backend, device if backend == "nccl" else CPU)
         self._rank = rank

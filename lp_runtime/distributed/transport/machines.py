@@ -16,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from lp_runtime.distributed.transport.group import CPU
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.distributed.transport.shared_memory import FOLDER
-from lp_runtime.distributed.transport.transport import Transport
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -37,10 +36,8 @@ def this_machine() -> str:
 class MachinesTransport(Transport):
     """Transport of a group of replicas on several machines.
 
-    Args:
-        machines: [R] machine number of each replica: 0, 1 ... in order of first appearance.
-        local: between the replicas of this machine, in the order of ranks; None if there is only one.
-        leaders: between the machines' leaders; None if this replica is no leader.
+    `machines` has the machine number of each replica, [R]: 0, 1 ... in order of first appearance. `local` is between
+    the replicas of this machine, by rank, and None if there is only one; `leaders` is None if this one is no leader.
     """
 
     def __init__(self, rank: int, machines: Sequence[int], local: Transport | None, leaders: Transport | None):

@@ -26,8 +26,7 @@ import numpy as np
 import psutil
 import torch
 
-from lp_runtime.distributed.transport.group import CPU
-from lp_runtime.distributed.transport.transport import Transport
+from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
 from lp_runtime.utils.jit import bound, compiled, compiles
@@ -59,18 +58,13 @@ def why_unavailable(num_replicas: int) -> str | None:
 
 
 def _map(descriptor: int, num_replicas: int, buffer_words: int = BUFFER_WORDS) -> mmap.mmap:
-    """Allocate and map a segment: a line and two buffers per replica.
-
-    Raises:
-        OSError: if the file system is full; a later write to it would kill the process.
-    """
+    """Allocate and map a segment: a line and two buffers per replica."""
     size = 8 * num_replicas * (LINE_WORDS + 2 * (1 + buffer_words))
-    os.posix_fallocate(descriptor, 0, size)
+    os.posix_fallocate(descriptor, 0, size)  # raises if the file system is full; a write would kill the process
     return mmap.mmap(descriptor, size)
 
 
 def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap:
-    """Open a segment, creating it if it does not exist, and map it; raises OSError if that fails."""
     # The folder is open to all users of the machine: a link in it may lead to a file of the user who runs this.
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -80,29 +74,17 @@ def _open_segment(path: Path, num_replicas: int, buffer_words: int) -> mmap.mmap
 
 
 class SharedMemoryTransport(Transport):
-    """Transport between processes of one machine. The constructor waits until all replicas have joined.
-
-    Args:
-        name: of the segment; unique to this group.
-        num_replicas: R.
-        timeout: seconds within which all replicas must join.
-        step_timeout: seconds after which a peer that does not answer is an error.
-        is_abandoned: called while peers are joining; true ends the wait.
-        buffer_words: 64-bit integers that each replica can send in one round.
-
-    Raises:
-        LaunchError: if memory cannot be shared here, or replicas are missing when the wait ends.
-    """
+    """Transport between processes of one machine. The constructor waits until all replicas have joined."""
 
     def __init__(
         self,
-        name: str,
+        name: str,  # of the segment; unique to this group
         rank: int,
         num_replicas: int,
-        timeout: float,
-        step_timeout: float,
-        is_abandoned: Callable[[], bool],
-        buffer_words: int = BUFFER_WORDS,
+        timeout: float,  # seconds within which all replicas must join, or LaunchError is raised
+        step_timeout: float,  # seconds after which a peer that does not answer is an error
+        is_abandoned: Callable[[], bool],  # called while peers are joining; true ends the wait
+        buffer_words: int = BUFFER_WORDS,  # 64-bit integers that each replica can send in one round
     ):
         super().__init__("shared", CPU)
         compile_shared_memory()
@@ -126,7 +108,6 @@ class SharedMemoryTransport(Transport):
             path.unlink(missing_ok=True)
 
     def _join(self, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-        """Wait until every replica has joined."""
         self._lines[self._rank, PROCESS] = os.getpid()
         _kernels()[0](self._lines, self._rank, JOINED)
         deadline = time.monotonic() + timeout
@@ -151,18 +132,10 @@ class SharedMemoryTransport(Transport):
             rows[:, first : first + theirs.shape[1]] = theirs
 
     def rounds(self, row: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-        """Gather a row of any length in several rounds.
+        """Gather a row, [n] int64 with the same n on every replica, in several rounds.
 
-        Args:
-            row: [n] int64, with the same n on every replica.
-
-        Yields:
-            (first, rows): offset of the round's m integers in the row; all replicas' integers, [R, m], a view of the
-            shared memory that is valid until the next round.
-
-        Raises:
-            ReplicaError: if a peer is gone, does not answer in time, or the group was aborted.
-            PassFailedError: if a peer calls `fail` instead.
+        Yields (first, rows): offset of the round's m integers in the row; all replicas' integers, [R, m], a view of the
+        shared memory that is valid until the next round. Raises PassFailedError if a peer calls `fail` instead.
         """
         for first in range(0, len(row), self._buffer_words):
             part = row[first : first + self._buffer_words]
@@ -176,13 +149,10 @@ class SharedMemoryTransport(Transport):
             yield first, theirs[:, 1 : 1 + len(part)]
 
     def fail(self, number: int) -> list[int]:
-        """Take part in the peers' current or next round by making it fail: their `rounds` raise PassFailedError.
+        """Make the peers' current or next round fail: their `rounds` raise PassFailedError.
 
-        Args:
-            number: to report to the peers, >= 0.
-
-        Returns:
-            by rank, the number that each of them reports: the first integer of its row, or the argument of its `fail`.
+        Reports `number`, >= 0, to the peers. Returns by rank the number that each of them reports: the first integer of
+        its row, or the argument of its `fail`.
         """
         return _reported(self._exchange(np.empty(0, np.int64), count=-1 - number))
 
@@ -198,15 +168,10 @@ class SharedMemoryTransport(Transport):
         return found.tobytes()[:num_bytes]
 
     def _exchange(self, row: np.ndarray, is_patient: bool = False, count: int | None = None) -> np.ndarray:
-        """Publish a row and wait for the rows of all peers.
+        """Publish a row, [n] int64 with n <= buffer_words, and wait for the rows of all peers.
 
-        Args:
-            row: [n] int64, n <= buffer_words.
-            is_patient: wait without limit while the peers are alive.
-            count: number to publish instead of the row's length.
-
-        Returns:
-            [R, 1 + buffer_words] view of each replica's number of integers and its row; valid until the next call.
+        Returns a [R, 1 + buffer_words] view of each replica's number of integers (of this one `count`, if given) and
+        its row; valid until the next call. A patient wait has no limit while the peers are alive.
         """
         if self._is_aborted:
             raise self._lost("the group was aborted")
@@ -278,13 +243,11 @@ def _pause(waited: float, alert_seconds: float = 0.0) -> None:
 
 @compiles
 def compile_shared_memory() -> None:
-    """Compile this module's kernels, or load them from disk."""
     _kernels()
 
 
 @functools.cache
 def _kernels() -> tuple[Callable[[np.ndarray, int, int], None], Callable[[np.ndarray, int, int], int]]:
-    """Return the compiled `_publish` and `_first_behind`."""
     lines = np.zeros((1, LINE_WORDS), np.int64)
     return bound(_publish, lines, 0, 0), bound(_first_behind, lines, 0, 0)
 
@@ -297,12 +260,9 @@ def _publish(lines, rank, number):
 
 @compiled(makes_arrays=True)
 def _first_behind(lines, number, num_looks):
-    """Return the first rank that has not published a round; -1 if all have.
+    """Return the first rank that has not published the round `number`; -1 if all have.
 
-    Args:
-        lines: [R, LINE_WORDS].
-        number: of the round.
-        num_looks: polls of lines that lack the round, >= 1, before this gives up.
+    Polls lines, [R, LINE_WORDS], that lack the round `num_looks` times, >= 1, before it gives up.
     """
     words = lines.ravel()
     rank = 0

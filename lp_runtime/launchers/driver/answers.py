@@ -5,20 +5,13 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Inbox, ReplicaLost
 from lp_runtime.launchers.wire.messages import PING, PONG, Abort, GroupBroken, Refused, Streamed
 
 PINGS_PER_HEARTBEAT = 5
-QUIET_SECONDS = 0.1  # without an answer until the reader gets a Quiet, so that it can act meanwhile
-NOBODY = -1  # index that is yielded with Quiet
-
-
-@dataclass(frozen=True)
-class Quiet:
-    """Nothing was answered for QUIET_SECONDS."""
+QUIET_SECONDS = 0.1  # without an answer until the caller gets (-1, None), so that it can act meanwhile
 
 
 class AnswerReader:
@@ -26,10 +19,8 @@ class AnswerReader:
 
     Members that have not finished are pinged regularly; a separate thread in the replica answers, even during a forward
     pass. A member that does not answer within failure.heartbeat is lost. If a member fails, the others are ordered to
-    leave their group (Abort); one that does not finish within failure.timeout is lost, too.
-
-    Args:
-        waiting: members that have not sent their final answer; the reader removes each one that has.
+    leave their group (Abort); one that does not finish within failure.timeout is lost, too. `waiting` are the members
+    that have not sent their final answer; the reader removes each one that has.
     """
 
     def __init__(self, pool: ReplicaPool, inbox: Inbox, waiting: set[int]):
@@ -43,10 +34,7 @@ class AnswerReader:
         self._end: float | None = None  # after a failure: time.monotonic() by which the other members must finish
 
     def read(self) -> Iterator[tuple[int, object]]:
-        """Yield (index, message) of each answer until every member has finished or is lost.
-
-        Yields (-1, Quiet) if no answer arrives for QUIET_SECONDS.
-        """
+        """Yield (index, message) of each answer until every member has finished or is lost; (-1, None) if quiet."""
         while self._waiting:
             try:
                 left = max(0.0, self._next_ping - time.monotonic())
@@ -54,7 +42,7 @@ class AnswerReader:
             except queue.Empty:
                 if time.monotonic() >= self._next_ping:
                     self._check_silent()
-                yield NOBODY, Quiet()
+                yield -1, None
                 continue
             self._num_unanswered[index] = 0
             if message == PONG or index not in self._waiting:
@@ -86,8 +74,3 @@ class AnswerReader:
             self._end = time.monotonic() + self._timeout
             for other in self._waiting:
                 self._pool.send(other, Abort(self._inbox.order))
-
-
-def read_answers(pool: ReplicaPool, inbox: Inbox, waiting: set[int]) -> Iterator[tuple[int, object]]:
-    """Yield (index, message) of each answer to an order; see AnswerReader."""
-    return AnswerReader(pool, inbox, waiting).read()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ReplicaError
-from lp_runtime.launchers.driver.answers import read_answers
+from lp_runtime.launchers.driver.answers import AnswerReader
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import GroupBroken, Join, Joined, Refused
-from lp_runtime.launchers.worker.process_host import ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.replica.loaded_model import ReplicaInfo
 
 Answer = Joined | GroupBroken | ReplicaLost  # to a Join
@@ -37,9 +38,6 @@ class GroupFormer:
         """Form a group of replicas unless they already are one, and return it; None if all of them are lost.
 
         Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost.
-
-        Raises:
-            LookaheadError: if the replicas refuse to form a group.
         """
         wanted = set(members)
         with contextlib.ExitStack() as held:
@@ -59,7 +57,7 @@ class GroupFormer:
                 for index in group:
                     pool.disband(pool.group_of(index))
                 incarnations = {index: pool.incarnation(index) for index in group}
-            answers = self._meet(group, incarnations[group[0]])
+            answers = self._join(group, incarnations[group[0]])
             if self._note_joined(group, answers) or ReplicaLost in map(type, answers.values()):
                 continue
             num_separated += 1
@@ -67,17 +65,7 @@ class GroupFormer:
                 pool.lose(index, "it cannot reach the others", incarnations[index])
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
-    def _meet(self, group: Members, incarnation: int) -> dict[int, Answer]:
-        """Let a group meet, where rank 0 has this incarnation; return the members' answers by index."""
-        meeting = Rendezvous() if len(group) == 1 else self._host.rendezvous(group)
-        if meeting is not None:
-            return self._join(group, meeting)
-        reason = "it cannot be reached"
-        self._pool.lose(group[0], reason, incarnation)
-        return {group[0]: ReplicaLost(reason)}
-
     def _note_joined(self, group: Members, answers: Mapping[int, Answer]) -> bool:
-        """Record a group if all its members have joined; return whether they have."""
         infos = {index: answer.info for index, answer in answers.items() if isinstance(answer, Joined)}
         if len(infos) < len(group):
             return False
@@ -97,27 +85,21 @@ class GroupFormer:
             return set(group) - present
         return set(group[1:]) if num_separated > 1 else set()
 
-    def _join(self, group: Members, meeting: Rendezvous) -> dict[int, Answer]:
-        """Order replicas to join their group, and return the answers by index; those after a lost one are missing."""
+    def _join(self, group: Members, incarnation: int) -> dict[int, Answer]:
+        """Order replicas to join their group, whose rank 0 has this incarnation; return the answers by index."""
         pool = self._pool
+        meeting = ReplicaContext() if len(group) == 1 else self._host.rendezvous(group)
+        if meeting is None:
+            pool.lose(group[0], reason := "it cannot be reached", incarnation)
+            return {group[0]: ReplicaLost(reason)}
         # The members of a later group run already. One that is in the way of a request must not be waited for longer.
         timeout = None if self._info is None else pool.failure.timeout
         answers: dict[int, Answer] = {}
         with pool.open_inbox(group) as inbox:
             for rank, index in enumerate(group):
-                place = self._host.placement(index)
-                context = ReplicaContext(
-                    rank,
-                    len(group),
-                    place.device_index,
-                    place.num_local,
-                    meeting.host,
-                    meeting.port,
-                    segment=meeting.segment,
-                    attempt=inbox.order,
-                )
+                context = replace(meeting, rank=rank, num_replicas=len(group), attempt=inbox.order)
                 pool.send_order(inbox, index, Join(inbox.order, context, timeout))
-            for index, message in read_answers(pool, inbox, set(group)):
+            for index, message in AnswerReader(pool, inbox, set(group)).read():
                 if isinstance(message, Refused):
                     raise message.kind(message.message)
                 if isinstance(message, Joined | GroupBroken | ReplicaLost):

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
 from lp_runtime.errors import LaunchError
-from lp_runtime.launchers.driver.restarts import RestartAllowance
 from lp_runtime.launchers.wire.inbox import Inbox, InboxTable, Members, ReplicaLost
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, first_cause
 from lp_runtime.launchers.wire.sealed_request import seal
@@ -25,6 +24,35 @@ logger = logging.getLogger(__name__)
 
 CAUSE_GRACE_SECONDS = 0.5  # wait for further failures: the cause of one may arrive after its consequence
 LISTEN_SECONDS = 0.1  # limit of one `receive`, so that replicas started meanwhile are included in the next
+PERIOD_SECONDS = 3600.0  # in which a replica is restarted at most failure.restarts times; then it may be again
+
+
+class RestartAllowance:
+    """Counts restarts: `most` of each replica within PERIOD_SECONDS. Guarded by the pool's condition."""
+
+    def __init__(self, num_replicas: int, most: int, clock: Callable[[], float]):
+        self._most, self._clock = most, clock
+        self._times: dict[int, list[float]] = {index: [] for index in range(num_replicas)}  # of each one's restarts
+        self._given_up: set[int] = set()  # lost when they could not be restarted
+
+    def counts(self) -> dict[int, int]:
+        """Return how often each replica was restarted within the last PERIOD_SECONDS, by index."""
+        since = self._clock() - PERIOD_SECONDS
+        return {index: sum(each > since for each in times) for index, times in self._times.items()}
+
+    def use(self, index: int) -> bool:
+        """Count a restart of a lost replica and return True; return False if it has no restarts left."""
+        if self.counts()[index] >= self._most:
+            self._given_up.add(index)
+            return False
+        self._given_up.discard(index)
+        self._times[index].append(self._clock())
+        return True
+
+    def due(self) -> list[int]:
+        """Return the indices of given-up replicas that may be restarted now."""
+        counts = self.counts() if self._given_up else {}
+        return sorted(index for index in self._given_up if counts[index] < self._most)
 
 
 class ReplicaPool:
@@ -32,13 +60,6 @@ class ReplicaPool:
 
     A replica has an index, 0 <= index < num_replicas, which it keeps when it is restarted. Its processes differ by
     their incarnation: the number of processes that the replica has lost before.
-
-    Attributes:
-        failure: when a silent replica is lost, and how often a lost one is restarted.
-        changed: guards the pool's state and is notified of every change; its lock is reentrant.
-        inboxes: of all orders whose answers are awaited.
-        losses: reason of each replica's latest loss, by index; the replica that was lost first comes first.
-        is_closed: set when `close` begins.
     """
 
     def __init__(
@@ -50,10 +71,10 @@ class ReplicaPool:
     ):
         self.num_replicas = num_replicas
         self.failure = failure
-        self.is_closed = False
-        self.changed = threading.Condition(threading.RLock())  # guards the attributes below
+        self.is_closed = False  # set when `close` begins
+        self.changed = threading.Condition(threading.RLock())  # guards the attributes below; notified of every change
         self.inboxes = InboxTable()
-        self.losses: dict[int, str] = {}
+        self.losses: dict[int, str] = {}  # reason of each replica's latest loss, by index; the first one lost is first
         self._host = host
         self._allowance = RestartAllowance(num_replicas, failure.restarts, clock)
         self._groups: dict[int, Members] = {}  # the group that each replica is in
@@ -67,11 +88,7 @@ class ReplicaPool:
     # Starting and losing replicas.
 
     def start(self, timeout: float) -> None:
-        """Start all replicas, and return when their models are loaded.
-
-        Raises:
-            LookaheadError: if one fails or `timeout` seconds have passed; the caller must `close` the pool.
-        """
+        """Start all replicas, and return when their models are loaded. If it raises, the caller must call `close`."""
         for index in range(self.num_replicas):
             self._loading.add(index)
             self._host.start_process(index)
@@ -90,7 +107,6 @@ class ReplicaPool:
             self._start_failures = None
 
     def close(self) -> None:
-        """Stop receiving and stop all processes."""
         self.is_closed = True
         if self._listener.is_alive():
             self._listener.join()
@@ -117,11 +133,11 @@ class ReplicaPool:
             wait_for_end = self._host.kill(index)
             restarts = self._end_in_thread(index, wait_for_end)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            self.inboxes.announce_loss(index, reason)
+            self.inboxes.deliver(index, ReplicaLost(reason))
             self.changed.notify_all()
 
     def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
-        """Run `_end` in a thread; return whether it restarts the replica. The caller holds `changed`."""
+        """Return whether the replica is restarted. The caller holds `changed`."""
         restarts = not self.is_closed and self._allowance.use(index)
         if restarts:
             self._loading.add(index)
@@ -131,14 +147,12 @@ class ReplicaPool:
         return restarts
 
     def _restart_given_up(self) -> None:
-        """Restart replicas that had no restarts left when they were lost, and have now."""
         with self.changed:
             for index in self._allowance.due():
                 if self._end_in_thread(index, lambda: None):
                     logger.warning("replica %d is started again", index)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
-        """Wait for the exit of a lost process, then restart its replica if `restarts` is set."""
         try:
             wait_for_end()
             if restarts and not self.is_closed:
@@ -157,29 +171,24 @@ class ReplicaPool:
 
     @property
     def ready(self) -> frozenset[int]:
-        """Indices of the replicas that are loaded and not known to be lost."""
         with self.changed:
             return frozenset(self._ready)
 
     @property
     def num_loading(self) -> int:
-        """Number of replicas that are being started or restarted."""
         with self.changed:
             return len(self._loading)
 
     @property
     def num_restarts(self) -> dict[int, int]:
-        """Restarts of each replica within the last hour, by index."""
         with self.changed:
             return self._allowance.counts()
 
     def incarnation(self, index: int) -> int:
-        """Return the incarnation of a replica's current process."""
         with self.changed:
             return self._incarnations[index]
 
     def why_lost(self) -> str:
-        """Return the reasons of each replica's latest loss in one line; empty if none was lost."""
         return "; ".join(f"replica {index}: {reason}" for index, reason in sorted(self.losses.items()))
 
     def _listen(self) -> None:
@@ -195,7 +204,6 @@ class ReplicaPool:
                     time.sleep(LISTEN_SECONDS)
 
     def _route(self, index: int, message: object, incarnation: int) -> None:
-        """Update the pool's state from a replica's message, or deliver it to the inbox of its order."""
         with self.changed:
             if isinstance(message, ModelLoaded):
                 self._ready.add(index)
@@ -216,7 +224,6 @@ class ReplicaPool:
         self._host.send(index, message)
 
     def sealed(self, request: Request) -> bytes:
-        """Return a request's message to replicas."""
         return seal(request, self._host.pickled)
 
     @contextlib.contextmanager
@@ -233,11 +240,8 @@ class ReplicaPool:
                 self.inboxes.remove(inbox)
 
     def send_order(self, inbox: Inbox, index: int, order: object) -> None:
-        """Send a member its order, unless it was lost since the inbox was opened.
-
-        A restarted process must not get the order of the one before.
-        """
-        with self.changed:
+        """Send a member its order, unless it was lost since the inbox was opened."""
+        with self.changed:  # a restarted process must not get the order of the one before
             is_there = index in self._ready and self._incarnations[index] == inbox.incarnations[index]
         if is_there:
             self._host.send(index, order)
@@ -245,17 +249,14 @@ class ReplicaPool:
     # Groups.
 
     def group_of(self, index: int) -> Members:
-        """Return the members of a replica's group; empty if it is in none."""
         with self.changed:
             return self._groups.get(index, ())
 
     def note_group(self, members: Members) -> None:
-        """Record that replicas have formed a group."""
         with self.changed:
             self._groups |= dict.fromkeys(members, members)
 
     def disband(self, members: Iterable[int]) -> None:
-        """Record that replicas are in no group any more."""
         with self.changed:
             for index in members:
                 self._groups.pop(index, None)

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from lp_runtime.errors import ReplicaError
-from lp_runtime.launchers.driver.answers import Quiet, read_answers
+from lp_runtime.launchers.driver.answers import AnswerReader
 from lp_runtime.launchers.driver.group_former import GroupFormer
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Inbox, Members, ReplicaLost
@@ -38,38 +38,16 @@ MAX_FRUITLESS_ATTEMPTS = 2  # consecutive groups whose replicas are all lost wit
 MAX_BROKEN_ATTEMPTS = 3  # consecutive groups that break without progress or a lost replica: the cause is permanent
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """Result of one group's work on a request.
-
-    Attributes:
-        progress: what each replica that was not lost has committed, by index.
-        report: of a member that finished; None if the group broke first.
-        is_paused: whether the group was stopped because the request moves to other replicas.
-        why_broken: reason that a member gave for leaving the group; None if none did.
-    """
-
-    progress: dict[int, Progress]
-    report: Report | None
-    is_paused: bool
-    why_broken: str | None
-
-
 @dataclass
-class LastWords:
-    """Final answers of a group's members to an order to decode.
-
-    Attributes:
-        done: of members that have finished the request, by index.
-        broken: of members that have left the group because it broke, by index.
-        refusal: of a member, if the request cannot be decoded.
-        is_paused: whether the group was stopped because the request moves to other replicas.
-    """
+class Attempt:
+    """One group's work on a request: the final answers of its members, by index, except of lost ones."""
 
     done: dict[int, Finished] = field(default_factory=dict)
-    broken: dict[int, GroupBroken] = field(default_factory=dict)
-    refusal: Refused | None = None
-    is_paused: bool = False
+    broken: dict[int, GroupBroken] = field(default_factory=dict)  # of members that left the group because it broke
+    refusal: Refused | None = None  # of a member, if the request cannot be decoded
+    is_paused: bool = False  # whether the group was stopped because the request moves to other replicas
+    why_broken: str | None = None  # reason that a member gave for leaving the group
+    progress: dict[int, Progress] = field(default_factory=dict)  # what each replica that was not lost has committed
 
     def add(self, index: int, message: object) -> None:
         """Record a member's final answer; a ReplicaLost is ignored."""
@@ -77,8 +55,14 @@ class LastWords:
             self.done[index] = message
         elif isinstance(message, GroupBroken):
             self.broken[index] = message
+            self.why_broken = self.why_broken or message.reason
         elif isinstance(message, Refused):
             self.refusal = message
+
+    @property
+    def report(self) -> Report | None:
+        """Report of the lowest rank that has finished; None if the group broke first."""
+        return self.done[min(self.done)].report if self.done else None
 
 
 class RequestDriver:
@@ -94,20 +78,14 @@ class RequestDriver:
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
-        """Yield the step outputs as they arrive, then the report.
-
-        Closing the iterator early cancels the request.
-
-        Raises:
-            ReplicaError: if all its replicas are lost and it gets no others, or its groups break repeatedly although no
-                replica is lost.
-        """
+        """Yield the step outputs as they arrive, then the report. Closing the iterator early cancels the request."""
         num_steps = 0
         is_whole = True
         while True:
             group = self._form_group()
             num_before = len(self._delivered)
-            attempt = yield from self._attempt(self._rest(), group)
+            attempt = Attempt()
+            yield from self._decode(attempt, group)
             self._note_losses(set(group) - set(attempt.progress))
             report = attempt.report
             if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
@@ -157,12 +135,11 @@ class RequestDriver:
         )
 
     def _rest(self) -> Request:
-        """Return the request with the tokens committed so far and the remaining time."""
         return self._request.after(self._delivered, time.monotonic() - self._started)
 
-    def _attempt(self, request: Request, group: Members) -> Generator[Event, None, Attempt]:
+    def _decode(self, attempt: Attempt, group: Members) -> Generator[Event, None, None]:
         """Decode on a group until the request ends, a replica is lost, or the request must move."""
-        pool, last_words = self._pool, LastWords()
+        pool, request = self._pool, self._rest()
         with pool.open_inbox(group) as inbox, _JoiningReplicas(pool) as joining:
             waiting = set(group)
             sealed = pool.sealed(request)
@@ -170,58 +147,56 @@ class RequestDriver:
                 pool.send_order(inbox, index, Decode(inbox.order, sealed))
             try:
                 with self._lease.cancelling(lambda: self._send_cancel(inbox, group)):
-                    yield from self._stream(inbox, waiting, joining, last_words)
+                    yield from self._stream(inbox, waiting, joining, attempt)
             except (GeneratorExit, KeyboardInterrupt):  # the caller stopped early
                 self._cancel(inbox, waiting)
                 raise
-        refusal, broken = last_words.refusal, last_words.broken
+        refusal, broken = attempt.refusal, attempt.broken
         if broken or (refusal and len(group) > 1):
             pool.disband(group)
         if refusal is not None:
             raise refusal.kind(refusal.message)
-        why_broken = next((message.reason for message in broken.values()), None)
         self._drop_suspects(inbox, broken)
-        progress = {index: message.progress for index, message in (last_words.done | broken).items()}
-        progress |= dict.fromkeys(waiting, Progress())  # `_stream` did not wait for these: nothing is known of theirs
-        if progress:
-            yield from self._deliver_rest(request, max(progress.values(), key=lambda each: len(each.token_ids)))
-        report = next((last_words.done[index].report for index in group if index in last_words.done), None)
-        return Attempt(progress, report, last_words.is_paused, why_broken)
+        attempt.progress = {index: message.progress for index, message in (attempt.done | broken).items()}
+        attempt.progress |= dict.fromkeys(waiting, Progress())  # `_stream` did not wait for these: nothing is known
+        best = max(attempt.progress.values(), key=lambda each: len(each.token_ids), default=Progress())
+        # Tokens that a replica has committed but rank 0 did not stream before it was lost.
+        rest = best.output_behind(len(self._delivered) - len(request.committed), request)
+        if rest is not None:
+            self._delivered += rest.token_ids
+            yield rest
 
     def _stream(
-        self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, last_words: LastWords
+        self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, attempt: Attempt
     ) -> Generator[Event, None, None]:
         """Yield what a group's rank 0 streams until every member has sent its final answer.
 
         If the request must move to other replicas, let those prefill, then cancel the group's order. A single replica
         that has not sent a token yet is not waited for: it may be in a long step of another request, which cannot be
-        interrupted. `waiting` loses each member that has finished; `last_words` receives the final answers.
+        interrupted. `waiting` loses each member that has finished; `attempt` receives the final answers.
         """
         group = inbox.members
-        for index, message in read_answers(self._pool, inbox, waiting):
-            if isinstance(message, Quiet):
+        for index, message in AnswerReader(self._pool, inbox, waiting).read():
+            if message is None:
                 if self._may_leave(group):
-                    last_words.is_paused = True
+                    attempt.is_paused = True
                     self._send_cancel(inbox, group)
                     return
                 continue
             if not isinstance(message, Streamed):
-                last_words.add(index, message)
+                attempt.add(index, message)
                 continue
             self._delivered += message.output.token_ids
             yield message.output
             wanted = self._lease.wanted
-            if last_words.is_paused or wanted == set(group):
+            if attempt.is_paused or wanted == set(group):
                 continue
             if joining.are_prefilled(wanted - set(group), self._rest):
-                last_words.is_paused = True
+                attempt.is_paused = True
                 self._send_cancel(inbox, group[:1])
 
     def _may_leave(self, group: Members) -> bool:
-        """Whether the request moves from a single replica to others before any token was delivered.
-
-        It then starts there from the beginning, and the first replica's answers are dropped.
-        """
+        """Whether the request moves from one replica to others before its first token, and starts over there."""
         wanted = self._lease.wanted
         return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
 
@@ -230,13 +205,12 @@ class RequestDriver:
             self._pool.send(index, Cancel(inbox.order))
 
     def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
-        """Cancel the order on members that have not finished, and wait until they have."""
         pool = self._pool
         if pool.is_closed:
             return
         self._send_cancel(inbox, waiting)
-        for _, message in read_answers(pool, inbox, waiting):
-            if not isinstance(message, Streamed | Finished | Quiet) and len(inbox.members) > 1:
+        for _, message in AnswerReader(pool, inbox, waiting).read():
+            if not isinstance(message, Streamed | Finished | None) and len(inbox.members) > 1:
                 pool.disband(inbox.members)
 
     def _drop_suspects(self, inbox: Inbox, broken: dict[int, GroupBroken]) -> None:
@@ -252,13 +226,6 @@ class RequestDriver:
             if digest != right and index in broken:
                 del broken[index]
                 self._pool.lose(index, "its state diverged from the others'", inbox.incarnations[index])
-
-    def _deliver_rest(self, request: Request, best: Progress) -> Generator[Event, None, None]:
-        """Yield the tokens that a replica has committed but rank 0 did not stream before it was lost."""
-        rest = best.output_behind(len(self._delivered) - len(request.committed), request)
-        if rest is not None:
-            self._delivered += rest.token_ids
-            yield rest
 
 
 class _JoiningReplicas:
@@ -279,7 +246,7 @@ class _JoiningReplicas:
         self._open.close()
 
     def are_prefilled(self, indices: Iterable[int], rest: Callable[[], Request]) -> bool:
-        """Whether all given replicas have run the prefill or are lost; orders it from those not ordered yet.
+        """Whether the given replicas have run the prefill or are lost; orders it if that was not done yet.
 
         `rest` returns the request with the tokens committed so far.
         """

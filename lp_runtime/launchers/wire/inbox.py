@@ -13,45 +13,29 @@ Members = tuple[int, ...]  # replica indices of a group, rank 0 first
 
 @dataclass(frozen=True)
 class ReplicaLost:
-    """Message that the pool puts into an inbox: the replica is lost and will not answer.
+    """Message that the pool puts into an inbox: the replica is lost and will not answer."""
 
-    Attributes:
-        reason: a few words for messages.
-    """
-
-    reason: str
+    reason: str  # a few words for messages
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """Queue of the answers to one order.
-
-    Attributes:
-        order: number of the order.
-        members: replicas that received the order.
-        messages: (replica index, message) of the answers that have not been read.
-        incarnations: by replica index, the process that received the order; see ReplicaPool.
-    """
+    """Queue of the answers to one order."""
 
     order: int
-    members: Members
-    messages: queue.SimpleQueue[tuple[int, object]]
-    incarnations: dict[int, int]
+    members: Members  # replicas that received the order
+    messages: queue.SimpleQueue[tuple[int, object]]  # (replica index, message) of the answers that were not read yet
+    incarnations: dict[int, int]  # by replica index, the process that received the order; see ReplicaPool
 
 
 class InboxTable:
-    """Inboxes of all orders whose answers are awaited. Guarded by the pool's condition.
-
-    Attributes:
-        open: inboxes by order number.
-    """
+    """Inboxes of all orders whose answers are awaited. Guarded by the pool's condition."""
 
     def __init__(self) -> None:
-        self.open: dict[int, Inbox] = {}
+        self.open: dict[int, Inbox] = {}  # by order number
         self._last_order = 0
 
     def add(self, members: Members, incarnations: Mapping[int, int]) -> Inbox:
-        """Assign a number to a new order to `members`, and return the inbox for its answers."""
         self._last_order += 1
         inbox = Inbox(self._last_order, members, queue.SimpleQueue(), dict(incarnations))
         self.open[inbox.order] = inbox
@@ -62,14 +46,8 @@ class InboxTable:
         del self.open[inbox.order]
 
     def deliver(self, index: int, message: object) -> None:
-        """Put a replica's answer into the inbox of its order; a PONG goes to every inbox of that replica."""
-        order = getattr(message, "order", None)
+        """Put a replica's answer into the inbox of its order; a PONG or ReplicaLost goes to all of its inboxes."""
+        is_for_all = message == PONG or isinstance(message, ReplicaLost)
         for inbox in self.open.values():
-            if index in inbox.members and (message == PONG or order == inbox.order):
+            if index in inbox.members and (is_for_all or getattr(message, "order", None) == inbox.order):
                 inbox.messages.put((index, message))
-
-    def announce_loss(self, index: int, reason: str) -> None:
-        """Put a ReplicaLost into every inbox of a replica."""
-        for inbox in self.open.values():
-            if index in inbox.members:
-                inbox.messages.put((index, ReplicaLost(reason)))

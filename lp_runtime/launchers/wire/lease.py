@@ -7,17 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 
 class ReplicaLease:
-    """Indices of the replicas that one request may use.
-
-    Attributes:
-        wanted: the replicas to use; a request that runs on others moves to them between two steps.
-    """
+    """Indices of the replicas that one request may use."""
 
     def __init__(self, wanted: Iterable[int]):
-        self.wanted = frozenset(wanted)
+        self.wanted = frozenset(wanted)  # a request that runs on others moves to these between two steps
 
     def lose(self, lost: Iterable[int]) -> None:
-        """Remove lost replicas from the lease."""
         self.wanted -= frozenset(lost)
 
     def settle(self) -> frozenset[int]:

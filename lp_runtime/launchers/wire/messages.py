@@ -1,7 +1,4 @@
-"""Messages between a driver and the replicas that it started.
-
-Orders are numbered. Every answer carries the number of its order, so that late answers can be dropped.
-"""
+"""Messages between a driver and its replicas. Answers have their order's number, so that late ones can be dropped."""
 
 from __future__ import annotations
 
@@ -19,16 +16,11 @@ PING, PONG = "ping", "pong"  # answered by a separate thread, even during a forw
 
 @dataclass(frozen=True)
 class Join:
-    """Order to leave the current group, if any, and join another. Answered by Joined, GroupBroken or Refused.
-
-    Attributes:
-        context: the replica's rank, and where the group meets.
-        timeout: seconds within which all members must join; None for launcher.timeout.
-    """
+    """Order to leave the current group, if any, and join another. Answered by Joined, GroupBroken or Refused."""
 
     order: int
-    context: ReplicaContext
-    timeout: float | None = None
+    context: ReplicaContext  # the replica's rank, and where the group meets
+    timeout: float | None = None  # seconds within which all members must join; None for launcher.timeout
 
 
 @dataclass(frozen=True)
@@ -37,76 +29,49 @@ class Decode:
 
     A replica that is alone in its group decodes all its Decode orders as one batch. Answered by rank 0's Streamed, then
     every member's Finished, GroupBroken or Refused.
-
-    Attributes:
-        request: sealed, so that a replica that cannot open it can refuse this order.
     """
 
     order: int
-    request: bytes
+    request: bytes  # sealed, so that a replica that cannot open it can refuse this order
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """Order to run the prefill of a request that this replica will decode later. Answered by Prefilled.
-
-    Attributes:
-        request: sealed; its prompt and committed tokens are prefilled.
-    """
+    """Order to run the prefill of a request that this replica will decode later. Answered by Prefilled."""
 
     order: int
-    request: bytes
+    request: bytes  # sealed; its prompt and committed tokens are prefilled
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel an order. A separate thread handles it, so a running order ends after its current step.
-
-    Attributes:
-        order: number of the order to cancel.
-    """
+    """Cancel an order. A separate thread handles it, so a running order ends after its current step."""
 
     order: int
 
 
 @dataclass(frozen=True)
 class Abort:
-    """Leave the group of an order because another member failed.
-
-    Interrupts an exchange that waits for a peer. The order is answered by GroupBroken.
-
-    Attributes:
-        order: number of the order to abort.
-    """
+    """Leave the group of an order, even during an exchange, because another member failed. Answered by GroupBroken."""
 
     order: int
 
 
-@dataclass(frozen=True)
 class ModelLoaded:
     """First message of a replica: its model is loaded and checked."""
-
-    info: ReplicaInfo
 
 
 @dataclass(frozen=True)
 class Joined:
-    """Answer to a Join: the replica is in the group.
-
-    Attributes:
-        info: the model, and the capacity that all replicas of the group have.
-    """
+    """Answer to a Join: the replica is in the group."""
 
     order: int
-    info: ReplicaInfo
+    info: ReplicaInfo  # the model, and the capacity that all replicas of the group have
 
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Answer to a Prefill: it was completed or cancelled, or the replica cannot open the request.
-
-    The Decode that follows prefills what is missing, or refuses the request.
-    """
+    """Answer to a Prefill, whatever became of it: the Decode prefills what is missing, or refuses the request."""
 
     order: int
 
@@ -121,23 +86,15 @@ class Streamed:
 
 @dataclass(frozen=True)
 class Progress:
-    """Tokens that a replica has committed since it received the Decode order.
-
-    Attributes:
-        logprobs: log-probability of each token if the request asks for them, else empty.
-        num_steps: steps that committed these tokens.
-        found_by: rank that verified each token if the request asks for a trace, else empty.
-        sources: origin of each token if the request asks for a trace, else empty.
-    """
+    """Tokens that a replica has committed since it received the Decode order."""
 
     token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    num_steps: int = 0
-    found_by: list[int] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of each token if the request asks for them, else empty
+    num_steps: int = 0  # that committed these tokens
+    found_by: list[int] = field(default_factory=list)  # rank that verified each token, with a trace; else empty
+    sources: list[str] = field(default_factory=list)  # origin of each token, with a trace; else empty
 
     def after(self, output: StepOutput) -> Progress:
-        """Return the progress after one more step."""
         return Progress(
             [*self.token_ids, *output.token_ids],
             [*self.logprobs, *(output.logprobs or ())],
@@ -169,33 +126,18 @@ class Finished:
 
 @dataclass(frozen=True)
 class GroupBroken:
-    """Final answer to a Join or Decode: the group broke, and this replica has left it.
-
-    Its progress remains valid.
-
-    Attributes:
-        reason: the error's message.
-        digests: digest of each rank's state if they differ, else None.
-        was_present: whether this replica was at the meeting point of a Join, and other members were missing there.
-    """
+    """Final answer to a Join or Decode: the group broke, and this replica has left it. Its progress remains valid."""
 
     order: int
     progress: Progress
     reason: str
-    digests: list[int] | None = None
-    was_present: bool = False
+    digests: list[int] | None = None  # digest of each rank's state if they differ, else None
+    was_present: bool = False  # at the meeting point of a Join, where other members were missing
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Final answer to a Join or Decode that no replica can carry out, because of the request or a setting.
-
-    The replica has left its group unless it is alone in it.
-
-    Attributes:
-        message: the error's message.
-        kind: class of the error.
-    """
+    """Final answer to a Join or Decode that no replica can carry out. The replica leaves a group of several."""
 
     order: int
     message: str
@@ -204,19 +146,13 @@ class Refused:
 
 @dataclass(frozen=True)
 class Failed:
-    """Last message of a replica: it cannot continue, and its process ends.
-
-    Attributes:
-        message: the error's message.
-        kind: class of the error if it is a LookaheadError, else None.
-    """
+    """Last message of a replica: it cannot continue, and its process ends."""
 
     message: str
-    kind: type[LookaheadError] | None
+    kind: type[LookaheadError] | None  # class of the error if it is a LookaheadError
 
     @classmethod
     def from_error(cls, error: Exception) -> Failed:
-        """Return the message that reports `error`."""
         if isinstance(error, LookaheadError):
             return cls(str(error), type(error))
         return cls(f"{type(error).__name__}: {first_line(error)}", None)
@@ -227,16 +163,11 @@ KINDS = {kind.__name__.encode(): kind for kind in (Join, Decode, Prefill, Cancel
 
 
 def encode_order(message: object) -> bytes:
-    """Return the encoding of PING or of one of the driver's messages to a replica."""
     return PING.encode() if message == PING else type(message).__name__.encode() + b" " + encode(message)
 
 
 def decode_order(data: bytes) -> object:
-    """Return a message of `encode_order`.
-
-    Raises:
-        LaunchError: if the message is damaged or comes from another version of lp_runtime.
-    """
+    """Return a message of `encode_order`; raise LaunchError if it is damaged or from another version of lp_runtime."""
     if data == PING.encode():
         return PING
     name, _, encoded = data.partition(b" ")
@@ -251,15 +182,6 @@ def decode_order(data: bytes) -> object:
 
 
 def first_cause(failures: dict[int, Failed]) -> int:
-    """Return the index of the replica whose failure caused the others; losing a peer is no cause.
-
-    Args:
-        failures: by replica index; not empty.
-    """
+    """Return the index of the replica whose failure caused the others; losing a peer is no cause."""
     consequences = (ReplicaError, LaunchError)
-
-    def is_consequence(index: int) -> bool:
-        kind = failures[index].kind
-        return kind is not None and issubclass(kind, consequences)
-
-    return min(failures, key=is_consequence)
+    return min(failures, key=lambda index: issubclass(failures[index].kind or object, consequences))

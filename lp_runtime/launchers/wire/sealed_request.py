@@ -14,23 +14,14 @@ from lp_runtime.utils.encoding import decode, encode
 
 @dataclass(frozen=True)
 class SealedRequest:
-    """Contents of a request's message.
+    """Contents of a request's message."""
 
-    Attributes:
-        request: without its logits processors.
-        processors: (class name, pickled processor) of each of its logits processors, the only pickles of a request.
-    """
-
-    request: Request
-    processors: tuple[tuple[str, bytes], ...]
+    request: Request  # without its logits processors
+    processors: tuple[tuple[str, bytes], ...]  # class name and pickle of each one; the only pickles of a request
 
 
 def seal(request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> bytes:
-    """Return a request's message; `pickled` pickles a logits processor, and replicas read it with `pickle.loads`.
-
-    Raises:
-        RequestError: if a field holds an object that cannot be sent.
-    """
+    """Return a request's message; `pickled` pickles a logits processor, and replicas read it with `pickle.loads`."""
     processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
     try:
         return encode(SealedRequest(replace(request, processors=()), processors))
@@ -39,11 +30,6 @@ def seal(request: Request, pickled: Callable[[object], bytes] = pickle.dumps) ->
 
 
 def open_request(data: bytes) -> Request:
-    """Return the request of a message.
-
-    Raises:
-        RequestError: if the message is damaged or from another version, or a processor cannot be unpickled here.
-    """
     try:
         sealed = decode(SealedRequest, data)
     except ValueError as error:
@@ -60,7 +46,6 @@ def _class_of(processor: object) -> str:
 
 
 def _unpickled(data: bytes, name: str) -> Any:
-    """Unpickle a logits processor; `name` is that of its class, for the message of an error."""
     try:
         return pickle.loads(data)
     except Exception as error:  # the caller's classes and modules may raise anything

@@ -1,7 +1,4 @@
-"""Interface through which a replica pool starts processes and exchanges messages with them.
-
-Implemented by spawn.py and ray_launcher.py.
-"""
+"""Interface through which a replica pool starts processes and exchanges messages: see spawn.py and ray_launcher.py."""
 
 from __future__ import annotations
 
@@ -10,38 +7,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Location of a process: its GPU, the number of processes on its machine, and its shard.
+    """Location of a process: its GPU, the number of processes on its machine, and its shard."""
 
-    Attributes:
-        device_index: index of its GPU (the first, if it has several) among those that the process sees.
-        num_local: replica processes on its machine, this one included.
-        owns_device: whether the GPU is reserved for this replica, so that no other one shares its memory.
-    """
-
-    device_index: int
-    num_local: int
-    owns_device: bool = False
+    device_index: int  # of its GPU (the first, if it has several) among those that the process sees
+    num_local: int  # replica processes on its machine, this one included
+    owns_device: bool = False  # the GPU is reserved for this replica, so that no other one shares its memory
     shard: ShardPlace = ShardPlace()
-
-
-@dataclass(frozen=True)
-class Rendezvous:
-    """Meeting point of the replicas of a group: a store or a shared-memory segment.
-
-    Attributes:
-        host: address of the store; unused with a segment.
-        port: port of the store; unused with a segment.
-        segment: name of the shared memory; empty if they meet in the store.
-    """
-
-    host: str = ""
-    port: int = 0
-    segment: str = ""
 
 
 class ProcessHost(ABC):
@@ -51,6 +28,12 @@ class ProcessHost(ABC):
     together, and orders go to shard 0. The constructor reserves resources, or raises with everything cleaned up.
     `receive` is called by one thread only; the other methods by any thread.
     """
+
+    num_shards: int  # of each replica
+
+    def numbers(self, index: int) -> range:
+        """Return the numbers of a replica's processes, consecutive over all replicas; the first is shard 0's."""
+        return range(index * self.num_shards, (index + 1) * self.num_shards)
 
     @abstractmethod
     def start_process(self, index: int) -> None:
@@ -73,26 +56,17 @@ class ProcessHost(ABC):
 
     @abstractmethod
     def kill(self, index: int) -> Callable[[], None]:
-        """Kill a replica's process without waiting; `receive` returns none of its messages any more.
+        """Kill a replica's process; `receive` returns none of its messages any more.
 
-        Returns:
-            a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
+        Returns a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
         """
 
     @abstractmethod
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous | None:
-        """Return a meeting point for a group of several replicas; None if its rank 0 is unreachable.
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext | None:
+        """Return a context with the meeting point (host and port, or segment) of a group of several replicas.
 
-        Args:
-            members: replica indices by rank.
-
-        Raises:
-            LaunchError: if the replicas cannot use the launcher.backend that the settings ask for.
+        `members` are their indices by rank. None if rank 0 is unreachable.
         """
-
-    @abstractmethod
-    def placement(self, index: int) -> Placement:
-        """Return the location of a replica's shard 0."""
 
     @abstractmethod
     def close(self) -> None:

@@ -13,22 +13,16 @@ from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:
-    from lp_runtime.launchers.worker.follower_server import FollowerServer
-    from lp_runtime.launchers.worker.replica_server import ReplicaServer
+    from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
 
 def be_replica(pipe: Connection) -> None:
-    """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it.
-
-    Args:
-        pipe: receives a pickled (RuntimeConfig, Placement) first, then encoded orders.
-    """
+    """Run a replica, or a shard of one, for the driver at the other end of a pipe; exits with it."""
     use_expandable_segments()
     with no_garbage_collection():
         hide_triton_without_gpu()
         from lp_runtime.launchers.wire.messages import Failed, decode_order
-        from lp_runtime.launchers.worker.follower_server import FollowerServer
-        from lp_runtime.launchers.worker.replica_server import ReplicaServer
+        from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaServer
 
     lock = threading.Lock()
 
@@ -47,7 +41,7 @@ def be_replica(pipe: Connection) -> None:
                 os._exit(1)
 
     try:
-        config, place = pipe.recv()
+        config, place = pipe.recv()  # a pickled (RuntimeConfig, Placement); encoded orders follow
     except (EOFError, OSError):
         return  # the driver ended before it sent the settings
     server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)

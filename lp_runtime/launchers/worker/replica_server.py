@@ -1,10 +1,10 @@
-"""Main loop of a replica's process: loads the model, then carries out the driver's orders."""
+"""Main loops of the processes of a replica: of shard 0, which carries out the driver's orders, and of the others."""
 
 from __future__ import annotations
 
 import contextlib
-import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 
@@ -18,6 +18,7 @@ from lp_runtime.errors import (
     ReplicaError,
     RequestError,
     RequestMemoryError,
+    ShardError,
     StateMismatchError,
 )
 from lp_runtime.launchers.wire.messages import (
@@ -44,7 +45,7 @@ from lp_runtime.launchers.worker.process_host import Placement
 from lp_runtime.model.kv_cache.slots import ROOM_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
-from lp_runtime.replica.loaded_model import LoadedModel, load_replica
+from lp_runtime.replica.loaded_model import LoadedModel, load_follower, load_replica
 from lp_runtime.replica.replica import Replica, join_group
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
@@ -54,10 +55,8 @@ from lp_runtime.utils.memory import out_of_memory_as
 class ReplicaServer:
     """Carries out a driver's orders one after another.
 
-    If the replica is alone in its group, it decodes several requests as one batch.
-
-    Args:
-        send: sends a message to the driver; called from several threads.
+    If the replica is alone in its group, it decodes several requests as one batch. `send` sends a message to the
+    driver, and is called from several threads.
     """
 
     def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
@@ -96,7 +95,7 @@ class ReplicaServer:
                 place=place.shard,
                 batches=self._config.may_batch,
             )
-            self._send(ModelLoaded(loaded.info))
+            self._send(ModelLoaded())
             while True:
                 order = self._orders.get()
                 if isinstance(order, Join):
@@ -137,17 +136,16 @@ class ReplicaServer:
     def _join(self, loaded: LoadedModel, order: Join) -> None:
         self._leave()
         self._membership = contextlib.ExitStack()
-        number = order.order
-
-        def is_abandoned() -> bool:
-            return self._orders.has_next() or self._orders.is_aborted(number)
-
-        def on_formed(group: Group) -> None:
-            self._enter(group, number)
-
         try:
-            store = self._store.connect(order.context, order.timeout or self._config.launcher.timeout)
-            group = join_group(self._config, loaded, order.context, store, is_abandoned, on_formed, order.timeout)
+            group = join_group(
+                self._config,
+                loaded,
+                order.context,
+                self._store.connect(order.context, order.timeout or self._config.launcher.timeout),
+                is_abandoned=lambda: self._orders.has_next() or self._orders.is_aborted(order.order),
+                on_formed=lambda group: self._enter(group, order.order),
+                timeout=order.timeout,
+            )
             self._replica = self._membership.enter_context(group)
         except (ReplicaError, LaunchError) as error:  # a peer is missing or gone
             was_present = isinstance(error.__cause__, PeersMissingError)
@@ -161,14 +159,13 @@ class ReplicaServer:
         self._end(order.order)
 
     def _prefill(self, loaded: LoadedModel, order: Prefill) -> None:
-        """Prefill a request's prompt and committed tokens into a slot that its Decode will reuse."""
         with contextlib.suppress(RequestError), out_of_memory_as(RequestMemoryError):  # the Decode will meet them again
             self._feed(loaded.model, open_request(order.request), order.order)
         self._send(Prefilled(order.order))
         self._end(order.order)
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
-        """Prefill a request's prompt and committed tokens into a slot; stops early if the order is cancelled."""
+        """Prefill a request into a slot that its Decode will reuse; stops early if the order is cancelled."""
         num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
         capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
         with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
@@ -178,7 +175,6 @@ class ReplicaServer:
                     break
 
     def _decode(self, order: Decode) -> None:
-        """Decode a request together with the other replicas of the group."""
         if self._replica is None:  # it left the group, and the driver sent this order before it knew
             self._send(GroupBroken(order.order, Progress(), "this replica is in no group"))
             self._end(order.order)
@@ -221,21 +217,43 @@ class ReplicaServer:
                 self._end(answers.pop(number).order)
 
 
-class _Answer:
-    """Turns the engine's events into answers to one Decode. Only the leader, rank 0, streams outputs.
+class FollowerServer:
+    """Counterpart of ReplicaServer for shards other than 0. Sends only PONG and, if it fails, Failed."""
 
-    Attributes:
-        progress: tokens that the replica has committed since the order.
-    """
+    def __init__(self, config: RuntimeConfig, place: Placement, send: Callable[[object], None]):
+        self._config = config
+        self._place = place
+        self._send = send
+
+    def post(self, message: object) -> None:
+        """Handle a message from the driver; see ReplicaServer."""
+        assert message == PING, "followers get their orders from shard 0"
+        self._send(PONG)
+
+    def run(self) -> None:
+        """Load this shard and follow shard 0. Returns when it cannot continue."""
+        place = self._place
+        try:
+            follower = load_follower(self._config, place.device_index, place.num_local, place.shard)
+            for message in follower.messages():
+                raise AssertionError(f"shard 0 announced {message!r}")
+        except ShardError:  # another shard is gone: it has sent the reason itself, or the driver sees its process end
+            return
+        except Exception as error:
+            failed = Failed.from_error(error)
+            self._send(failed if failed.kind else Failed(f"shard {place.shard.shard}: {failed.message}", None))
+
+
+class _Answer:
+    """Turns the engine's events into answers to one Decode. Only the leader, rank 0, streams outputs."""
 
     def __init__(self, order: int, send: Callable[[object], None], is_leader: bool):
         self.order = order
-        self.progress = Progress()
+        self.progress = Progress()  # since the order
         self._send = send
         self._is_leader = is_leader
 
     def send(self, event: Event | LookaheadError) -> None:
-        """Send the answer for an engine event or an error; a step output is added to the progress."""
         if isinstance(event, LookaheadError):
             self._send(Refused(self.order, str(event), type(event)))
         elif isinstance(event, Report):
@@ -250,61 +268,53 @@ class _OrderQueue:
     """Queue of the driver's orders, and which of them were cancelled or aborted. For two threads."""
 
     def __init__(self) -> None:
-        self._orders: queue.Queue[Order] = queue.Queue()
-        self._next: Order | None = None  # removed from the queue but not carried out yet
+        self._orders: deque[Order] = deque()
         self._open: set[int] = set()  # numbers of the orders that have not ended
         self._cancelled: set[int] = set()
         self._aborted: set[int] = set()
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
 
     def put(self, order: Order) -> None:
-        """Append an order."""
-        with self._lock:
+        with self._changed:
             self._open.add(order.order)
-        self._orders.put(order)
+            self._orders.append(order)
+            self._changed.notify()
 
     def has_next(self) -> bool:
-        """Whether an order is waiting."""
-        return self._next is not None or not self._orders.empty()
+        return bool(self._orders)
 
     def get(self) -> Order:
-        """Remove and return the next order; blocks until there is one."""
-        order, self._next = self._next, None
-        return self._orders.get() if order is None else order
+        with self._changed:
+            self._changed.wait_for(self.has_next)
+            return self._orders.popleft()
 
     def get_decode(self) -> Decode | None:
         """Remove and return the next order if it has arrived and is a Decode, else return None. Never blocks."""
-        if self._next is None:
-            with contextlib.suppress(queue.Empty):
-                self._next = self._orders.get_nowait()
-        if not isinstance(self._next, Decode):
-            return None
-        order, self._next = self._next, None
-        return order
+        with self._changed:
+            if self._orders and isinstance(order := self._orders[0], Decode):
+                self._orders.popleft()
+                return order
+        return None
 
     def cancel(self, order: int) -> None:
-        """Mark the order with this number as cancelled; no effect if it has ended."""
-        with self._lock:
+        with self._changed:
             if order in self._open:
                 self._cancelled.add(order)
 
     def is_cancelled(self, order: int) -> bool:
-        """Whether the order with this number was cancelled."""
         return order in self._cancelled
 
     def abort(self, order: int) -> bool:
         """Mark the order with this number as aborted; return False, without effect, if it has ended."""
-        with self._lock:
+        with self._changed:
             if order in self._open:
                 self._aborted.add(order)
             return order in self._open
 
     def is_aborted(self, order: int) -> bool:
-        """Whether the order with this number was aborted."""
         return order in self._aborted
 
     def end(self, order: int) -> None:
-        """Record that the order with this number is finished."""
-        with self._lock:
+        with self._changed:
             for numbers in (self._open, self._cancelled, self._aborted):
                 numbers.discard(order)

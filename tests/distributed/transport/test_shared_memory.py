@@ -18,9 +18,8 @@ from lp_runtime.distributed.exchange import Exchange, broadcast_object, gather_r
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name, process_group
 from lp_runtime.distributed.transport import shared_memory
-from lp_runtime.distributed.transport.group import Group
+from lp_runtime.distributed.transport.group import Group, Transport
 from lp_runtime.distributed.transport.shared_memory import BUFFER_WORDS, FOLDER, why_unavailable
-from lp_runtime.distributed.transport.transport import Transport
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.lookahead.tree import TokenTree
 

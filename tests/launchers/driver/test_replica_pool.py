@@ -12,7 +12,7 @@ from support.processes import wait_until
 from lp_runtime.config.settings import FailureConfig
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
+from lp_runtime.launchers.worker.process_host import ProcessHost
 
 
 class SlowlyEndingHost(ProcessHost):
@@ -43,9 +43,6 @@ class SlowlyEndingHost(ProcessHost):
     def rendezvous(self, members: Sequence[int]) -> None:
         return None
 
-    def placement(self, index: int) -> Placement:
-        return Placement(index, 2)
-
     def close(self) -> None:
         self.is_closed = True
 
@@ -65,7 +62,7 @@ def pool(host) -> Iterator[ReplicaPool]:
 
     pool = ReplicaPool(host, 2, FailureConfig(restarts=1))
     for index in range(2):
-        host.said.put((index, ModelLoaded(None)))
+        host.said.put((index, ModelLoaded()))
     pool.start(60)
     yield pool
     host.may_end.set()
@@ -88,7 +85,7 @@ def test_restarts_are_given_back_after_an_hour(host):
     now = [0.0]
     pool = ReplicaPool(host, 1, FailureConfig(restarts=2), lambda: now[0])
     host.may_end.set()
-    host.said.put((0, ModelLoaded(None)))
+    host.said.put((0, ModelLoaded()))
     pool.start(60)
     num_started = []
     for incarnation, now[0] in enumerate([0.0, 1800.0, 3601.0, 3602.0]):

@@ -11,6 +11,7 @@ import pytest
 
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import ReplicaError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import (
@@ -26,7 +27,7 @@ from lp_runtime.launchers.wire.messages import (
     Progress,
     Streamed,
 )
-from lp_runtime.launchers.worker.process_host import Placement, ProcessHost, Rendezvous
+from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.lookahead.drafter import Counts
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import MODEL, Report, StepOutput
@@ -56,7 +57,7 @@ class AnsweringHost(ProcessHost):
         self.orders: list[int] = []  # to decode: one a group
 
     def start_process(self, index: int) -> None:
-        self._said.put((index, ModelLoaded(INFO)))
+        self._said.put((index, ModelLoaded()))
 
     def send(self, index: int, message: object) -> None:
         if message == PING:
@@ -85,11 +86,8 @@ class AnsweringHost(ProcessHost):
     def kill(self, index: int) -> Callable[[], None]:
         return lambda: None
 
-    def rendezvous(self, members: Sequence[int]) -> Rendezvous:
-        return Rendezvous(segment="none")
-
-    def placement(self, index: int) -> Placement:
-        return Placement(index, 2)
+    def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
+        return ReplicaContext(segment="none")
 
     def close(self) -> None:
         pass
