@@ -312,6 +312,11 @@ def test_bad_settings_are_refused_before_torch_is_imported():
     run_python(REFUSE)
 
 
+def test_code_is_compiled_ahead_without_torch():
+    """The process that compiles while the command imports torch does not import it, too."""
+    run_python("import sys, lp_runtime.replica.compile_ahead; assert 'torch' not in sys.modules")
+
+
 def test_every_public_name_is_there():
     assert set(lp_runtime.__all__) == {*lp_runtime._HOMES, "__version__"}
     for name in lp_runtime._HOMES:

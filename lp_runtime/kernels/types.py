@@ -5,11 +5,12 @@ Letters: n nodes, K top-k candidates of a node.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from lp_runtime.lookahead.top_k import ID_BITS
+
+if TYPE_CHECKING:
+    import torch
 
 NO_TOKEN = (1 << ID_BITS) - 1  # token id packed for missing candidates of a node with fewer than K
 

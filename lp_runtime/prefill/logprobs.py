@@ -15,7 +15,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Logprob, StepOutput
-from lp_runtime.sampling.packing import pack_top_logprobs, unpack_top_logprobs
+from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.utils.generators import result_of
 
 SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are needed for every token

@@ -1,4 +1,4 @@
-"""Packing of top-k candidates, on a CPU, and of log-probabilities into int64, in the layout of sampler.py.
+"""Packing of top-k candidates into int64 on a CPU, in the layout of sampler.py.
 
 Letters: n nodes, V vocabulary, K = `num` top-k candidates. Scores are [n, V] float32, packed results [n, width] int64.
 A row's candidates are [K + 1] ids, int64, and scores, float32, the likeliest first; NO_TOKEN and -inf for none.
@@ -10,7 +10,6 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
-import torch
 
 from lp_runtime.kernels.types import NO_TOKEN
 from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
@@ -139,15 +138,3 @@ def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
                     word = packed[row, 1 + (rank >> 1)] >> (HALF_BITS * (rank & 1))
                     margins |= (word & MAX_MARGIN) << (8 * (rank & 3))
                 entries[row, MARGINS + place] = np.int32(margins)
-
-
-def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
-    """Pack each row's `num` likeliest tokens: [n, num] int64, id << 32 | bits of the float32 log-probability."""
-    values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
-    return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
-
-
-def unpack_top_logprobs(packed: np.ndarray) -> list[tuple[tuple[int, float], ...]]:
-    ids = (packed >> HALF_BITS).tolist()
-    values = (packed & HALF_MASK).astype(np.uint32).view(np.float32).tolist()
-    return [tuple(zip(*each, strict=True)) for each in zip(ids, values, strict=True)]

@@ -28,14 +28,13 @@ from lp_runtime.kernels.types import NO_TOKEN, Noise, Packing
 from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
+from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.sampling.packing import (
     HALF_BITS,
     HALF_MASK,
     MARGIN_BITS,
     pack_kernel,
-    pack_top_logprobs,
     unpack_kernel,
-    unpack_top_logprobs,
 )
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.slices import SampleRequest, SlicedLogits
