@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import TypeGuard
 
@@ -39,7 +39,9 @@ def require_number(name: str, value: object, allowed: str, is_allowed: Callable[
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return abs(value) <= sys.float_info.max  # math.isfinite would raise OverflowError for an integer above that
 
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:

@@ -46,7 +46,7 @@ class TorchrunLauncher(Launcher):
     def __init__(self, config: RuntimeConfig, context: ReplicaContext, place: ShardPlace):
         super().__init__(context.num_replicas, context.rank == 0, place.num_shards)
         stack = contextlib.ExitStack()
-        self._leave = weakref.finalize(self, stack.close)  # at the end of the process, too: see LocalLauncher
+        self._leave = weakref.finalize(self, stack.close)  # also at the end of the process, while modules still work
         with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards} failed at start"):
             self._replica = stack.enter_context(start_replica(config, context, place))
             self._tell(self._replica.info)

@@ -1,7 +1,7 @@
 """Compile Triton's kernels for GPUs that need not be there: a line for each, with what it takes of one: bytes of
 shared memory, registers, bytes of stack (registers that were spilled), and its fused multiply-adds in float32.
 
-    python tests/compile_kernels.py 80 90
+    python tests/support/compile_kernels.py 80 90
 
 Letters as in triton_gpu.py.
 """

@@ -56,7 +56,7 @@ class ProcessHost(ABC):
 
     @abstractmethod
     def kill(self, index: int) -> Callable[[], None]:
-        """Kill a replica's process; `receive` returns none of its messages any more.
+        """Kill a replica's process without waiting; `receive` returns none of its messages any more.
 
         Returns a function that waits until the process has ended and its memory is free, which takes seconds on a GPU.
         """

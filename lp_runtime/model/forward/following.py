@@ -85,7 +85,7 @@ class LeadingShard:
             try:
                 return self._run(passes, order, caches)
             except PassFailedError:
-                raise torch.OutOfMemoryError("memory has run out on another GPU of the replica") from None
+                pass  # raise outside: the frames of this error hold the pass's tensors, and would be kept as context
             except ShardError:
                 raise
             except Exception as error:
@@ -93,6 +93,7 @@ class LeadingShard:
                     raise
                 self._link.close()
                 raise ShardError(f"a pass failed on shard 0: {first_line(error)}") from error
+        raise torch.OutOfMemoryError("memory has run out on another GPU of the replica")
 
     def attempt(self, passes: Passes, work: Pass) -> None:
         """Run a pass without caches on all shards; if it fails on some, report that but keep the replica.

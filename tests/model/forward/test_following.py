@@ -128,8 +128,9 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
         lack_memory(owner, name, at_end)
     slot = CacheSlot()
     model.begin(slot, 20)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(torch.OutOfMemoryError) as raised:
         model.prefill(slot, PROMPT)
+    assert raised.value.__context__ is None, "the frames of another error would keep the pass's tensors"
     model.free_memory()
     found = story(model)
     model.leading.close()
