@@ -145,8 +145,9 @@ def pack_fastest(model: nn.Module) -> str | None:
         pack_as(model, layout)
         return layout
     choices = {"plain": plain}
-    for layout in ("MKL", "oneDNN"):
-        if pack_as(model, layout):
+    for layout, packed in (("MKL", MKLPackedLinear), ("oneDNN", PackedLinear)):
+        if pack_linears(model, packed):
+            pack_as(model, layout)  # the dtypes that are left
             choices[layout] = [getattr(parent, name) for parent, name in places]
             _put(places, plain)
 
