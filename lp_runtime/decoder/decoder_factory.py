@@ -89,8 +89,9 @@ def step_limit(settings: LookaheadConfig, calibration: Calibration) -> int:
     """Return how many tokens a replica may feed in a step: no settings may make one that is too slow.
 
     It is the minimum of the request's budget, the tokens for which memory is reserved, and the largest measured step;
-    the last counts for automatic sizes and for trees of more than UNMEASURED_STEP_TOKENS nodes. The calibration may
-    measure and gather here, so all replicas must call this for the same request.
+    the last counts for automatic sizes and for trees of more than UNMEASURED_STEP_TOKENS nodes. Measuring stops at a
+    fixed multiple of the time of a one-token step. The calibration may measure and gather here, so all replicas must
+    call this for the same request.
     """
     limit = min(settings.step_limit or STEP_TOKENS, STEP_TOKENS)
     if settings.is_auto:

@@ -142,8 +142,7 @@ def pack_fastest(model: nn.Module) -> str | None:
     if sum(linear.weight.nbytes for linear in plain) > SMALL_BYTES:
         layout = _faster_order(plain)
         del plain
-        pack_as(model, layout)
-        return layout
+        return layout if pack_as(model, layout) else "plain"  # a library may refuse all of them on this CPU
     choices = {"plain": plain}
     for layout, packed in (("MKL", MKLPackedLinear), ("oneDNN", PackedLinear)):
         if pack_linears(model, packed):

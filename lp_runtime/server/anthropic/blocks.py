@@ -52,7 +52,8 @@ class OtherBlock(OpenPart):
 
 def _tag(block: Any) -> str:
     kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
-    return f"[{kind}]" if kind in ("text", "thinking", "tool_use", "tool_result") else "[other]"
+    known = ("text", "thinking", "tool_use", "tool_result")
+    return f"[{kind}]" if kind in known else "[other]"  # in brackets: see openai/parts.py
 
 
 Block = Annotated[

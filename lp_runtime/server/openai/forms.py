@@ -38,14 +38,14 @@ class Choice:
     offset: int | None = None  # characters of the tokens shown with log-probabilities so far; None before the first
     text: str = ""  # only in answers that are not streamed
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)  # like the next two of the new tokens, if asked for
+    logprobs: list[float] = field(default_factory=list)  # of the new tokens, as the next two; if asked for
     found_by: list[int] = field(default_factory=list)
     sources: list[str] = field(default_factory=list)
     token_texts: list[str] = field(default_factory=list)  # up to the first that is not final; with log-probabilities
     reason: str | None = None  # OpenAI's finish_reason; None before the end
     stop: str | None = None  # the stop string that ended the text
     parser: ChatParser | None = None  # None for plain text
-    max_calls: int | None = None  # that the answer shows
+    max_calls: int | None = None  # that the answer shows at most; None for no limit
     num_shown: int = 0  # new tokens that events have shown
 
     @property

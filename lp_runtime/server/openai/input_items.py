@@ -43,7 +43,7 @@ class OtherItem(OpenPart):
 def _tag(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
     known = ("message", "function_call", "function_call_output", "reasoning")
-    return f"[{kind}]" if kind in known else "[other]"
+    return f"[{kind}]" if kind in known else "[other]"  # in brackets: see parts.py
 
 
 InputItem = Annotated[

@@ -194,6 +194,12 @@ def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fast
     assert len(set(tried)) == 1 < tried[0] < len(linears) and len(tried) > 8
 
 
+def test_a_large_model_that_no_library_packs_stays_plain(random_model, monkeypatch):
+    monkeypatch.setattr(packing, "SMALL_BYTES", 0)
+    monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(len(x), self.out_features))
+    assert pack_fastest(random_model("Llama").bfloat16()) == "plain"
+
+
 def test_layers_are_timed():
     layers = [PackedLinear(nn.Linear(8, 4)), PackedLinear(nn.Linear(64, 8))]
     assert packing._seconds_of_layers(layers) > 0
