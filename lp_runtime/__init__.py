@@ -1,4 +1,4 @@
-"""Lookahead parallelism: several GPUs share every decoding step of one request to a large language model.
+"""Lookahead parallelism: several GPUs share every decoding step of one LLM request.
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 

@@ -15,7 +15,7 @@ class RequestError(LookaheadError, ValueError):
 
 
 class LengthError(RequestError):
-    """A request whose prompt and new tokens are more than the model's context or a replica's cache can hold."""
+    """A request whose prompt and new tokens exceed the model's context or a replica's cache."""
 
 
 class RequestMemoryError(RequestError):
@@ -27,7 +27,7 @@ class ConfigError(LookaheadError, ValueError):
 
 
 class ConstraintError(RequestError):
-    """A constraint that is invalid, that no text can satisfy, that is too large, or that takes too long to compile."""
+    """A constraint that is invalid, that no text can satisfy, that is too large or too slow to compile."""
 
 
 class ModelError(LookaheadError):
@@ -67,12 +67,13 @@ class StateMismatchError(ReplicaError):
 
 
 class ShardError(Exception):
-    """A replica that has lost one of its shards. It is no request's and no setting's fault, so it passes through all
-    that handles a LookaheadError: the replica's processes end, and it is started again whole."""
+    """A replica that has lost one of its shards. Its processes end, and it is started again whole."""
+
+    # No LookaheadError, whose handlers it must pass through: it is no request's and no setting's fault.
 
 
 class PassFailedError(Exception):
-    """A forward pass that has failed on another shard of the replica. This shard has left it, and awaits the next."""
+    """A forward pass that failed on another shard of the replica. This shard left it, and awaits the next."""
 
     def __init__(self, num_calls: list[int]):
         self.num_calls = num_calls  # by shard, all-reduces and all-gathers that it had begun
@@ -87,7 +88,7 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn any exception of the block that is neither a LookaheadError nor in `passing` into one of class `kind`.
+    """Turn any exception of the block, except LookaheadErrors and those in `passing`, into a `kind`.
 
     Its message is one line that begins with `what`.
     """

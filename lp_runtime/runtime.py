@@ -97,7 +97,7 @@ class LookaheadRuntime:
 
     @classmethod
     def from_config(cls, config: RuntimeConfig) -> LookaheadRuntime:
-        """Start a runtime from a complete configuration, as the command line does; raises as the constructor does."""
+        """Start a runtime from a full configuration, as the command line does; raises as the constructor does."""
         return cls(config=config)
 
     @property

@@ -33,7 +33,7 @@ def require_seconds(name: str, value: object, or_none: bool = False) -> None:
 
 
 def require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
-    """Raise ConfigError, which names the `allowed` range, if a value is not None and not an allowed finite number."""
+    """Raise ConfigError, with the range `allowed`, unless a value is None or an allowed finite number."""
     if value is not None and not (_is_number(value) and is_allowed(value)):
         raise ConfigError(f"{name}={value}: must be {allowed}")
 

@@ -128,7 +128,7 @@ class ClientConfig(RuntimeConfig):
     """File that holds the API key for the server at `url`."""
 
     def _check_server(self) -> None:
-        """Raise ConfigError if a setting of the server has no `url`, or if a setting would have no effect with it."""
+        """Raise ConfigError if a server setting lacks `url`, or a setting would have no effect with `url`."""
         if self.url is None:
             for name in ("api_key", "api_key_file", "served_name"):
                 if getattr(self, name) is not None:

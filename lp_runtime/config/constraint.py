@@ -70,7 +70,7 @@ class ConstraintConfig:
 
     @property
     def source(self) -> str:
-        """The constraint as one text, equal for equal constraints of a kind; ConstraintError if JSON is invalid."""
+        """The constraint as text, equal for equal constraints of a kind; ConstraintError if JSON is invalid."""
         kind = self.kind
         assert kind is not None
         value = getattr(self, kind)

@@ -101,7 +101,7 @@ class SamplingConfig:
         return bool(defaults.get("do_sample")) and defaults.get("temperature") != 0
 
     def check(self, defaults: Mapping[str, Any]) -> None:
-        """Raise ConfigError if decoding is greedy, given the model's defaults, and a setting affects only sampling."""
+        """Raise ConfigError if decoding is greedy with the model's defaults and a setting needs sampling."""
         if not self.samples(defaults):
             reason = "the model's default, greedy decoding; give sampling.temperature > 0"
             self._refuse_warpers(reason)

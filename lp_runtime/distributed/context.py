@@ -61,7 +61,7 @@ class ReplicaContext:
         )
 
     def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
-        """Return the replica's context and this process's shard, if consecutive ranks are the shards of a replica."""
+        """Return the replica's context and this process's shard; consecutive ranks are a replica's shards."""
         for number, where in ((self.num_replicas, ""), (self.num_local, " on this machine")):
             if number % num_shards:
                 raise ConfigError(
@@ -89,10 +89,10 @@ def keep_caches_in(folder: str | None) -> None:
 
 
 def use_expandable_segments() -> None:
-    """Set torch's GPU allocator to expandable segments unless the user configures it; call it before CUDA starts.
+    """Set torch's GPU allocator to expandable segments, unless the user configures it.
 
-    Slots and cached prefixes are tensors of many sizes. Without expandable segments, a block that was split is of no
-    use to larger tensors until all of its parts are free.
+    Call it before CUDA starts. Slots and cached prefixes are tensors of many sizes. Without expandable segments, a
+    block that was split is of no use to larger tensors until all of its parts are free.
     """
     if not any(name in os.environ for name in ALLOCATOR_VARIABLES):
         os.environ[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"

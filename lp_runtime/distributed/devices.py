@@ -88,7 +88,7 @@ def gpu_number(device: torch.device) -> int:
 
 
 def check_one_each(numbers: Sequence[int]) -> None:
-    """Raise ConfigError if two replicas have the same `gpu_number`; 0 stands for a GPU that may be shared, or none."""
+    """Raise ConfigError if two replicas have the same `gpu_number`; 0: a GPU that may be shared, or none."""
     for rank, number in enumerate(numbers):
         if number and (first := list(numbers).index(number)) < rank:
             raise ConfigError(
@@ -98,7 +98,7 @@ def check_one_each(numbers: Sequence[int]) -> None:
 
 
 def num_cores() -> int:
-    """Return the number of CPU cores that this process may use: its affinity, limited by the container's quota."""
+    """Return the number of CPU cores this process may use: affinity, limited by the container's quota."""
     found = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_QUOTA.read_text().split()

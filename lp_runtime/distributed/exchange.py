@@ -112,7 +112,7 @@ class Exchange:
         self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
-        """Queue a copy of int64 `values` to pinned host memory, valid until the next call; `_copied` marks its end."""
+        """Queue a copy of int64 `values` to pinned memory, valid until the next call; `_copied` marks its end."""
         if self._pinned is None or self._pinned.numel() < values.numel():
             capacity = max(self._received.numel(), self.capacity * self.width, values.numel())
             with torch.inference_mode(False):  # later calls may be outside inference mode and must be able to write it
@@ -200,7 +200,7 @@ def _merge_owned(rows, owner, merged):
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """Return rank 0's picklable value on every replica; once per request, or per step with a caller's criteria."""
+    """Return rank 0's picklable value on every replica."""  # once per request, or per step with a caller's criteria
     if group.is_alone:
         return value
     data = group.connected.broadcast(pickle.dumps(value) if group.rank == 0 else None, is_patient=False)

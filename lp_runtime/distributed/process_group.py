@@ -36,7 +36,7 @@ REFUSAL = "!"  # before the reason why a replica cannot share memory
 
 @contextmanager
 def _settings(interface: str | None) -> Iterator[None]:
-    """Set the environment variables from which gloo and NCCL are configured, for groups formed in a `with` block."""
+    """Set the environment variables that configure gloo and NCCL, for groups formed in a `with` block."""
     # torch's NCCL watchdog would end the process if a peer is lost; CollectiveTransport.wait detects that itself.
     variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
     if interface is not None:

@@ -1,4 +1,4 @@
-"""All-reduce and all-gather inside the forward passes of a replica that spans several GPUs, its P shards."""
+"""All-reduce and all-gather inside forward passes of a replica that spans several GPUs, its P shards."""
 
 from __future__ import annotations
 

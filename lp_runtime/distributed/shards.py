@@ -100,7 +100,7 @@ class ShardLink:
             return int(found.min())
 
     def end_pass(self) -> None:
-        """Wait until every shard has ended the pass on its host; PassFailedError if it has failed on another shard."""
+        """Wait until every shard ends the pass on its host; PassFailedError if it has failed on another shard."""
         try:
             self.smallest(self.reducer.num_calls)
         except PassFailedError as error:
@@ -108,7 +108,7 @@ class ShardLink:
             raise
 
     def fail_pass(self) -> None:
-        """Give up a pass that has failed here: the others' calls, `end_pass` at the latest, raise PassFailedError."""
+        """Give up a pass that failed here: the others' calls, `end_pass` at the latest, raise PassFailedError."""
         with peers():
             num_calls = self._transport.fail(self.reducer.num_calls)
         self._check_matched(num_calls)
@@ -170,7 +170,7 @@ def said_by_first(
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:
-    """Form a group of a replica's shards, of backend "nccl" or "gloo", independent of the default process group."""
+    """Form a "nccl" or "gloo" group of a replica's shards, independent of the default process group."""
     # NCCL's monitor would read the store, which is gone once the group has formed, and keep a shard from exiting.
     unwatched = {"TORCH_NCCL_ENABLE_MONITORING": "0", "TORCH_NCCL_DUMP_ON_TIMEOUT": "0"}
     with _store(place, STORES[1], timeout) as store, environment(unwatched), _meeting(place):
@@ -200,9 +200,9 @@ def _symmetric_memory(
 
 @contextmanager
 def loading_group(place: ShardPlace, device: torch.device, timeout: float) -> Iterator[None]:
-    """Make a replica's shards the default process group in a `with` block: transformers slices a model by its mesh."""
-    # transformers reads a rank's GPU from LOCAL_RANK. Loopback: all shards are on this machine, and its host name may
-    # not resolve.
+    """Make a replica's shards the default process group in a `with` block."""
+    # transformers slices a model by the default group's mesh, and reads a rank's GPU from LOCAL_RANK. Loopback: all
+    # shards are on this machine, and its host name may not resolve.
     variables = {"LOCAL_RANK": str(device.index or 0), "GLOO_SOCKET_IFNAME": "lo"}
     with _store(place, STORES[0], timeout) as store, environment(variables):
         with _meeting(place):  # over gloo: only small objects are sent in this group

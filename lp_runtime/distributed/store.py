@@ -22,7 +22,7 @@ POLL_SECONDS = 0.002  # between polls of a count; short compared with the time i
 
 
 def host_store(host: str, port: int, timeout: float) -> TCPStore:
-    """Host a store in which replicas meet, whose operations may take `timeout` seconds; port 0 chooses a free one."""
+    """Host a store where replicas meet. Operations may take `timeout` seconds; port 0 chooses a free one."""
     try:
         # Bound here and not by TCPStore, so that a port in use is reported at once and in one line.
         family = socket.getaddrinfo(host, None)[0][0]  # IPv4 or IPv6
@@ -92,7 +92,7 @@ class StoreConnection:
         self._store: TCPStore | None = None
 
     def connect(self, context: ReplicaContext, timeout: float) -> TCPStore | None:
-        """Return the store, hosted elsewhere, in which the replicas of a group meet; None if they need no store."""
+        """Return the store, hosted elsewhere, where a group's replicas meet; None if they need no store."""
         if context.num_replicas == 1 or context.segment:
             return None
         address = (context.host, context.port)

@@ -176,7 +176,7 @@ class GenerateCall:
         scores: Sequence[torch.Tensor] | None,
         logits: Sequence[torch.Tensor] | None,
     ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-        """Return the output of `generate`: [B, L + new tokens of the longest row] ids, rows padded after their end.
+        """Return the output of `generate`: [B, L + longest row's new tokens] ids, rows padded after their end.
 
         With `return_dict_in_generate` it is an output object, whose scores and logits are zero after a row's end.
         `scores` and `logits` have each row's processed and raw logits, [new tokens, V]; None if not wanted.

@@ -86,7 +86,7 @@ class RunnerKeeper:
 
     @contextmanager
     def runner(self, model: PreTrainedModel, kind: tuple, make: Callable[[], ModelRunner]) -> Iterator[ModelRunner]:
-        """Yield a runner during a `with` block: the kept one if the model has not changed, else one from `make`.
+        """Yield a runner in a `with` block: the kept one if the model has not changed, else one from `make`.
 
         Afterwards it is kept, without its KV caches, unless the block failed. `kind` holds the settings of the runner,
         which must be equal too. A call inside autocast is refused, because a pass has other dtypes there than the

@@ -142,7 +142,7 @@ def item_request(
     seed: int | None,
     options: RequestOptions,
 ) -> Request:
-    """Build an item's request, with the answers to the turns before it. A RequestError names line and turn."""
+    """Build an item's request, with the answers to earlier turns. A RequestError names line and turn."""
     more = options.copy()
     more["sample"] = item.sample
     if seed is not None:  # each prompt has a different seed
@@ -222,7 +222,7 @@ def _setting_of(settings: Mapping[str, Any], key: str) -> object:
 
 
 def _without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
-    """Return drafting settings without those of draft tables and corpus, whose content another run may not have."""
+    """Return drafting settings without draft tables and corpus, whose content another run may not have."""
     return {name: value for name, value in lookahead.items() if not name.startswith(("draft_tables", "corpus"))}
 
 

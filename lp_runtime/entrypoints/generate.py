@@ -97,7 +97,7 @@ def describe_lookahead(config: LookaheadConfig) -> str:
 def summary(
     runtime: LookaheadRuntime, lookahead: LookaheadConfig, rows: list[tuple[str, Generation]], compare: bool
 ) -> str:
-    """Format a table of labelled generations; `compare` is whether to report if the last two have equal tokens."""
+    """Format a table of labelled generations; if `compare`, report whether the last two have equal tokens."""
     info = runtime.info
     lines = [
         f"\n{runtime.num_replicas} replica{'s' * (runtime.num_replicas > 1)} on {info.device.split(':')[0]},"

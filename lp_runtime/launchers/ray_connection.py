@@ -15,7 +15,7 @@ ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=
 
 
 def connect(address: str | None) -> None:
-    """Connect to the Ray cluster at HOST:PORT; None for the one of this machine or job, else a new local one."""
+    """Connect to the Ray cluster at HOST:PORT; None for that of this machine or job, else a new local one."""
     import ray
 
     _probe(address)
@@ -41,13 +41,13 @@ def _resolved(address: str | None) -> str | None:
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Enable the user's token if the cluster requires one: other clusters end the actors of a driver with a token."""
+    """Enable the user's token if the cluster requires one."""
     try:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:  # Ray before 2.51 has no tokens
         return
     if not _is_refused(address):
-        return
+        return  # a cluster that requires no token ends the actors of a driver with one
     tokens.logger.setLevel(logging.ERROR)  # hide the warning that tokens are enabled
     if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
         return

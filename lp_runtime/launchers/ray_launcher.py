@@ -1,4 +1,4 @@
-"""Launcher of replicas as Ray actors, one actor per GPU. Ray is imported only when this launcher is chosen."""
+"""Launcher of replicas as Ray actors, one per GPU. Ray is imported only when this launcher is chosen."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class ReplicaActor:
         self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
 
     def serve(self) -> Iterator[list[object]]:
-        """Run the replica in a separate thread, and stream its messages in small batches. No step waits for it."""
+        """Run the replica in a separate thread; stream its messages in small batches. No step waits for it."""
         # Determined here, not by the driver: a restarted replica may be on another node.
         place = Booking.placement_here(self._shard)
         serving = ReplicaServer if self._shard.is_leader else FollowerServer
@@ -96,7 +96,7 @@ class ReplicaActor:
 
 
 class RayHost(ProcessHost):
-    """Replicas as actors of a Ray cluster, which this connects to: a placement group, and one actor per shard."""
+    """Replicas as actors of a Ray cluster, to which this connects: a placement group, one actor per shard."""
 
     def __init__(self, ray: ModuleType, config: RuntimeConfig):
         self.actors: dict[int, Any] = {}  # the latest ones that this host has not killed, by number

@@ -36,7 +36,7 @@ KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver f
 
 
 class ReplicaPipe:
-    """The driver's end of the pipe to a replica. A thread sends, so that a hanging replica never blocks `send`."""
+    """The driver's end of the pipe to a replica. A thread sends, so a hanging replica never blocks `send`."""
 
     def __init__(self, pipe: Connection):
         self.pipe = pipe  # to receive from

@@ -1,4 +1,4 @@
-"""Chooses how many GPUs each replica spans if the settings say "auto" or "fastest". Letters: P GPUs per replica."""
+"""Choice of how many GPUs, P, each replica spans if the settings say "auto" or "fastest"."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
 
 
 def free_of_this_machine() -> list[int]:
-    """Return the free bytes of each visible GPU, measured with a CUDA context on it; LaunchError if that fails."""
+    """Return each visible GPU's free bytes, measured with a CUDA context on it; LaunchError if that fails."""
     if reason := why_no_gpu():
         raise LaunchError(f"gpus_per_replica=auto: {reason}")
     try:
@@ -145,7 +145,7 @@ def visible_on(device: str) -> int:
 
 
 def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
-    """Store tokens per second by GPUs per replica, measured for a model here; no effect without a cache folder."""
+    """Store tokens per second by GPUs per replica, measured for a model here, if a cache folder is set."""
     arrays = {SPEEDS_KEYS[0]: np.array(list(speeds)), SPEEDS_KEYS[1]: np.array(list(speeds.values()))}
     CalibrationFiles(config.cache_dir).store(_speeds_file(config, config.num_gpus), arrays)
 

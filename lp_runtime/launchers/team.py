@@ -27,7 +27,7 @@ from lp_runtime.request.request import Request
 
 
 class TeamLauncher(Launcher):
-    """Base class of launchers with replicas in separate processes. Closes the host, also if the start fails."""
+    """Base class of launchers with separate replica processes. Closes the host, also if the start fails."""
 
     outlives_failures = True
 

@@ -183,7 +183,7 @@ class TorchrunFollower(Launcher):
 
 
 def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number, which rank 0 chooses by the free memory of its GPU."""
+    """Return settings whose gpus_per_replica is a number, which rank 0 chooses by its GPU's free memory."""
     if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
         raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))

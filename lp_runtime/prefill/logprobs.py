@@ -23,7 +23,7 @@ SCORED_TOKENS = 64  # per pass: bounds the [n, V] float32 logits, which are need
 
 @dataclass
 class PromptScorer:
-    """Prefill of a prompt that records the log-probability of each token, and the `num_top` likeliest ones."""
+    """Prefill of a prompt that records each token's log-probability, and the `num_top` likeliest ones."""
 
     model: ModelRunner
     slot: CacheSlot  # begun and empty

@@ -58,7 +58,7 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
 
 
 def scope_of(request: Request) -> str | None:
-    """Return the scope of the requests whose draft tables serve this one; None if it shares only those of its text."""
+    """Return the scope of requests whose draft tables serve this one; None if only those of its text do."""
     return request.cache_salt if request.lookahead.shares_drafts else None
 
 
@@ -123,7 +123,7 @@ class PromptPrefix:
             self._cache.store(slot.cache, slot.tokens, slot.num_prefilled, salt, tag, slot.prompt_length)
 
     def next_tag(self, digest: int) -> int:
-        """Return the tag for the finished sequence's draft tables; 0 if no later request can continue with them.
+        """Return the tag for the finished sequence's draft tables; 0 if no later request can use them.
 
         `digest` is that of the sequence's final state. Replicas with equal earlier tags and digests have equal tables.
         """

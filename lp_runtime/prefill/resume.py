@@ -28,7 +28,7 @@ REPLAYED_TOKENS = 64  # per pass: bounds the [n, V] logits, which are needed for
 
 @dataclass
 class Resume:
-    """Prefill of a slot with a request's prompt and the tokens, at least one, that an earlier attempt committed."""
+    """Prefill of a slot with a prompt and the tokens, at least one, that an earlier attempt committed."""
 
     model: ModelRunner
     request: Request

@@ -23,7 +23,7 @@ class RequestText:
         self._num_texts = 0  # texts of tokens that were returned
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, Sequence[str]]:
-        """Append a step's tokens; return the text that they complete, and the texts of the tokens that it completes."""
+        """Append a step's tokens; return the text that they complete, and the texts of the completed tokens."""
         match = None if self._stop_strings is None else self._stop_strings.find(token_ids)
         shown = [token for token in token_ids if token not in self._hidden]
         self._num_hidden += len(token_ids) - len(shown)

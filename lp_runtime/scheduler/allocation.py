@@ -33,7 +33,7 @@ class Allocator:
         return 1 if replicas is None or self._policy == "latency" else max(1, len(replicas)) * self._batch
 
     def allocate(self, ready: frozenset[int], waiting: Collection[Job]) -> Iterator[tuple[Job, list[int]]]:
-        """Allocate the ready replicas to the running jobs, and to waiting jobs, in order of arrival, that can begin.
+        """Allocate ready replicas to running jobs, and to waiting jobs that can begin, in order of arrival.
 
         Yields (job, replicas) of each job to begin now; the caller must add its lease to the running ones before it
         asks for the next.
@@ -150,6 +150,6 @@ def _can_move(lease: JobLease) -> bool:
 
 
 def _slot_tokens(job: Job, num_delivered: int) -> int:
-    """Return the capacity in tokens that a job's KV-cache slot has, or needs at first; slots grow with their texts."""
+    """Return the token capacity that a job's KV-cache slot has, or needs at first; it grows with the text."""
     num_new = min(job.request.max_new_tokens, num_delivered + ROOM_TOKENS)
     return len(job.request.prompt_ids) + num_new + OVERHEAD_TOKENS

@@ -235,7 +235,7 @@ class Scheduler:
     async def stream_async(
         self, prompt: str | Sequence[int], max_new_tokens: int | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Delta]:
-        """Submit a prompt as `stream` does, and yield its deltas, in asyncio. An early end cancels the request."""
+        """Submit a prompt as `stream` does; yield its deltas in asyncio. An early end cancels the request."""
         job = self.stream(prompt, max_new_tokens, **options)
         async with contextlib.aclosing(job.deltas()) as deltas:
             async for delta in deltas:

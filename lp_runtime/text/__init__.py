@@ -1,1 +1,1 @@
-"""Text of token ids: the one definition that streams, stop strings, log-probabilities and constraints share."""
+"""Text of token ids: the one definition for streams, stop strings, log-probabilities and constraints."""

@@ -1,4 +1,4 @@
-"""Incremental detokenization: the text of a growing sequence of token ids, in deltas that later tokens never change.
+"""Incremental detokenization: text of a growing sequence, in deltas that later tokens never change.
 
 The text of new tokens N after a context P is `decode(P + N)` after its longest common prefix with `decode(P)`. This is
 `decode(P + N)[len(decode(P)):]`, except if N completes a character that P began.

@@ -42,11 +42,11 @@ class TokenTexts:
         return self._known[token]
 
     def bytes_at_start(self, token: int) -> bytes:
-        """Return the UTF-8 bytes that a token adds at the start of a text: some decoders strip its first space."""
+        """Return the UTF-8 bytes a token adds at the start of a text: some decoders strip its first space."""
         return self._bytes_of_text(token, self._decode([token]))
 
     def label(self, token: int) -> str:
-        """Return a text that shows a token: its text or, as OpenAI shows a part of a character, `bytes:\\xe2\\x82`."""
+        """Return a text that shows a token: its text or, for part of a character, OpenAI's `bytes:\\xe2\\x82`."""
         added = self.bytes_of(token)
         try:
             return added.decode()

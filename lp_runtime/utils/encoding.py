@@ -1,4 +1,4 @@
-"""Encoding of dataclasses as bytes, derived from their fields. Reading a message runs none of its contents as code.
+"""Encoding of dataclasses as bytes, derived from their fields. Reading runs no content as code.
 
 A message is MAGIC, a CRC-32 of the rest, and JSON: an object for a dataclass, an array for tuples and sets, base64 for
 bytes. Integers and floats keep their exact values.
@@ -25,7 +25,7 @@ SCALARS: dict[Any, Any] = {bool: bool, int: int, str: str, float: (int, float), 
 
 
 def encode(value: object) -> bytes:
-    """Return a message with a dataclass of numbers, texts, bytes, dataclasses and collections, else raise TypeError."""
+    """Encode a dataclass of numbers, texts, bytes, dataclasses and collections, else raise TypeError."""
     body = json.dumps(value, default=_plain, separators=(",", ":")).encode()
     return MAGIC + CHECKSUM.pack(zlib.crc32(body)) + body
 

@@ -12,14 +12,14 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock file, which is created if necessary; other processes wait. Raises OSError if it cannot be opened."""
+    """Hold a lock file, created if necessary; other processes wait. Raises OSError if it cannot be opened."""
     with open(path, "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: complete or unchanged if the process dies. Missing parent folders are created."""
+    """Write a file atomically: complete or unchanged if the process dies. Creates missing parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

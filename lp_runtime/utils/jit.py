@@ -183,7 +183,7 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
 
 
 def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
-    """Call functions of `compiles`, first those that no other process runs: replicas that start share the work."""
+    """Call functions of `compiles`, first those no other process runs: starting replicas share the work."""
     pending = list(compilers)
     while pending:
         compiler = next((each for each in pending if not _is_compiling(each)), pending[0])

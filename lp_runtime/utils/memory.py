@@ -14,7 +14,7 @@ HOST_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"  # torch raises a 
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on a GPU or on the host; torch, and the GPU's context, go on working after that."""
+    """Whether an allocation failed, on a GPU or the host; torch and the GPU's context still work after it."""
     return isinstance(error, ALLOCATION_ERRORS) or HOST_ALLOCATOR in str(error)
 
 

@@ -94,7 +94,7 @@ def _turns(value: object, field: str, where: str) -> tuple[str, ...]:
 
 
 def parse_ids(value: object, name: str) -> list[int]:
-    """Return token ids given as a list or as the text of a JSON list; ConfigError, with `name`, for anything else."""
+    """Return token ids given as a list or its JSON text; ConfigError, with `name`, for anything else."""
     try:
         ids = json.loads(value) if isinstance(value, str) else value
     except ValueError:

@@ -1,4 +1,4 @@
-"""Start of processes: commands of child processes, faster imports with fewer warnings, progress on stderr."""
+"""Start of processes: commands of children, faster imports with fewer warnings, progress on stderr."""
 
 from __future__ import annotations
 

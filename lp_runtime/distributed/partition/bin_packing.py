@@ -181,7 +181,7 @@ def list_nodes(feeds, owner, sizes):
 
 @compiled(makes_arrays=True)
 def cut(parents, depths, root, times, limit):
-    """Return shares that finish in the shortest time for which `_pack` finds a packing: the arguments of `Shares`."""
+    """Return the arguments of `Shares` for the shortest time in which `_pack` finds a packing."""
     num_replicas, num_nodes, num_pending = len(times), len(parents), root + 1
     feeds = np.zeros((num_replicas, num_nodes), np.bool_)
     feeds[:, :num_pending] = True

@@ -1,4 +1,4 @@
-"""Chains of a token tree of T nodes: one path per replica, for models that can be fed only plain text, not trees."""
+"""Chains of a token tree of T nodes: one path per replica, for models that take plain text, not trees."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lp_runtime.utils.jit import compiled, compiles, inlined
 
 
 def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> list[np.ndarray]:
-    """Return the C = num_chains paths below the root that together have the largest weight, the heaviest first.
+    """Return the C = num_chains paths below the root with the largest total weight, the heaviest first.
 
     The tree decomposes into paths that continue, at each node, to the child with the heaviest path below it. The C
     heaviest of them, each extended by its ancestors, are the best C paths. They are int64 node indices from a child of

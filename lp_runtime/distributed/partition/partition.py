@@ -25,21 +25,21 @@ TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica, in an arbitrary unit; large
 
 @dataclass(frozen=True)
 class Share:
-    """Nodes of one replica in a step, as int64 ascending indices. Every node from the root on has exactly one owner."""
+    """Nodes of one replica in a step, as ascending int64 indices."""
 
     nodes: np.ndarray  # that the replica feeds: the P pending tokens, then its leaves and their ancestors
-    owned: np.ndarray  # whose results the replica reports
+    owned: np.ndarray  # whose results the replica reports; every node from the root on has exactly one owner
 
 
 class Shares(Sequence[Share]):
-    """Sequence of the R replicas' shares of a step, by rank. `nodes` and `owned` of all shares are concatenated."""
+    """Sequence of the R replicas' shares of a step, by rank."""
 
     # Sizes are lists: summing a few numbers is slower in numpy.
     def __init__(self, owner: np.ndarray, nodes: np.ndarray, owned: np.ndarray, sizes: list[int], num_owned: list[int]):
         self.owner = owner  # [T] int64 rank that owns each node; -1 for nodes before the root
         self.sizes = sizes  # [R] number of tokens that each replica feeds
         self.num_owned = num_owned  # [R] number of nodes that each replica owns
-        self._nodes, self._owned = nodes, owned
+        self._nodes, self._owned = nodes, owned  # of all shares, concatenated
 
     @classmethod
     def of_one(cls, num_nodes: int, root: int) -> Shares:
@@ -75,7 +75,7 @@ class Shares(Sequence[Share]):
 
 
 def partition(tree: TokenTree, speeds: Sequence[float]) -> Shares:
-    """Cut the tree into R shares, for replicas with `speeds`, [R] tokens per unit of time, > 0; only ratios matter."""
+    """Cut the tree into R shares for replicas with `speeds`: [R] tokens per time in any unit, > 0."""
     times_of_a_token = TIME_OF_A_TOKEN * max(speeds) / np.array(speeds)
     return partition_by_times(tree, np.outer(times_of_a_token, np.arange(len(tree) + 1)).astype(np.int64))
 

@@ -1,4 +1,4 @@
-"""Group of replicas that share a request's steps, and its transport. Does not import torch.distributed."""
+"""Group of replicas that share a request's steps, and its transport. Never imports torch.distributed."""
 
 from __future__ import annotations
 

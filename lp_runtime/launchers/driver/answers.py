@@ -34,7 +34,7 @@ class AnswerReader:
         self._end: float | None = None  # after a failure: time.monotonic() by which the other members must finish
 
     def read(self) -> Iterator[tuple[int, object]]:
-        """Yield (index, message) of each answer until every member has finished or is lost; (-1, None) if quiet."""
+        """Yield (index, message) of answers until every member has finished or is lost; (-1, None) if quiet."""
         while self._waiting:
             try:
                 left = max(0.0, self._next_ping - time.monotonic())

@@ -76,7 +76,7 @@ class GroupFormer:
 
     @staticmethod
     def _separated(group: Members, answers: Mapping[int, Answer], num_separated: int) -> set[int]:
-        """Return the members of a group that did not form to go on without; none at first if it is not clear which.
+        """Return the members of a group that did not form to go on without; none at first if unclear which.
 
         A network that is cut between replicas may leave all of them in reach of the driver.
         """

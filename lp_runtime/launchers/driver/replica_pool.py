@@ -88,7 +88,7 @@ class ReplicaPool:
     # Starting and losing replicas.
 
     def start(self, timeout: float) -> None:
-        """Start all replicas, and return when their models are loaded. If it raises, the caller must call `close`."""
+        """Start all replicas; return when their models are loaded. If it raises, the caller must call `close`."""
         for index in range(self.num_replicas):
             self._loading.add(index)
             self._host.start_process(index)

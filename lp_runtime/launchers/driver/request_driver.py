@@ -78,7 +78,7 @@ class RequestDriver:
         self._started = time.monotonic()
 
     def run(self) -> Generator[Event, None, None]:
-        """Yield the step outputs as they arrive, then the report. Closing the iterator early cancels the request."""
+        """Yield step outputs as they arrive, then the report. Closing the iterator early cancels the request."""
         num_steps = 0
         is_whole = True
         while True:

@@ -46,7 +46,7 @@ class InboxTable:
         del self.open[inbox.order]
 
     def deliver(self, index: int, message: object) -> None:
-        """Put a replica's answer into the inbox of its order; a PONG or ReplicaLost goes to all of its inboxes."""
+        """Put a replica's answer into the inbox of its order; PONG and ReplicaLost go to all of its inboxes."""
         is_for_all = message == PONG or isinstance(message, ReplicaLost)
         for inbox in self.open.values():
             if index in inbox.members and (is_for_all or getattr(message, "order", None) == inbox.order):

@@ -1,4 +1,4 @@
-"""Messages between a driver and its replicas. Answers have their order's number, so that late ones can be dropped."""
+"""Messages between a driver and its replicas. An answer has its order's number: late ones are dropped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PING, PONG = "ping", "pong"  # answered by a separate thread, even during a forw
 
 @dataclass(frozen=True)
 class Join:
-    """Order to leave the current group, if any, and join another. Answered by Joined, GroupBroken or Refused."""
+    """Order to leave any current group, and join another. Answered by Joined, GroupBroken or Refused."""
 
     order: int
     context: ReplicaContext  # the replica's rank, and where the group meets
@@ -52,7 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Abort:
-    """Leave the group of an order, even during an exchange, because another member failed. Answered by GroupBroken."""
+    """Leave an order's group, even during an exchange: another member failed. Answered by GroupBroken."""
 
     order: int
 
@@ -71,7 +71,7 @@ class Joined:
 
 @dataclass(frozen=True)
 class Prefilled:
-    """Answer to a Prefill, whatever became of it: the Decode prefills what is missing, or refuses the request."""
+    """Answer to a Prefill, even if it failed: the Decode prefills what is missing, or refuses the request."""
 
     order: int
 
@@ -126,7 +126,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class GroupBroken:
-    """Final answer to a Join or Decode: the group broke, and this replica has left it. Its progress remains valid."""
+    """Final answer to a Join or Decode: this replica left the broken group. Its progress remains valid."""
 
     order: int
     progress: Progress
@@ -137,7 +137,7 @@ class GroupBroken:
 
 @dataclass(frozen=True)
 class Refused:
-    """Final answer to a Join or Decode that no replica can carry out. The replica leaves a group of several."""
+    """Final answer to a Join or Decode no replica can carry out. The replica leaves a group of several."""
 
     order: int
     message: str
@@ -167,7 +167,7 @@ def encode_order(message: object) -> bytes:
 
 
 def decode_order(data: bytes) -> object:
-    """Return a message of `encode_order`; raise LaunchError if it is damaged or from another version of lp_runtime."""
+    """Return a message of `encode_order`; LaunchError if damaged or from another version of lp_runtime."""
     if data == PING.encode():
         return PING
     name, _, encoded = data.partition(b" ")

@@ -1,4 +1,4 @@
-"""A request on its way to replicas: encoded by its fields, with the caller's logits processors pickled."""
+"""A request on its way to replicas: encoded by fields, with the caller's logits processors pickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class SealedRequest:
 
 
 def seal(request: Request, pickled: Callable[[object], bytes] = pickle.dumps) -> bytes:
-    """Return a request's message; `pickled` pickles a logits processor, and replicas read it with `pickle.loads`."""
+    """Return a request's message; `pickled` pickles a logits processor for the replicas' `pickle.loads`."""
     processors = tuple((_class_of(each), pickled(each)) for each in request.processors)
     try:
         return encode(SealedRequest(replace(request, processors=()), processors))

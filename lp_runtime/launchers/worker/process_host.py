@@ -1,4 +1,4 @@
-"""Interface through which a replica pool starts processes and exchanges messages: see spawn.py and ray_launcher.py."""
+"""Interface that starts replica processes and carries messages: see spawn.py and ray_launcher.py."""
 
 from __future__ import annotations
 

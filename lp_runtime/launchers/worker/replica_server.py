@@ -1,4 +1,4 @@
-"""Main loops of the processes of a replica: of shard 0, which carries out the driver's orders, and of the others."""
+"""Main loops of a replica's processes: shard 0, which carries out the driver's orders, and the others."""
 
 from __future__ import annotations
 
