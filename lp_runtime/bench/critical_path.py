@@ -74,7 +74,7 @@ class _EqualReplicas(Calibration):
 
 
 class LocalRequest(RunningRequest):
-    """A request of rank 0 whose other ranks do not exist: no exchange happens, and rank 0 knows all results.
+    """A request of rank 0 without other ranks: no exchange happens, and rank 0 knows all results.
 
     Subclasses write the results of a step to `values`, [T, width], before `finish_exchange`, and may set `clocks`, the
     [R] packed times of the step.

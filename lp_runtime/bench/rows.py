@@ -125,7 +125,7 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def _rates(results: list[Result], seconds: list[float]) -> tuple[list[float], list[float | None]]:
-    """Return tokens per second of whole requests, and after the first token; None if the latter was not measured."""
+    """Return tokens per second of whole requests, and after the first token (None if not measured)."""
     pairs = list(zip(results, seconds, strict=True))
     after_first = [
         None

@@ -125,7 +125,7 @@ def _load(answers: Answers, files: CalibrationFiles, name: str) -> int:
 
 
 def _share(answers: Answers, tokens: np.ndarray, group: Group) -> None:
-    """Add all replicas' rows of their `tokens`; if several have a token, the row of the lowest rank counts."""
+    """Add all replicas' rows of their `tokens`; if several have a token, the lowest rank's row counts."""
     num_rows = int(gather_rows(np.array([len(tokens)]), group).max())
     if group.is_alone or not num_rows:
         return

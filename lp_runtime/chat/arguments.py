@@ -87,7 +87,7 @@ def resolved(reference: str, root: Mapping[str, Any]) -> object:
 
 
 def json_of(raw: str, parameter: Parameter) -> str:
-    """Return plain text as the JSON of a value of a parameter's types; text that fits none of them stays text."""
+    """Return plain text as the JSON of a value of a parameter's types, or of a string if it fits none."""
     text = raw.strip()
     if parameter.is_text or raw in parameter.values:
         return dumped(raw)

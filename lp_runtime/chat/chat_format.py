@@ -43,7 +43,7 @@ class ToolUse:
 
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schema of each tool's arguments, by its name; what is no tool of a function is left out."""
+    """Return the JSON schema of each function tool's arguments, by its name; other entries are left out."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {
         function["name"]: function.get("parameters") or {"type": "object"}
@@ -124,7 +124,7 @@ class ChatFormat:
         return AnswerParser(form, self.reasoning, self.is_thinking(prompt_end), is_either, schemas_of(known))
 
     def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Return a conversation with the arguments of its calls as the template expects them: an object, or JSON text.
+        """Return a conversation whose calls have arguments as the template expects: an object, or JSON text.
 
         A `content` that is null becomes empty. An empty list of calls is left out, because templates only check whether
         the key exists.

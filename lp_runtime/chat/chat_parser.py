@@ -142,7 +142,7 @@ class AnswerParser(ChatParser):
             yield from self._text.match(SPACE)
 
     def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
-        """Return whether the rest may be a call without a mark; if it can only be text, look for no more marks."""
+        """Return whether the rest may be a call without a mark; if it must be text, look for no more marks."""
         bare = call_patterns(form).bare
         if bare is not None and (yield from self._text.match(bare)) is not None:
             return True

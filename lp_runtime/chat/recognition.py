@@ -89,7 +89,7 @@ def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> lis
 
 
 def _rest(form: CallFormat, answer: str, reasoning: ReasoningFormat | None, is_thinking: bool) -> int | None:
-    """Return how many characters next to the call a format reads as text; None if it does not read the call."""
+    """Return how many characters next to the call a format reads as text; None if it misses the call."""
     kind = HarmonyParser if form is FORMATS["harmony"] else AnswerParser
     parser = kind(form, reasoning, is_thinking, schemas={NAME: SCHEMA}, is_strict=True)
     pieces = [*parser.add(answer), *parser.finish()]

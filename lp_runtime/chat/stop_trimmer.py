@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 class StopTrimmer:
-    """Filter for streamed text that holds back a suffix that may be, or become, the stop string that ends it.
+    """Filter for streamed text that holds back a suffix that may be, or become, the final stop string.
 
     Stop strings may contain special tokens although the text does not show them.
     """

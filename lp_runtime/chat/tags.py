@@ -59,7 +59,7 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
 
 
 def _members(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
-    """Return the tag of an object's members, in the order of the schema; those not required may be missing."""
+    """Return the tag of an object's members, in the schema's order; those not required may be missing."""
     required, properties = schema.get("required") or [], schema.get("properties") or {}
     if not isinstance(required, list) or not isinstance(properties, Mapping):
         raise RequestError("tools: properties of a schema must be an object, and required a list")
@@ -171,7 +171,7 @@ def free(begin: str, end: str) -> Tag:
 
 
 def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
-    """Return the tag of a reasoning part; `is_open`: whether the prompt has opened it, else it may be missing."""
+    """Return the tag of a reasoning part, which may be missing unless the prompt opened it (`is_open`)."""
     begin = "" if is_open else reasoning.begin
     part = sequence(free(begin, reasoning.end), {"type": "regex", "pattern": AFTER_REASONING})
     return part if is_open else {"type": "optional", "content": part}

@@ -1,4 +1,4 @@
-r"""Regular expressions and EBNF grammars, rewritten to forms that xgrammar reads as their writers mean them.
+r"""Regular expressions and EBNF grammars, rewritten so that xgrammar reads what their writers mean.
 
 Every part of an expression that matches one character becomes a character or a class of ranges, limited to the
 characters that are allowed. docs/decisions/constraints.md lists what xgrammar 0.2.8 reads otherwise.
@@ -51,9 +51,10 @@ def exact_regex(pattern: str, allowed: Ranges = UNICODE) -> str:
 
 
 def automaton_regex(pattern: str) -> str:
-    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas; if it is ASCII it becomes an automaton.
+    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas.
 
-    It then matches only strings that JSON holds without escapes. Raises ValueError as `exact_regex`.
+    The result becomes an automaton if it is ASCII. It matches only strings that JSON holds without escapes. Raises
+    ValueError as `exact_regex`.
     """
     return _rewritten(pattern, UNESCAPED_IN_JSON, _in_automaton)
 
@@ -100,7 +101,7 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
 
 
 def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
-    """Return the characters of the class whose opening bracket is at `place`, and the place of its closing one."""
+    """Return the characters of the class that opens at `place`, and the place of its closing bracket."""
     end = next((each for each in range(place + 1, len(tokens)) if tokens[each][0] == "]"), None)
     if end is None:
         raise ValueError("a character class is not closed")
@@ -132,7 +133,7 @@ def _class_item(token: re.Match[str], is_wide: bool) -> Ranges:
 
 
 def _ranges(token: re.Match[str], is_wide: bool = False) -> Ranges | None:
-    """Return the characters that a token matches; None for an escape that stands for none, such as that of a border.
+    """Return the characters that a token matches; None for an escape of no character, such as a border.
 
     `is_wide`: whether whitespace of one language only counts, as it must where the characters are excluded.
     """
@@ -162,7 +163,7 @@ def _in_grammar(ranges: Ranges) -> str:
 
 
 def _in_automaton(ranges: Ranges) -> str:
-    """Write characters in ASCII, in a class for each length in UTF-8: else automata allow bytes that are not valid."""
+    """Write characters in ASCII, a class for each length in UTF-8: else automata allow invalid bytes."""
     parts = [part for length in LENGTHS if (part := intersection(ranges, [length]))] or [ranges]
     written = [_written(part, lambda character: f"\\u{{{ord(character):x}}}") for part in parts]
     return written[0] if len(written) == 1 else f"(?:{'|'.join(written)})"

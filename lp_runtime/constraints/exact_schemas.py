@@ -46,7 +46,7 @@ def _rewritten(
     rewrite: Callable[[dict[str, Any]], None],
     check: Callable[[str, Mapping[str, Any]], None] = lambda place, schema: None,
 ) -> object:
-    """Return a copy of a schema with `rewrite` applied to it and the schemas inside; `check` sees them before."""
+    """Return a copy of a schema with `rewrite` applied to it and those inside; `check` sees them before."""
 
     def inner(schema: object, place: str, depth: int) -> object:
         if depth > MAX_DEPTH:
@@ -85,7 +85,7 @@ def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> 
 
 
 def _in_json(pattern: str) -> str:
-    """Return a pattern of the strings that match `pattern` and hold no escape; xgrammar allows quotes, too."""
+    """Return a pattern of the matches of `pattern` that hold no escape; xgrammar allows quotes, too."""
     rewritten = automaton_regex(pattern)
     if has_automaton(json_grammar({"type": "string", "pattern": rewritten}, False)):
         return rewritten

@@ -1,4 +1,4 @@
-"""A check that a grammar has no dead ends: texts that can be begun, but not completed, whatever the vocabulary."""
+"""A check for dead ends of a grammar: texts that can be begun, but that no vocabulary can complete."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _expressions(content: Any) -> list[tuple[int, Sequence[int]]]:
 
 
 class GrammarParts:
-    """Analysis of xgrammar's Grammar, not optimized: which expressions a text can complete, and which it can begin."""
+    """Analysis of an unoptimized xgrammar Grammar: which expressions a text can complete, and which begin."""
 
     def __init__(self, grammar: Any):
         content = json.loads(grammar.serialize_json())

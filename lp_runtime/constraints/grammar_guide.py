@@ -24,7 +24,7 @@ MAX_LOADED_BYTES = 1 << 28  # size of the cache of loaded grammars, in memory
 
 
 class Vocabulary:
-    """The bytes that each of a model's V tokens adds to a text; `info` is xgrammar's TokenizerInfo of `token_texts`."""
+    """The bytes that each of V tokens adds to a text; `info`: xgrammar's TokenizerInfo of `token_texts`."""
 
     def __init__(self, info: Any, token_texts: TokenTexts):
         self.info, self.size = info, info.vocab_size
@@ -34,7 +34,7 @@ class Vocabulary:
         self._longest = max(map(len, self._ids), default=0)
 
     def at_start(self, context: Sequence[int]) -> np.ndarray | None:
-        """Return [V] int64 tokens that add elsewhere what each token adds first after a context, or -1 if none does.
+        """Return [V] int64 tokens that add elsewhere what each token adds first after a context; -1 for none.
 
         None if each adds what it adds elsewhere. Not so for decoders that strip the first space of a text.
         """
@@ -43,7 +43,7 @@ class Vocabulary:
 
     @cached_property
     def _start_tokens(self) -> tuple[np.ndarray, int | None]:
-        """Return the tokens of `at_start` for an empty context, and a token that adds something else elsewhere."""
+        """Return the tokens of `at_start` for an empty context, and a token that adds other text elsewhere."""
         tokens, differing = np.arange(self.size), None
         for token, text in enumerate(self._token_texts.all_bytes_at_start(self.size)):
             if self._texts[token] not in (b"", text):

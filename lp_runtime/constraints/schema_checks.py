@@ -65,7 +65,7 @@ def refusal(place: str, reason: str) -> ConstraintError:
 
 
 def check_schema(place: str, schema: Mapping[str, Any]) -> None:
-    """Check one schema, without the schemas inside it: that a grammar can express it, with three known gaps.
+    """Check that a grammar can express a schema, without those inside it; there are three known gaps.
 
     `oneOf` is treated as `anyOf`; `format` checks only the syntax: 2026-02-30 counts as a date; a key that is not
     declared may occur twice, and counts twice for `minProperties`.
@@ -124,7 +124,7 @@ def _check_required(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_keys(place: str, schema: Mapping[str, Any]) -> None:
-    """Check that no schema of other keys applies to declared properties, too, where xgrammar would ignore it."""
+    """Check that no schema of other keys applies to declared properties, where xgrammar would ignore it."""
     properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     if properties and "propertyNames" in schema:
         raise refusal(f"{place}/propertyNames", "is not supported together with properties")

@@ -68,7 +68,7 @@ def _outline(value: Any) -> Any:
 
 
 class _FixedWhitespace:
-    """Converts a structural tag to a Lark grammar, whose strings are JSON's; formats become rules or named Grammars."""
+    """Converts a structural tag to Lark, whose strings are JSON's; formats become rules or named Grammars."""
 
     def __init__(self) -> None:
         self._rules: list[str] = []
@@ -141,7 +141,7 @@ def _has_json(value: Any) -> bool:
 
 
 def _is_independent(part: Format) -> bool:
-    """Whether the text of a format does not depend on the end of the tag around it, as that of free text does."""
+    """Whether a format's text does not depend on the end of the tag around it, as free text does."""
     kind = part.get("type")
     if kind in ("sequence", "or"):
         return all(map(_is_independent, part["elements"]))

@@ -1,4 +1,4 @@
-"""The decoder of a request: state, step budget and sampler. Equal on every replica, without any communication.
+"""Decoder of a request: state, step budget and sampler. Equal on all replicas without communication.
 
 `Engine._step` (engine/engine.py) calls it once a step: `propose`, `sample`, `unpack` and `advance`.
 
@@ -46,7 +46,7 @@ class Samples:
 
     @functools.cached_property
     def scores(self) -> torch.Tensor:
-        """[n, V] float32, the processed logits that the successors were chosen from; read before the next pass."""
+        """[n, V] float32, the processed logits that successors were chosen from; read before the next pass."""
         return self._scores()
 
 

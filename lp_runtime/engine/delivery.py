@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class Delivery(Generic[T]):
-    """Queue of outputs, delivered to the caller at once or, if `is_deferred`, while the GPU runs the next step.
+    """Queue of outputs, delivered at once or, if `is_deferred`, while the GPU runs the next step.
 
     Delivery overlaps a forward pass only if the caller is quick. Otherwise the measured duration of the pass would
     include the caller's time.

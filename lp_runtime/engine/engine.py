@@ -51,7 +51,7 @@ from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 
 class Engine:
-    """Decodes requests on one replica. All replicas of a group must be given the same requests in the same order.
+    """Decodes requests on one replica. All replicas of a group must get the same ones in the same order.
 
     Args:
         calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
@@ -124,7 +124,7 @@ class Engine:
     def make_running(
         self, request: Request, decoder: Decoder, slot: CacheSlot, prefix: PromptPrefix, callbacks: Callbacks
     ) -> RunningRequest:
-        """Return a request to decode; overridden by engines that compute its steps in another way to measure them."""
+        """Return a request to decode. Engines that measure override it to compute its steps in another way."""
         return RunningRequest(self._model, self._peers, request, decoder, slot, prefix, callbacks)
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
@@ -177,7 +177,7 @@ class Engine:
         yield running.report()
 
     def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """Decode requests as they arrive, several in one forward pass, on a lone replica. Ends with the last request.
+        """Decode requests as they arrive, several per forward pass, on a lone replica, until none is left.
 
         Between two steps, `arrivals` returns new requests, and about one chunk of the prompts that have arrived is fed,
         in turns, so that no request waits for the whole of another one's long prompt. Yields (key, event) of every
@@ -232,7 +232,7 @@ class Engine:
     def _try_step(
         self, batch: list[RunningRequest], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
-        """Run `_step`; if memory runs out where it cannot tell whose step failed, all requests end with an error."""
+        """Run `_step`; if memory runs out and it cannot tell whose step failed, all requests get an error."""
         try:
             return (yield from self._step(batch, delivery))
         except Exception as error:
@@ -244,7 +244,7 @@ class Engine:
     def _step(
         self, batch: list[RunningRequest], delivery: Delivery[Any]
     ) -> Generator[Any, None, list[StepOutput | LookaheadError]]:
-        """Run one step of requests that share a forward pass; return each one's output, or the error that ended it.
+        """Run a step of requests that share a pass; return each one's output, or the error that ended it.
 
         Yields outputs of earlier steps while the device works on this one.
         """
@@ -267,7 +267,7 @@ class Engine:
         return steps
 
     def _forward(self, batch: list[RunningRequest], steps: list[Step]) -> list[StepLogits | LookaheadError]:
-        """Run the forward pass; on a GPU, launch it and return. A request for which memory ran out gets an error."""
+        """Run the forward pass; on a GPU, only launch it. A request for which memory ran out gets an error."""
         if self._model.timer is not None:
             self._model.timer.start()
         inputs = [running.inputs(step) for running, step in zip(batch, steps, strict=True)]
@@ -282,7 +282,7 @@ class Engine:
         return [unshared_error(self._model, running.request, self._group, reason) for running in batch]
 
     def _feed(self, batch: list[RunningRequest], inputs: list[StepInputs]) -> list[StepLogits | LookaheadError]:
-        """Feed the requests' shares in one pass; while memory does not suffice, leave out the youngest, the last."""
+        """Feed requests' shares in one pass; while memory does not suffice, leave out the last (youngest) one."""
         lengths = [len(each.slot.tokens) for each in inputs]
         logits = batch[-1].attempt(lambda: self._model.forward_batch(inputs))
         if not isinstance(logits, LookaheadError):

@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 def memory_error(model: ModelRunner, request: Request, new_tokens: Sequence[int], reason: str) -> RequestMemoryError:
-    """Free what no running request needs, and return the error that ends a request because memory has run out.
+    """Free what no running request needs, and return the error that ends a request for lack of memory.
 
     The replica must report the error in the next exchange, so that all replicas end the request with it.
     """
@@ -30,7 +30,7 @@ def memory_error(model: ModelRunner, request: Request, new_tokens: Sequence[int]
 
 
 def unshared_error(model: ModelRunner, request: Request, group: Group, reason: str) -> LookaheadError:
-    """Return the error to raise if memory has run out where peers expect no error: of several replicas, the group's."""
+    """Return the error if memory ran out where peers expect none: with several replicas, the group's."""
     model.synchronize()
     if group.is_alone:
         return memory_error(model, request, request.committed, reason)

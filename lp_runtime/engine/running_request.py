@@ -210,7 +210,7 @@ class RunningRequest:
         return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, self._group)
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
-        """Whether any replica wants to cancel with `num_left` chunks of the prompt left; equal on all replicas.
+        """Whether any replica cancels with `num_left` chunks of the prompt left; equal on all replicas.
 
         `error` is of this replica's chunk. An error of any replica is raised on all of them.
         """
@@ -255,7 +255,7 @@ class RunningRequest:
         self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._times_are_late))
 
     def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
-        """Wait for the samples of all replicas; if any replica has failed, return the same error on all of them.
+        """Wait for the samples of all replicas; if any replica has failed, return the same error on all.
 
         `samples` are this replica's, or why its pass or sampling failed.
         """
@@ -320,7 +320,7 @@ def _error_of(result: object) -> RequestMemoryError | None:
 
 
 def capacity_of(request: Request, decoder: Decoder) -> int:
-    """Return the tokens that a request's slot must hold at first: prompt, committed tokens, some output, one step's."""
+    """Return how many tokens a slot must hold at first: prompt, committed, some output, one step's."""
     one_step = decoder.max_owned + decoder.drafter.max_committed
     num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
     return len(request.prompt_ids) + num_new + one_step

@@ -263,7 +263,7 @@ def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:
 
 
 def parts_of(block: dict[str, int], num_programs: int, num_processors: int, num_bytes: int) -> int:
-    """Return into how many parts the keys are split: as many as run at once, because more would need a second round.
+    """Return into how many parts to split the keys: as many as run at once; more need a second round.
 
     `num_programs` are the tiles of all key/value heads: the programs of `_attend_part` with one part.
     """
@@ -277,5 +277,5 @@ def num_stages(block: dict[str, int], num_bytes: int) -> int:
 
 
 def num_warps(num_bytes: int) -> int:
-    """Return how many warps a program of attention needs so that no registers spill, by the size of an element."""
+    """Return how many warps a program of attention needs to spill no registers, by an element's size."""
     return 8 if num_bytes == 4 else 4

@@ -28,7 +28,7 @@ def _rotate_and_write(
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and write some heads of one token; one program per token and block of query, key or value heads."""
+    """Rotate and write heads of a token; one program per token and block of query, key or value heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -103,7 +103,7 @@ def rotate_and_write(
 
 
 def head_blocks(half: int, num_queries: int) -> tuple[int, int]:
-    """Return (dimensions, heads) of a program of `_rotate_and_write`; `half` is D / 2, `num_queries` is g H."""
+    """Return (dimensions, heads) of a `_rotate_and_write` program; `half` is D / 2, `num_queries` is g H."""
     block = triton.next_power_of_2(half)
     return block, min(triton.next_power_of_2(num_queries), max(1, PROGRAM_PAIRS // block))
 

@@ -154,7 +154,7 @@ def sample_and_pack(
     inverse_temperature: float = 1.0,  # factor of the logits, in float32
     cut: Cut | None = None,
 ) -> torch.Tensor:
-    """Sample each row's successor; pack it with the top-k candidates, of scores above -inf: [n, width] int64."""
+    """Sample each row's successor; pack it with the top-k candidates scored above -inf: [n, width] int64."""
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
     found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
     return _pack(found, packing, noise, logits.shape[1])
@@ -180,7 +180,7 @@ def find_in_slice(
 
 
 def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
-    """Combine P results of `find_in_slice`, [P, n, width], ordered by token ids, as `sample_and_pack` would."""
+    """Combine P results of `find_in_slice`, [P, n, width], ordered by token id, as `sample_and_pack` does."""
     num_slices, num_rows, width = found.shape
     num = max(1, packing.num)
     num_chunks = width // (1 + num)

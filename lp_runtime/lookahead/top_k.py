@@ -1,4 +1,4 @@
-"""Layout of a node's top-k candidates: its likeliest successors, exchanged with its successor and kept in tables.
+"""Layout of a node's top-k candidates, its likeliest successors, in the exchange and in tables.
 
 A token's margin is how far its log-probability lies below the likeliest token's, in sixteenths of a nat. On the wire a
 candidate is one integer, its margin above ID_BITS bits of token id (sampling/packing.py); in memory the candidates of a

@@ -24,7 +24,7 @@ MEMINFO = Path("/proc/meminfo")
 
 
 class PassBytes(NamedTuple):
-    """GPU memory, in bytes, that a pass and its sampling need in addition to weights, keys and values, as measured."""
+    """Measured bytes of GPU memory for a pass and its sampling, in addition to weights, keys and values."""
 
     fixed: int
     per_token: float  # for each token of the text that the pass attends to
@@ -111,7 +111,7 @@ def capacity_in_tokens(
 
 
 def tokens_in(num_bytes: int, token_bytes: int) -> int:
-    """Return how many tokens, prompt and output together, fit into `num_bytes` that the weights leave free."""
+    """Return how many tokens (prompt and output) fit into `num_bytes`, which the weights leave free."""
     return max(0, int(num_bytes * USABLE_FRACTION) // token_bytes - STEP_TOKENS)
 
 

@@ -32,7 +32,7 @@ MAX_CHUNK = 64
 
 
 class FittedScans:
-    """Views of a model whose state-space layers (Mamba 2, arXiv 2405.21060) have chunks as short as a pass.
+    """Model views whose state-space layers (Mamba 2, arXiv 2405.21060) have chunks as short as a pass.
 
     Without CUDA kernels transformers pads a text to whole chunks, of 256 tokens for most models, and computes matrices
     of chunk x chunk for every head: 26 ms per layer for a step of 8 tokens, compared with 1 ms in a chunk of 8 (32

@@ -1,4 +1,4 @@
-"""A model's chat template: its text, its rendering, and the parser that the model brings for its answers."""
+"""A model's chat template: text, rendering, and the parser that the model brings for its answers."""
 
 from __future__ import annotations
 

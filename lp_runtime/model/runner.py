@@ -304,7 +304,7 @@ class ModelRunner:
         return logits
 
     def free_memory(self) -> None:
-        """Free what no running request needs: free slots, cached prefixes, and torch's unused blocks, on all shards."""
+        """Free what no running request needs, on all shards: slots, cached prefixes, torch's unused blocks."""
         self.slots.clear()
         if self.slots.prefixes is not None:
             self.slots.prefixes.clear()

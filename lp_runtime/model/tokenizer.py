@@ -27,7 +27,7 @@ MARKS = (
 def encode(
     tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
 ) -> list[int]:
-    """Return the token ids of a prompt; RequestError if the text is not encodable Unicode (lone surrogates)."""
+    """Return the token ids of a prompt; RequestError if it is not encodable Unicode (lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

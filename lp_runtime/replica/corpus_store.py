@@ -1,4 +1,4 @@
-"""A corpus on disk: files of text are tokenized and indexed once, and mapped by all processes of a machine.
+"""A corpus on disk: files of text, tokenized and indexed once, mapped by all processes of a machine.
 
 The index of some paths is one file of `cache_dir`: a line of JSON, padded, then the arrays of a CorpusIndex. When files
 change, those alone are tokenized again.
@@ -135,7 +135,7 @@ class CorpusStore:
 def open_corpus(
     config: RuntimeConfig, load: Callable[[], Tokenizer], vocabulary_size: int, group: Group
 ) -> CorpusIndex:
-    """Return the corpus that the settings name, equal on all replicas of a group; NO_CORPUS if they name none.
+    """Return the corpus of the settings, equal on all replicas of a group; NO_CORPUS if they name none.
 
     `load` returns the tokenizer.
 
@@ -191,7 +191,7 @@ def _packed(signatures: Signatures, index: CorpusIndex) -> bytes:
 
 
 def _mapped(file: Path, vocabulary_size: int) -> tuple[Signatures, CorpusIndex]:
-    """Return the files of an index file, and its arrays, mapped. ValueError, KeyError or TypeError if it is damaged."""
+    """Map an index file; return its files and arrays. ValueError, KeyError or TypeError if it is damaged."""
     with open(file, "rb") as opened:
         head = json.loads(opened.readline())
         start, num_tokens = opened.tell(), int(head["num_tokens"])

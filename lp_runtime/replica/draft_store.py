@@ -1,4 +1,4 @@
-"""File in which draft tables outlive a runtime: read at start, written after every request of the scope ""."""
+"""File in which draft tables outlive a runtime: read at start, written after each request of scope ""."""
 
 from __future__ import annotations
 

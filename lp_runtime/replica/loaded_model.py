@@ -138,7 +138,7 @@ def load_replica(
 
 
 def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
-    """Feed and sample a token on a GPU, so that no request has to wait until the sampler's kernels are compiled."""
+    """Feed and sample a token on a GPU, so that no request waits for the sampler's kernels to compile."""
     if model.device.type != "cuda" or model.feeds_chains:
         return
     tree = TokenTree([0], max_depth=0)

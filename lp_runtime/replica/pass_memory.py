@@ -41,7 +41,7 @@ SAMPLING = Request(
 
 
 def measure_pass_bytes(model: ModelRunner) -> PassBytes | None:
-    """Measure the memory of passes on a GPU; None on a CPU, for chains, and if memory does not suffice for a chunk.
+    """Measure the memory of passes on a GPU; None on a CPU, for chains, and if a chunk does not fit.
 
     The model has run a pass.
     """

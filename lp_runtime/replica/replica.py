@@ -94,7 +94,7 @@ class Replica:
     def decode_batch(
         self, arrivals: Callable[[], Iterable[BatchedRequest]]
     ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
-        """Decode requests as they arrive, several in one forward pass, and yield (key, event); see Engine.run_batch.
+        """Decode requests as they arrive, several per forward pass; yield (key, event); see Engine.run_batch.
 
         `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived. A
         request for which memory runs out is decoded again once another one has ended.

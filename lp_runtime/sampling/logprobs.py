@@ -9,7 +9,7 @@ from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK
 
 
 def pack_top_logprobs(logits: torch.Tensor, num: int) -> torch.Tensor:
-    """Pack each row's `num` likeliest tokens: [n, num] int64, id << 32 | bits of the float32 log-probability."""
+    """Pack each row's `num` likeliest tokens: [n, num] int64, id << 32 | float32 log-probability's bits."""
     values, ids = (logits - logits.logsumexp(dim=-1, keepdim=True)).topk(num, dim=-1)
     return (ids << HALF_BITS) | (values.contiguous().view(torch.int32).long() & HALF_MASK)
 

@@ -49,7 +49,7 @@ def pack_top_k(scores: np.ndarray, num: int, packed: np.ndarray) -> None:
 
 @compiled(makes_arrays=True)
 def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray) -> None:
-    """Write each row's likeliest tokens to `ids`, [n, K] int64, and their scores to `values`, [n, K] float32."""
+    """Write rows' likeliest tokens to `ids`, [n, K] int64, and their scores to `values`, [n, K] float32."""
     row_ids, row_values = np.empty(num + 1, dtype=np.int64), np.empty(num + 1, dtype=np.float32)
     for row in range(scores.shape[0]):
         _scan_row(scores[row], num, row_ids, row_values)
@@ -120,9 +120,9 @@ def pack_words(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray
 
 @compiled
 def unpack_top_k(packed: np.ndarray, num: int, entries: np.ndarray) -> None:
-    """Unpack candidates, and their margins if K is that of lookahead/top_k.py, into [n, ENTRY] int32 entries.
+    """Unpack candidates, and their margins if `num` is K, into [n, ENTRY] int32 entries.
 
-    Their layout is that of lookahead/top_k.py. Missing values become -1.
+    K and the layout are those of lookahead/top_k.py. Missing values become -1.
     """
     for row in range(len(packed)):
         for place in range(ENTRY):

@@ -60,7 +60,7 @@ class ReasoningBudget:
         self._begin, self._end = list(begin), list(end)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores`, [1, V], with those of all tokens but the end mark's next one at -inf once that is due."""
+        """Return `scores`, [1, V], with all but the end mark's next token at -inf once that is due."""
         new = input_ids[0, self._num_prompt :].tolist()
         if new[: len(self._begin)] != self._begin:
             return scores
@@ -72,7 +72,7 @@ class ReasoningBudget:
 
 
 class ChannelBudget:
-    """Ends the messages on a channel once they have `num_tokens` tokens together, and then allows no more of them.
+    """Ends messages on a channel once they have `num_tokens` tokens together; then allows no more of them.
 
     The channel of analysis is the reasoning of models that write harmony. `channel` has the tokens of its mark and
     name, `message` those that begin a message's text, and `end` those that end it.
@@ -88,7 +88,7 @@ class ChannelBudget:
         self._message, self._end = list(message), list(end)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Return `scores`, [1, V], with all but the end at -inf once it is due; later the channel's name is at -inf."""
+        """Return `scores`, [1, V]: all but the end at -inf once it is due; later the channel's name at -inf."""
         new = input_ids[0, self._num_prompt :].tolist()
         num_left, start = self._num_tokens, 0
         while (begin := _find(new, self._channel, start)) >= 0:

@@ -78,7 +78,7 @@ class Sampler:
         with_top_k: bool = True,
         masks: np.ndarray | None = None,
     ) -> tuple[torch.Tensor, Scores]:
-        """Sample the successors of some nodes; `with_top_k` is False in a step in which candidates are not used.
+        """Sample the successors of some nodes; `with_top_k` is False in a step that uses no candidates.
 
         Returns packed results, and a function that returns the scores, to be called before the next pass.
         """
@@ -207,7 +207,7 @@ class Sampler:
     def unpack(
         self, packed: np.ndarray, with_top_k: bool = True
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
-        """Unpack results into [n] int64 successors, their log-probabilities and top-k candidates, if requested.
+        """Unpack results into [n] int64 successors, and log-probabilities and top-k candidates if requested.
 
         A log-probability is the model's own: under softmax(logits), before processors and noise. The candidates are
         [n, ENTRY] int32, in the layout of lookahead/top_k.py.
@@ -233,7 +233,7 @@ def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:
 
 
 def top_k(scores: torch.Tensor, num: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's `num` likeliest tokens, NO_TOKEN if there are fewer, and their margins: [n, K] int64 each."""
+    """Return rows' `num` likeliest tokens, NO_TOKEN if there are fewer, and margins: [n, K] int64 each."""
     top, ids = scores.topk(min(num, scores.shape[-1]), dim=-1)
     ids = torch.where(top > -torch.inf, ids, NO_TOKEN)
     margins = ((top[:, :1] - top) * UNITS_PER_NAT).round().clamp(0, MAX_MARGIN)

@@ -84,7 +84,7 @@ class VocabularySlice:
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
     def pack(self, found: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
-        """Merge the results of `find` for all slices, [P, n, width], into packed results without log-probabilities."""
+        """Merge results of `find` for all slices, [P, n, width], into packed ones without log-probabilities."""
         if kernels := kernels_for(self.device):
             with on(self.device):
                 return kernels.pack_found(found, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size)

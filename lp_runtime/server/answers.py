@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Answers:
-    """The answers that the server writes. `running` are the jobs of unfinished answers, which it keeps up to date."""
+    """The answers that the server writes. It keeps `running`, the jobs of unfinished ones, up to date."""
 
     def __init__(
         self, metrics: Metrics, running: set[Job], tracing: Tracing | None = None, ping_seconds: float = PING_SECONDS

@@ -42,7 +42,7 @@ class Metrics:
 
     @property
     def kv_cache_usage(self) -> float:
-        """Fraction of the KV caches that running requests fill if all of them become as long as they may, 0 to 1.
+        """Fraction, 0 to 1, of the KV caches that running requests fill if all become as long as they may.
 
         It is 0 if the capacity is unknown.
         """

@@ -27,7 +27,7 @@ POLL_SECONDS = 0.05  # between looks whether running answers have ended
 
 
 class StartingServer:
-    """Server for the time in which the model is loaded: answers /live with status 200, everything else with 503.
+    """Server while the model is loaded: answers /live with status 200, everything else with 503.
 
     It runs in a separate thread. `listener` is a listening socket, which `hand_over` returns open.
     """

@@ -108,7 +108,7 @@ class StatusRoutes:
 
 
 class GeneratingCheck:
-    """Reports whether a token is delivered in time. Checks are limited in rate; calls between two share an answer.
+    """Reports whether a token comes in time. Checks are limited in rate; calls between two share a result.
 
     While requests run, their next token answers the check, so that they keep their replicas. Otherwise a request of one
     token is submitted, which gets all replicas that the policy allows.

@@ -55,7 +55,7 @@ class Submitter:
         self._thread = ThreadPoolExecutor(1, "tokenizer")
 
     def check_fields(self, body: Common, request_id: str) -> None:
-        """Check the tokens of `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
+        """Check `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
         last = self._vocabulary_size - 1
         for token in body.allowed_token_ids or ():
             if not 0 <= token <= last:
@@ -67,7 +67,7 @@ class Submitter:
             self._log_once(name, f"request {request_id} has an unknown field, which has no effect: %s")
 
     def _log_once(self, name: str, message: str) -> None:
-        """Log a message about a name that clients have sent, once for each of the first MAX_NAMED_FIELDS names."""
+        """Log a message about a name that clients sent, once for each of the first MAX_NAMED_FIELDS names."""
         shown = ascii(name)[:MAX_NAME_CHARS]
         if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
             self._named_fields.add(shown)

@@ -44,7 +44,7 @@ class AcceptanceCalibration:
         self.accepted = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
-        """Return corrected path probabilities, [T] int64 of EXPECTED_BITS, from [T] int64 of PATH_PROBABILITY_BITS."""
+        """Return corrected path probabilities, int64 [T] of EXPECTED_BITS, from [T] of PATH_PROBABILITY_BITS."""
         expected = np.empty(len(path_probabilities), np.int64)
         _correct_all(path_probabilities, self.accepted, self.expected, expected)
         return expected

@@ -59,7 +59,7 @@ def _mark_ancestors(parents, mask):
 
 
 def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
-    """Return [T, S] float32 to add to scores: `lowest` at hidden keys; 0 at committed ones, ancestors and the node."""
+    """Return [T, S] float32 to add to scores: `lowest` at hidden keys; 0 at committed, ancestors and self."""
     mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
     _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
     return mask
@@ -180,7 +180,7 @@ def _form_of(attention: str, device: torch.device) -> MaskForm:
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a (text) configuration names; refuse those that cannot be fed a tree."""
+    """Return the kinds of layers that a (text) config names; refuse those that cannot be fed a tree."""
     kinds = set(getattr(config, "layer_types", None) or ())
     if unknown := kinds - set(KINDS):
         kind = min(unknown)

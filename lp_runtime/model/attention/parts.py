@@ -164,7 +164,7 @@ def attend_masked(
 def attend_after_prefix(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, num_own: int, scale: float, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attend to the committed prefix without a mask and to the last T = `num_own` keys with one, and merge the two.
+    """Attend to the committed prefix without a mask, to the last T = `num_own` keys with one, and merge.
 
     `mask` is [T, T] additive; None for a causal one. The query may be folded. Returns the output and the log-sum-exps
     of the two parts, float32.

@@ -33,7 +33,7 @@ class DeviceAttention(Protocol):
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Attend to the keys of the layer that was written last; return [1, T, g H, D]; see DeviceCache.attend."""
+        """Attend to the keys of the layer written last; return [1, T, g H, D]; see DeviceCache.attend."""
 
 
 class AttentionBatch(Protocol):
@@ -103,7 +103,7 @@ def tree_attention(
 
 
 def chunk_mask(num_tokens: int, device: torch.device, window: int = 0) -> torch.Tensor:
-    """Return the empty mask, [1, 1 + window, T, 0], that marks a chunk of a prompt; `window` is 0 for none."""
+    """Return the empty mask, [1, 1 + window, T, 0], that marks a prompt's chunk; `window` is 0 for none."""
     return torch.empty((1, 1 + window, num_tokens, 0), dtype=torch.bool, device=device)
 
 
@@ -148,7 +148,7 @@ def _attend_with_sinks(
     sinks: torch.Tensor,
     window: int | None,
 ) -> torch.Tensor:
-    """Return attention with sinks (gpt-oss), [1, T, g H, D], where each head has one more score without a value.
+    """Return attention with sinks (gpt-oss), [1, T, g H, D]: each head has one more score without a value.
 
     The output without a sink is scaled by the weight that the sink leaves to the keys: sigmoid(log-sum-exp - sink).
     `mask` is [1, 1, T, S] boolean or additive, with a sliding `window` of tokens or None; or as in `tree_attention`.

@@ -30,7 +30,7 @@ STEPS = ((28, 28, 0, 4), (28, 29, 2, 1), (28, 32, 3, 0), (36, 36, 2, 2), (36, 39
 
 
 def check_chains(model: ChainRunner) -> float:
-    """Check steps, some with rejected chains, against plain passes; return the largest relative difference."""
+    """Check steps, some with rejected chains, against plain passes; return the worst relative difference."""
     name = type(model.model).__name__
     tolerance = tolerance_of(name, model.dtype)
     try:

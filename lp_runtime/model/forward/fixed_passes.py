@@ -73,7 +73,7 @@ class FixedPasses:
         return PassSize(size, 1 if num_sequences == 1 else MAX_SEQUENCES)
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
-        """Make the pass for this many tokens and sequences, if they fit into one; return whether it was missing."""
+        """Make the pass for this many tokens and sequences, if they fit in one; return whether it was missing."""
         size = self._size(num_tokens, num_sequences)
         if size in self._made:
             return False
@@ -116,7 +116,7 @@ class FixedPasses:
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, for which `takes` is True; the results are valid until the next pass."""
+        """Feed one share of each sequence, for which `takes` is True; results are valid until the next pass."""
         chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(chunks[0])
@@ -160,7 +160,7 @@ def _joined(pieces: Sequence[StepLogits]) -> StepLogits:
 
 
 def cut_into_passes(parts: Sequence[Part], size: int, max_sequences: int) -> list[list[Part]]:
-    """Return the pieces of the parts, of different sequences, that each strict pass of `size` tokens feeds.
+    """Return the pieces of different sequences' parts that each strict pass of `size` tokens feeds.
 
     A token's result does not depend on which pass it is fed in, if its ancestors are fed in that pass or earlier. So
     passes are filled one after the other, across sequences.

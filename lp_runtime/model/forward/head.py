@@ -25,7 +25,7 @@ GREEDY = SampleRequest(GREEDY_PACKING, Truncation(), key=None, positions=())  # 
 
 
 class SlicedPasses(Passes):
-    """Passes whose tree passes return only this shard's slice of the logits, [n, v]; `ReadRows` gathers whole rows."""
+    """Passes that return only this shard's slice of tree logits, [n, v]; `ReadRows` gathers whole rows."""
 
     def __init__(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None, head: GatheredLinear):
         super().__init__(model, masks, strict_tokens)

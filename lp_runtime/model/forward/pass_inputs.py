@@ -45,7 +45,7 @@ class Part(NamedTuple):
 
 
 class _HostBlock:
-    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks the end of its last copy."""
+    """A 1-D int64 block in host memory, pinned for a GPU, and the event that marks its last copy's end."""
 
     def __init__(self, num_columns: int, size: int, shape: tuple[int, int], num_words: int, device: torch.device):
         on_gpu = device.type == "cuda"

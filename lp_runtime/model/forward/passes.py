@@ -131,7 +131,7 @@ class Passes:
 
 
 class FeedChunk(NamedTuple):
-    """Feeds T tokens of a text after the cache; returns the logits of `rows`, or of the last token, [n, V]."""
+    """Feeds T tokens of a text after the cache; returns logits of `rows`, or of the last token, [n, V]."""
 
     tokens: Sequence[int]
     rows: Sequence[int] | None = None
@@ -235,7 +235,7 @@ class FeedShares(NamedTuple):
 
 
 class FeedFixed(NamedTuple):
-    """Feeds several sequences' shares in the pass of a fixed size, which has been made; returns [n, V] logits."""
+    """Feeds several sequences' shares in the pass of a fixed size, already made; returns [n, V] logits."""
 
     size: PassSize
     pieces: Sequence[tuple]  # each a Part without its cache, which is in `caches`

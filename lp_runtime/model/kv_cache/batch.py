@@ -22,7 +22,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 
 
 class _StandInCache(Cache):
-    """Cache of several sequences. Masks and positions are always passed, so transformers never asks for its length."""
+    """Cache of several sequences. transformers never asks for its length: masks and positions are passed."""
 
     def __init__(self, num_layers: int):
         super().__init__(layers=[_StandInLayer(self, index) for index in range(num_layers)])

@@ -130,7 +130,7 @@ class TreeCache(Cache):
         return self._length.addresses
 
     def arrays(self, layer: int, num_heads: int, size: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return numpy views of a layer's keys and values, allocated if they are not yet; only on a CPU in float32."""
+        """Return numpy views of a layer's keys and values, allocated if needed; only on a CPU in float32."""
         tree_layer = self._layers[layer]
         if not tree_layer.is_initialized:
             example = torch.empty(1, num_heads, 0, size, dtype=torch.float32)

@@ -124,7 +124,7 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest prefix stored with `salt`, shorter than the prompt; empty if too short to be useful."""
+        """Return the longest prefix stored with `salt`, shorter than the prompt; empty if too short to use."""
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
         num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
         num_tokens, points = self._whole_chunks(num_shared), self._points_of(parts, num_shared)

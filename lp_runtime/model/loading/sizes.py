@@ -51,7 +51,7 @@ class ModelSize(NamedTuple):
         return self.token_bytes // num_shards if splits_keys(self.config) else self.token_bytes
 
     def needed_bytes(self, num_shards: int, num_bytes: int = 0) -> int:
-        """Return the bytes that must be free on each of P GPUs to load slices, with `num_bytes` for NCCL's buffers."""
+        """Return the free bytes that each of P GPUs needs to load slices, with `num_bytes` for NCCL's buffers."""
         cache = bytes_of_tokens(self.context_tokens, self.cache_bytes_per_token(num_shards))
         return self.weight_bytes(num_shards) + self.pass_bytes + cache + num_bytes
 

@@ -64,7 +64,7 @@ class FusedNorm(nn.Module):
         return total, self(total)
 
     def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
-        """Return states + added, and keep its normalized form for a `forward` that is called with this very sum.
+        """Return states + added, and keep its normalized form for a `forward` called with this very sum.
 
         The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
         """

@@ -130,7 +130,7 @@ def pack_as(model: nn.Module, layout: str) -> int:
 
 
 def pack_fastest(model: nn.Module) -> str | None:
-    """Pack a causal LM's plain CPU linear layers in the fastest of LAYOUTS and return it; None if there are no such.
+    """Pack a causal LM's plain CPU linear layers in the fastest of LAYOUTS; return it, or None if none.
 
     The model is changed in place. A small model is timed as a whole, and stays unpacked if that is fastest. Of a large
     one only a few layers are timed, because both layouts of all layers would take too much memory.

@@ -52,7 +52,7 @@ class RotaryByLength(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Return what transformers' module returns, with the factors of each token's length; positions are [..., T]."""
+        """Return what transformers' module does, with the factors of each token's length; positions: [..., T]."""
         lengths = (position_ids + 1).clamp_min(self.prompt_length)
         rows = (lengths - self.threshold).clamp(0, len(self.factors) - 1)
         self.library.inv_freq = self.factors[rows]
@@ -96,7 +96,7 @@ def _table(library: Rotary) -> tuple[int, torch.Tensor]:
 
 
 def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryLengths:
-    """Replace all rotary embeddings of a model whose factors change with the length by RotaryByLength, or none.
+    """Replace all length-dependent rotary embeddings of a model by RotaryByLength, or none.
 
     Returns the lengths at which factors change; UNCHANGING if nothing was replaced. In that case use the model only for
     lengths at which its factors do not change. With `may_refeed`, the caller can re-feed a whole text at the length at

@@ -84,7 +84,7 @@ def is_quantized(config: PreTrainedConfig) -> bool:
 
 
 def splits_keys(config: PreTrainedConfig) -> bool:
-    """Whether shards divide keys and values, too: plans of some types (phi3, olmo2) gather them on every shard."""
+    """Whether shards divide keys and values: plans of some types (phi3, olmo2) gather them on every shard."""
     plan = own_plan(config) or getattr(config.get_text_config(), "base_model_tp_plan", None) or {}
     return any(name.rpartition(".")[2] in KEYS and style == "colwise" for name, style in plan.items())
 

@@ -1,4 +1,4 @@
-"""Messages and content blocks of the Messages API, and their conversion to the messages of a chat template."""
+"""Messages and content blocks of the Messages API, and their conversion to chat-template messages."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def _event(kind: str, **fields: object) -> str:
 
 
 def _usage_of(choice: Choice) -> dict[str, object]:
-    """Return Anthropic's `usage`; its input_tokens leave out the cached ones, which are known at the end only."""
+    """Return Anthropic's `usage`; its input_tokens leave out cached ones, known at the end only."""
     num_prompt, generation = len(choice.job.request.prompt_ids), choice.job.generation
     num_cached = 0 if generation is None else generation.cached_tokens
     return {
@@ -134,7 +134,7 @@ def _usage_of(choice: Choice) -> dict[str, object]:
 
 
 def _object_of(text: str) -> dict[str, object]:
-    """Parse a call's input; of one that is cut off, what is complete; of one that is no JSON object, an empty one."""
+    """Parse a call's input: the complete part if it is cut off; {} if it is no JSON object."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):

@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 
 def anthropic_error(status: int, message: str) -> dict[str, object]:
-    """Return an error body in Anthropic's format; in a stream, `status` is what it would have been before."""
+    """Return an Anthropic error body; in a stream, `status` is what it would have been before it."""
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 

@@ -1,4 +1,4 @@
-"""The settings of lp-serve: their check before a model is loaded, and the API keys, hosts and socket they ask for.
+"""lp-serve's settings: their check before a model is loaded, and their API keys, hosts and socket.
 
 The module needs none of the packages of the extra `serve`, because the check reports which of them are missing.
 """

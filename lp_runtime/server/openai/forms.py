@@ -104,7 +104,7 @@ def usage_of(choices: list[Choice]) -> dict[str, object]:
 
 
 def _num_drafted(choices: list[Choice], source: str | None = None) -> tuple[int, int]:
-    """Return (draft tokens fed, draft tokens accepted) of the choices that have ended, of one source or of all."""
+    """Return (draft tokens fed, draft tokens accepted) of ended choices, of one source or of all."""
     num_fed = num_accepted = 0
     for choice in choices:
         if choice.job.generation is not None:
@@ -246,7 +246,7 @@ class CompletionForm(ChoicesForm):
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
     def _logprobs(self, choice: Choice, tokens: Sequence[tuple[int, str, float | None]]) -> dict[str, object]:
-        """Return log-probabilities of (id, text, log-probability), and advance `choice.offset` past the tokens.
+        """Return log-probabilities of (id, text, log-probability); advance `choice.offset` past the tokens.
 
         With `echo` they begin with the prompt's tokens, the first without a log-probability.
         """

@@ -19,7 +19,7 @@ class FunctionCall(OpenPart):
 
 
 class FunctionCallOutput(OpenPart):
-    """The result of a call; without `call_id`, which Codex sends, something that the client has done by itself."""
+    """The result of a call; without `call_id`, which Codex sends, something the client did by itself."""
 
     type: Literal["function_call_output"]
     call_id: str | None = None

@@ -92,7 +92,7 @@ class FunctionTool(Function, _Typed):
 
 
 class HostedTool(BaseModel):
-    """A tool of /v1/responses that OpenAI's servers run, or one that is not a function; the model is not shown it."""
+    """A /v1/responses tool that OpenAI's servers run, or that is no function; not shown to the model."""
 
     type: str
 

@@ -187,7 +187,7 @@ class Common(_Body):
         return self.max_tokens
 
     def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
-        """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, as many as leave room for one new token."""
+        """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, all that leave room for a new one."""
         num = self.truncate_prompt_tokens
         if num == -1:
             num = None if context_length is None else context_length - 1

@@ -58,7 +58,7 @@ def token_at(corpus: CorpusIndex, index: Int, offset: Int) -> Int:
 
 @inlined
 def bound_of(corpus: CorpusIndex, low: Int, high: Int, offset: Int, token: Int) -> Int:
-    """Return the first index in [low, high) whose token at `offset` is at least `token`; `high` if there is none."""
+    """Return the first index in [low, high) whose token at `offset` is at least `token`; else `high`."""
     while low < high:
         middle = (low + high) >> 1
         if token_at(corpus, middle, offset) < token:
@@ -110,7 +110,7 @@ def extend_match(corpus: CorpusIndex, matches: np.ndarray, parent: Int, token: I
 def count_next(
     corpus: CorpusIndex, matches: np.ndarray, node: Int, tokens: np.ndarray, row: Int, counts: np.ndarray
 ) -> Int:
-    """Write the tokens that most often follow a node's match, the most frequent first; return how many places count.
+    """Write the K tokens that most often follow a match, in that order; return how many places count.
 
     Writes row `row` of `tokens`, [n, K] int32, -1 for none, and their `counts`, [K] int32. Of many places only some are
     counted.

@@ -105,7 +105,7 @@ def calibration_of(rate: Int, agreeing: Int) -> Int:
 
 @inlined
 def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
-    """Recompute all from `factor` to `highest`, and `share`; return the highest probability of all, of ONE.
+    """Recompute all from `factor` to `highest`, and `share`; return the highest probability, of ONE.
 
     The first `num_features` features are in use.
     """

@@ -74,7 +74,7 @@ def smallest(size: Int) -> Int:
 
 @inlined
 def features_in_use(drafts: DraftArrays) -> Int:
-    """Return the number of features that candidates may have: without a corpus not its own, which are the last."""
+    """Return how many features candidates may have: without a corpus, those before the corpus features."""
     return NUM_FEATURES if len(drafts.corpus.tokens) else CORPUS_FEATURES
 
 

@@ -48,7 +48,7 @@ def is_refused(limits: Limits, root: Int, node: Int, token: Int) -> bool:
 
 @compiled
 def plant_root(drafts: DraftArrays, nodes: Nodes, root: Int) -> None:
-    """Initialize the pending tokens, and the root as `plant` requires: it is certain, and its context is the text."""
+    """Initialize the pending tokens, and the root as `plant` requires: certain, its context the text."""
     for node in range(root + 1):
         nodes.parents[node], nodes.depths[node] = node - 1, node - root
     nodes.path_probabilities[root] = np.int64(1) << PATH_PROBABILITY_BITS

@@ -245,7 +245,7 @@ def position_key(text: TextIndex, position: Int, token: Int) -> Int:
 
 @inlined
 def alternatives_key(text: TextIndex, position: Int) -> Int:
-    """Return the key of the top-k candidates that the model had for an absolute position of this request's text."""
+    """Return the key of the model's top-k candidates for an absolute position of this request's text."""
     return extend_hash(extend_hash(np.int64(1 << 41), position), text.span[0])
 
 
