@@ -64,7 +64,7 @@ class ApiError(Exception):
 
 
 def anthropic_error(status: int, message: str) -> dict[str, object]:
-    """Return an Anthropic error body; in a stream, `status` is what it would have been before it."""
+    """Return an Anthropic error body for a status, which a running stream can no longer send itself."""
     kind = ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message}}
 
