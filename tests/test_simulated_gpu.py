@@ -368,7 +368,7 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "backend, device, place", [("shared", CPU, "transport.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
+    "backend, device, place", [("shared", CPU, "group.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
 )
 def test_ranks_exchange(expected, backend, device, place):
     """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
 from lp_runtime.lookahead.drafters.best_first.estimates import NUM_LEVELS, ONE, Rates, make_rates
-from lp_runtime.lookahead.drafters.best_first.features import NUM_LENGTHS, NUM_NOISE_BINS
+from lp_runtime.lookahead.drafters.best_first.features import CORPUS_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS
 from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS
 from lp_runtime.lookahead.top_k import K
@@ -46,13 +46,13 @@ def assumed_rates() -> np.ndarray:
 
 
 def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:
-    """Return [F] how often candidates came, by feature.
+    """Return [CORPUS_FEATURES] how often candidates came, by feature; those of a corpus, the last, are not fitted.
 
     Args:
         models: what each request of each model has counted.
     """
-    tried = [np.sum([rates.tried for rates in requests], axis=0) for requests in models]
-    accepted = [np.sum([rates.accepted for rates in requests], axis=0) for requests in models]
+    tried = [np.sum([rates.tried[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
+    accepted = [np.sum([rates.accepted[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
     weights = np.array([np.mean([each.sum() for each in tried]) / each.sum() for each in tried])
     all_tried, all_accepted = weights @ np.array(tried), weights @ np.array(accepted)
     return (all_accepted + ASSUMED_WEIGHT * assumed_rates()) / (all_tried + ASSUMED_WEIGHT)
