@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, cast
@@ -12,6 +13,13 @@ from transformers import PreTrainedTokenizerBase
 from lp_runtime.errors import ConfigError, RequestError, first_line
 
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
+
+# Arguments of `apply_chat_template` that are no variables of a template: a client must not bring its own template.
+ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+}
 
 # Tokens of fill-in-the-middle before the prefix, before the suffix, and before the middle, by model family.
 MARKS = (
@@ -79,12 +87,12 @@ def encode_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
+    options = {"add_generation_prompt": True, **_checked(template_kwargs or {})}
     try:
         specials = special_tokens(tokenizer) if split_special_tokens else ()
         known = _with_known_roles(messages, chat_template(tokenizer))
         conversation = cast(list[dict[str, str]], [_with_breaks(message, specials) for message in known])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
-        options = {"add_generation_prompt": True, **(template_kwargs or {})}
         text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, **options)
     except Exception as error:  # templates are programs and may raise anything
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
@@ -98,6 +106,12 @@ def encode_chat(
             plain = piece.replace(BREAK, "")
             ids += encode(tokenizer, plain, add_special_tokens=False, split_special_tokens=True)
     return ids
+
+
+def _checked(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    if arguments := sorted(ARGUMENTS & template_kwargs.keys()):
+        raise RequestError(f"chat_template_kwargs: {arguments[0]!r} is no variable of the chat template")
+    return template_kwargs
 
 
 def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:

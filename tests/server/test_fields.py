@@ -118,6 +118,12 @@ def test_thinking_is_turned_off_by_the_template(client, caplog):
     assert caplog.text.count("no_such_variable") == 1, "named once"
 
 
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools"])
+def test_a_client_cannot_replace_the_template(client, name):
+    with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs: '{name}' is no variable"):
+        chat(client, chat_template_kwargs={name: "{{ messages }}"})
+
+
 def test_reasoning_ends_when_its_budget_is_used_up(client, runtime, tokenizer):
     plain = chat(client, max_tokens=60).message.reasoning
     for num in (0, 1, 7):
