@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# What a machine with a GPU can tell, in three calls of at most nine minutes each, and all of it for who owns GPUs.
+# What a machine with a GPU can tell, in four calls of at most nine minutes each, and all of it for who owns GPUs.
 #
-#   scripts/gpu.sh OUT A     tests/gpu; versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel
+#   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
-#   scripts/gpu.sh OUT C     the floor at LARGE; compile=full; transformers compiled; replicas that share a GPU, and
-#                            shards; sums inside captured passes; experts; a real model and its text at SHAPE's cost,
-#                            if there is one
-#   scripts/gpu.sh OUT all   A, B and C without their limits; with several GPUs also NCCL, shared memory, kills and LP
+#   scripts/gpu.sh OUT C     the floor at LARGE; a real model and its text at SHAPE's cost, if there is one; transformers
+#                            compiled; experts; replicas that share a GPU, and shards; sums inside captured passes
+#   scripts/gpu.sh OUT D     V = 131,072; compile=full
+#   scripts/gpu.sh OUT all   A to D without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
 # Each part runs under `timeout` and does not keep the next from running. Rows are shown as they come. OUT gets two files
@@ -79,9 +79,10 @@ floor_shape=() floor_large=() # no shape is the demo model itself
 # Which parts a call has, in order, and the seconds that each may take: 540 together.
 parts_of() {
     case $1 in
-    A) echo tests:130 machine:30 floor:80 profile:50 kernels:120 off:60 ;;
-    B) echo inflate:70 bench:100 requests:80 wide:80 exchange:60 nccl:40 ;;
-    C) echo large:60 inflate:60 compiled:70 share:80 shards:50 experts:40 real:40 cost:70 full:70 ;;
+    A) echo machine:30 floor:70 profile:50 kernels:100 off:50 tests:240 ;;
+    B) echo inflate:70 bench:120 requests:120 exchange:80 nccl:40 ;;
+    C) echo large:60 cost:110 real:60 inflate:40 compiled:70 experts:40 share:100 shards:60 ;;
+    D) echo wide:180 full:360 ;;
     many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
@@ -107,7 +108,7 @@ run() {
     profile) "${micro[@]}" profile --output "$results" --model "$shape" "${half[@]}" --tokens 1 "${few[-1]}" ;;
     kernels) "${micro[@]}" kernels --output "$results" "${kernels[@]}" ;;
     off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
-    tests) # first: they compile most kernels, several at a time
+    tests)
         status=0
         for tests in "${gpu_tests[@]}"; do # one that fails does not keep the next from running
             "$python" -m pytest -q -p no:cacheprovider "${workers[@]}" $tests || status=$?
@@ -178,13 +179,13 @@ budget=540 # seconds of a call
 factor=1   # of the parts' own limits
 if [ "${SIZE:-}" = tiny ]; then budget=2160 factor=4; fi # simulated GPUs are slow
 if [ "$call" = all ]; then
-    calls=(A B C)
+    calls=(A B C D)
     budget=36000 factor=4
     if [ "$gpus" -gt 1 ] || [ "${SIZE:-}" = tiny ]; then calls+=(many); fi
 fi
 for name in "${calls[@]}"; do
     parts="$(parts_of "$name")"
-    [ -n "$parts" ] || { echo "call=$name: must be A, B, C or all" >&2; exit 2; }
+    [ -n "$parts" ] || { echo "call=$name: must be A, B, C, D or all" >&2; exit 2; }
     for part in "${wanted[@]}"; do
         [[ "$call" = all || " $parts" == *" $part:"* ]] || { echo "part=$part: must be one of $parts" >&2; exit 2; }
     done

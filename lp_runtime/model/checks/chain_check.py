@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -15,7 +16,7 @@ from lp_runtime.model.checks.check_passes import random_tokens
 from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, lengths_to_cross
 from lp_runtime.model.forward.passes import FeedOneByOne
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.hf.differences import difference_of, tolerance_of
+from lp_runtime.model.hf.differences import difference_of, lasting_difference, row_differences, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 
 TEXT_TOKENS = 48
@@ -35,10 +36,11 @@ def check_chains(model: ChainRunner) -> float:
     tolerance = tolerance_of(name, model.dtype)
     try:
         with model.slots.borrowed() as slot:
-            worst, where = _worst_difference(model, slot), ""
+            worst, where = lasting_difference(partial(_differences, model, slot), 0, model.dtype), ""
             for field, length in lengths_to_cross(model).items():
                 if worst <= tolerance:
-                    worst, where = max(worst, _difference_at(model, slot, length)), f" around {field}={length}"
+                    there = lasting_difference(partial(_differences_at, model, slot, length), length, model.dtype)
+                    worst, where = max(worst, there), f" around {field}={length}"
     except ModelError:
         raise
     except Exception as error:  # whatever the model's code raises here, the model cannot be served
@@ -53,17 +55,19 @@ def check_chains(model: ChainRunner) -> float:
 
 
 @torch.inference_mode()
-def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
+def _differences(model: ChainRunner, slot: CacheSlot, rng: random.Random) -> list[float]:
+    """Return the relative difference from plain text of the prompt's last logits and of each of the steps."""
     longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
     if longest < TEXT_TOKENS:
         raise ModelError(f"a context of {longest} tokens is too short to work in")
-    rng = random.Random(0)
     text = random_tokens(rng, model, TEXT_TOKENS)
     expected = _plain_logits(model, text, len(text))
     model.begin(slot, TEXT_TOKENS)
     model.prefill(slot, text[PROMPT_TOKENS:])  # another sequence: `begin` must discard it
     model.begin(slot, TEXT_TOKENS)
-    worst = difference_of(model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS])
+    differences = row_differences(
+        model.prefill(slot, text[:PROMPT_TOKENS]), expected[PROMPT_TOKENS - 1 : PROMPT_TOKENS]
+    )
     for start, root, num_right, num_wrong in STEPS:
         tree = TokenTree(text[start : root + 1], max_depth=TEXT_TOKENS)
         following = text[root + 1 : root + 1 + num_right + num_wrong]
@@ -72,17 +76,16 @@ def _worst_difference(model: ChainRunner, slot: CacheSlot) -> float:
         nodes = range(len(tree))
         logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
         last = root + 1 + num_right
-        worst = max(worst, difference_of(logits[: last - start], expected[start:last]))
-    return worst
+        differences.append(difference_of(logits[: last - start], expected[start:last]))
+    return differences
 
 
 @torch.inference_mode()
-def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
-    """Return the largest relative difference from plain text of a chain across a length.
+def _differences_at(model: ChainRunner, slot: CacheSlot, length: int, rng: random.Random) -> list[float]:
+    """Return the relative difference from plain text of a chain across a length.
 
-    The difference of single tokens across it, divided by ALONE_MULTIPLE, counts too.
+    The differences of single tokens across it, divided by ALONE_MULTIPLE, count too.
     """
-    rng = random.Random(length)
     start = length - BEFORE_THRESHOLD
     longest = min(length + CROSSED_BY, model.context_length or sys.maxsize)
     text = random_tokens(rng, model, longest)
@@ -96,8 +99,8 @@ def _difference_at(model: ChainRunner, slot: CacheSlot, length: int) -> float:
     model.begin(slot, longest)
     model.prefill(slot, text[:start])
     one_by_one = [model.forward(StepInputs(slot, TokenTree([token], 0), [0], [0])).logits for token in text[start:]]
-    alone = max(difference_of(a, b) for a, b in zip(one_by_one, plain.split(1), strict=True))
-    return max(difference_of(found, plain), alone / ALONE_MULTIPLE)
+    alone = row_differences(torch.cat(one_by_one), plain)
+    return [difference_of(found, plain), *(each / ALONE_MULTIPLE for each in alone)]
 
 
 def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:

@@ -6,13 +6,16 @@ A wrong size is thus detected at start-up instead of during a request, and no re
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.hf.differences import difference_of
+from lp_runtime.model.hf.differences import lasting_difference, row_differences
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 
@@ -51,19 +54,26 @@ def _worst_of_passes(model: ModelRunner, tolerance: float) -> float:
         num_sequences = min(num_sequences, MAX_BATCH)
         shares = [num_tokens // num_sequences] * num_sequences
         shares[0] += num_tokens - sum(shares)
-        batch = [
-            StepInputs.whole(slot, _tree(rng, model, size, context - len(slot.tokens)))
-            for slot, size in zip(slots, shares, strict=False)
-        ]
-        expected = [model.forward(inputs, commit=False, any_size=True).logits for inputs in batch]
-        found = model.forward_batch(batch, commit=False)
-        worst = max(worst, *(difference_of(one.logits, other) for one, other in zip(found, expected, strict=True)))
+        sizes = list(zip(slots, shares, strict=False))
+        worst = max(worst, lasting_difference(partial(_differences, model, sizes), num_tokens, model.dtype))
         if not worst <= tolerance:
             raise ModelError(
                 f"{type(model.model).__name__}: a pass of {num_tokens} tokens of {num_sequences} sequences differs from"
                 f" one of any size by {worst:.2g} (allowed: {tolerance:g})"
             )
     return worst
+
+
+def _differences(model: ModelRunner, sizes: Sequence[tuple[CacheSlot, int]], rng: random.Random) -> list[float]:
+    """Feed a random tree after each slot's tokens, in a pass of fixed size and in one of any size.
+
+    `sizes` are the slots and the tokens of their trees. Returns the relative difference of each node's logits.
+    """
+    longest = model.context_length or MAX_PROMPT + 2 * MAX_DEPTH
+    batch = [StepInputs.whole(slot, _tree(rng, model, size, longest - len(slot.tokens))) for slot, size in sizes]
+    expected = [model.forward(inputs, commit=False, any_size=True).logits for inputs in batch]
+    found = model.forward_batch(batch, commit=False)
+    return [*chain(*(row_differences(one.logits, other) for one, other in zip(found, expected, strict=True)))]
 
 
 def random_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int]:

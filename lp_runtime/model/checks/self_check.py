@@ -11,6 +11,8 @@ import math
 import random
 import sys
 from collections.abc import Sequence
+from functools import partial
+from itertools import chain
 
 import torch
 
@@ -19,7 +21,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.check_passes import check_fixed_passes, random_tokens
 from lp_runtime.model.forward.passes import FeedOneByOne, FeedText
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.hf.differences import difference_of, tolerance_of
+from lp_runtime.model.hf.differences import lasting_difference, row_differences, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import likely_reason, thresholds_of
@@ -50,7 +52,7 @@ def check_model(model: ModelRunner) -> float:
     worst, where = 0.0, ""
     try:
         with model.slots.borrowed() as slot:
-            worst = _worst_difference(model, slot)
+            worst = lasting_difference(partial(_differences, model, slot), 0, model.dtype)
             for field, threshold in lengths_to_cross(model).items():
                 starts = [threshold - BEFORE_THRESHOLD]
                 if threshold == model.rotary_lengths.threshold:  # a longer prompt has other rotary factors
@@ -101,8 +103,8 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
     return check_model(model)
 
 
-def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
-    rng = random.Random(0)
+def _differences(model: ModelRunner, slot: CacheSlot, rng: random.Random) -> list[float]:
+    """Compare two tree steps after a random prompt; return the relative difference of each node's logits."""
     longest = model.context_length or sys.maxsize
     # Stay below the rotary threshold: beyond it a text fed in one pass differs from one fed token by token.
     length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
@@ -111,7 +113,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
 
     prompt, left, right, below = (random_tokens(rng, model, count) for count in (length, 3, 3, 2))
     model.begin(slot, length + 32)
-    differences = [difference_of(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))]
+    differences = row_differences(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))
     # Step 1: two branches under one pending token. Step 2: the left one was accepted and is re-fed as pending.
     root = random_tokens(rng, model, 1)
     tree = TokenTree(root, max_depth=8)
@@ -119,8 +121,7 @@ def _worst_difference(model: ModelRunner, slot: CacheSlot) -> float:
     differences += _compare(model, slot, tree, branches, prompt)
     tree = TokenTree(left, max_depth=8)
     branches = [tree.add_branch(below), tree.add_branch(right)]
-    differences += _compare(model, slot, tree, branches, prompt + root)
-    return max(differences)
+    return differences + _compare(model, slot, tree, branches, prompt + root)
 
 
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
@@ -136,24 +137,26 @@ def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     return {fields[threshold]: threshold for threshold in sorted(fields)}
 
 
-@torch.inference_mode()
 def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
-    """Decode around a length in trees and token by token; return the largest relative difference.
+    log.info("checking %s around %d tokens", type(model.model).__name__, threshold)
+    return lasting_difference(partial(_differences_at, model, slot, threshold, start), threshold, model.dtype)
 
-    If the model itself fails at such lengths, log a warning and return 0. `start` is the number of prompt tokens.
+
+@torch.inference_mode()
+def _differences_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int, rng: random.Random) -> list[float]:
+    """Decode around a length in trees and token by token; return the relative difference of each node's logits.
+
+    If the model itself fails at such lengths, log a warning and return [0]. `start` is the number of prompt tokens.
     """
-    name = type(model.model).__name__
-    log.info("checking %s around %d tokens", name, threshold)
-    rng = random.Random(threshold)
     text = random_tokens(rng, model, threshold + CROSSED_BY + ACCEPTED)
     try:
         expected = _expected_logits(model, text, start)
     except Exception as error:  # raised by the model's own code, at a length that its configuration allows
-        what = f"{name} cannot decode {len(text)} tokens even without trees"
+        what = f"{type(model.model).__name__} cannot decode {len(text)} tokens even without trees"
         log.warning("%s; skipping the check there: %s", what, first_line(error))
-        return 0.0
+        return [0.0]
     model.begin(slot, len(text) + NUM_DECOYS * ACCEPTED)
-    differences = [difference_of(model.prefill(slot, text[:start]), expected[:1])]
+    differences = row_differences(model.prefill(slot, text[:start]), expected[:1])
     pending, root = start, start  # indices into the text
     while root + ACCEPTED < len(text):
         depth = model.rotary_lengths.num_together(root, ACCEPTED + 1) - 1
@@ -162,12 +165,12 @@ def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: i
             tree.add_branch(random_tokens(rng, model, depth))
         nodes = [tree.root, *tree.add_branch(text[root + 1 : root + 1 + depth])]
         logits = model.forward(StepInputs.whole(slot, tree)).logits
-        differences += [
-            difference_of(logits[node - tree.root][None], expected[root + 1 - start + depth][None])
-            for depth, node in enumerate(nodes)
-        ]
+        first = root + 1 - start
+        differences += row_differences(
+            logits[[node - tree.root for node in nodes]], expected[first : first + len(nodes)]
+        )
         pending, root = root + 1, root + max(1, depth)
-    return max(differences)
+    return differences
 
 
 def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
@@ -192,8 +195,7 @@ def _compare(
     for branch in branches:
         path = [tree.root, *branch]
         plain = _plain_logits(model, text + [tree.tokens[node] for node in branch], len(path))
-        tree_logits = logits[[node - tree.root for node in path]]
-        differences += [difference_of(a, b) for a, b in zip(tree_logits.split(1), plain.split(1), strict=True)]
+        differences += row_differences(logits[[node - tree.root for node in path]], plain)
     return differences
 
 
@@ -204,24 +206,27 @@ def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:
     """Compare two sequences in one pass with plain text; clear `supports_batching` if they differ."""
-    rng = random.Random(2)
-    batch, texts = [], []
     try:
-        for length in (5, 2):
-            tokens = random_tokens(rng, model, length + 1)
-            slot = CacheSlot()
-            model.begin(slot, length + 32)
-            model.prefill(slot, tokens[:-1])
-            batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
-            texts.append(tokens)
-        found = [each.logits for each in model.forward_batch(batch)]
-        worst = max(difference_of(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True))
+        worst = lasting_difference(partial(_batch_differences, model), 2, model.dtype)
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
     except Exception as error:  # raised by the model's own code
         reason = first_line(error)
     if reason:
         log.warning("%s is fed one sequence at a time: %s", type(model.model).__name__, reason)
         model.supports_batching = False
+
+
+def _batch_differences(model: ModelRunner, rng: random.Random) -> list[float]:
+    batch, texts = [], []
+    for length in (5, 2):
+        tokens = random_tokens(rng, model, length + 1)
+        slot = CacheSlot()
+        model.begin(slot, length + 32)
+        model.prefill(slot, tokens[:-1])
+        batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
+        texts.append(tokens)
+    found = [each.logits for each in model.forward_batch(batch)]
+    return [*chain(*(row_differences(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True)))]
 
 
 def _check_bits(model: ModelRunner) -> None:
