@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_parsing import ResponseParser
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lp_runtime.model.tokenizer import chat_template
+from lp_runtime.model.tokenizer import TEMPLATE_SECONDS, chat_template
+from lp_runtime.utils.time_limit import time_limit
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class ChatTemplate:
         """Return a conversation as text; a template may raise anything."""
         options: dict[str, Any] = {"tools": tools, "chat_template": self.source, **self.variables}
         conversations: Any = [list(messages)]
-        rendered: Any = render_jinja_template(conversations, add_generation_prompt=add_generation_prompt, **options)
+        with time_limit(TEMPLATE_SECONDS):
+            rendered: Any = render_jinja_template(conversations, add_generation_prompt=add_generation_prompt, **options)
         return rendered[0][0]
 
     def response_parser(self, prompt_end: str, tools: Sequence[Mapping[str, Any]]) -> ResponseParser:

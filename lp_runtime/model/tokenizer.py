@@ -11,7 +11,9 @@ from typing import Any, cast
 from transformers import PreTrainedTokenizerBase
 
 from lp_runtime.errors import ConfigError, RequestError, first_line
+from lp_runtime.utils.time_limit import time_limit
 
+TEMPLATE_SECONDS = 5.0  # that a chat template may take: templates come with models, and may loop for hours
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
 
 # Arguments of `apply_chat_template` that are no variables of a template: a client must not bring its own template.
@@ -83,7 +85,8 @@ def encode_chat(
 ) -> list[int]:
     """Return the token ids of a conversation, rendered by the chat template up to the model's next answer.
 
-    Raises RequestError if the model has no chat template, or the template rejects the messages.
+    Raises RequestError if the model has no chat template, or the template rejects the messages or takes longer than
+    TEMPLATE_SECONDS.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
@@ -93,7 +96,10 @@ def encode_chat(
         known = _with_known_roles(messages, chat_template(tokenizer))
         conversation = cast(list[dict[str, str]], [_with_breaks(message, specials) for message in known])
         shown = cast(list[dict | Callable], [dict(tool) for tool in tools]) or None
-        text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, **options)
+        with time_limit(TEMPLATE_SECONDS):
+            text = tokenizer.apply_chat_template(conversation, tools=shown, tokenize=False, **options)
+    except TimeoutError as error:
+        raise RequestError(f"messages: the model's chat template takes longer than {TEMPLATE_SECONDS:g} s") from error
     except Exception as error:  # templates are programs and may raise anything
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
     if BREAK not in text:

@@ -6,6 +6,7 @@ import openai
 import pytest
 from support.serving import demo_model_that_chats, served
 
+import lp_runtime.model.tokenizer
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.model.loading.loader import load_tokenizer
 
@@ -15,6 +16,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}# assistant:{% if enable_thinking is not defined or enable_thinking %}<think>"
     "{% else %}<think></think>{% endif %}{% endif %}"
     "{# effort: {{ reasoning_effort }} </think> #}"
+    "{% if looping %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 
@@ -122,6 +124,15 @@ def test_thinking_is_turned_off_by_the_template(client, caplog):
 def test_a_client_cannot_replace_the_template(client, name):
     with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs: '{name}' is no variable"):
         chat(client, chat_template_kwargs={name: "{{ messages }}"})
+
+
+def test_a_template_that_loops_is_ended(client, monkeypatch):
+    expected = chat(client).message
+    monkeypatch.setattr(lp_runtime.model.tokenizer, "TEMPLATE_SECONDS", 0.2)
+    with pytest.raises(openai.BadRequestError, match="messages: the model's chat template takes longer than 0.2 s"):
+        chat(client, chat_template_kwargs={"looping": True})
+    monkeypatch.undo()
+    assert chat(client).message == expected, "the thread that renders goes on"
 
 
 def test_reasoning_ends_when_its_budget_is_used_up(client, runtime, tokenizer):

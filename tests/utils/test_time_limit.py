@@ -1,0 +1,22 @@
+"""A time limit for Python code."""
+
+import pytest
+
+from lp_runtime.utils.time_limit import time_limit
+
+
+def test_a_loop_is_ended():
+    with pytest.raises(TimeoutError), time_limit(0.01):
+        while True:
+            pass
+
+
+def test_nothing_is_raised_after_the_block():
+    """Blocks that end about when their limit is over: the error comes in the block or not at all."""
+    for number in range(300):
+        try:
+            with time_limit(0.0005):
+                sum(range(100 * number))
+        except TimeoutError:
+            pass
+        sum(range(1000))
