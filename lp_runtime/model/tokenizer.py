@@ -104,8 +104,13 @@ def encode_chat(
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
     if BREAK not in text:
         return encode(tokenizer, cast(str, text), add_special_tokens=False)  # the template has already added them
+    return _encode_with_breaks(tokenizer, cast(str, text), specials)
+
+
+def _encode_with_breaks(tokenizer: PreTrainedTokenizerBase, text: str, specials: Sequence[str]) -> list[int]:
+    """Return the token ids of rendered messages, in which BREAK marks what only looks like a special token."""
     ids: list[int] = []
-    for piece in re.split(f"({'|'.join(map(re.escape, specials))})", cast(str, text)):
+    for piece in re.split(f"({'|'.join(map(re.escape, specials))})", text):
         if piece in specials:
             ids.append(cast(int, tokenizer.convert_tokens_to_ids(piece)))
         elif piece:
