@@ -33,6 +33,6 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             is_running = False
-        # An error that was requested as the block ended is raised here, by the call of a Python function. It must not be
-        # withdrawn with PyThreadState_SetAsyncExc(thread, NULL): CPython 3.11 then hangs under a profiler.
+        # An error that was requested as the block ended is raised here, by the call of a Python function. It must not
+        # be withdrawn with PyThreadState_SetAsyncExc(thread, NULL): CPython 3.11 then hangs under a profiler.
         timer.cancel()
