@@ -79,9 +79,11 @@ if ! suits "$python"; then
     fi
 fi
 
-pip=("$python" -m pip --disable-pip-version-check install -qq --constraint "$root/constraints.txt")
+pip=("$python" -m pip --disable-pip-version-check install -qq --no-compile --constraint "$root/constraints.txt")
 say "installing torch and lp_runtime${extras:+ with $extras} into $venv (the first time this takes some minutes)"
 "${pip[@]}" torch
 "${pip[@]}" --editable "$root${extras:+[$extras]}"
+# On all cores, pip would use one; some packages hold templates that do not compile.
+"$python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
 check_gpu_machine
 printf '%s\n' "$fingerprint" >"$(stamp "$extras")"

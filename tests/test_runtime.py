@@ -326,6 +326,15 @@ def test_samples_of_one_seed(runtime):
     assert runtime.generate(PROMPT, 4).seed is None
 
 
+def test_a_long_copy_takes_whole_steps(single):
+    """What a replica has fed need not be fed again, so that a step of 64 tokens can copy 63."""
+    lookahead = LookaheadConfig(tokens=64, prior="none", draft_tables="request")
+    text = single.generate("def f(x):\n", 300, eos=False)
+    deltas = list(single.stream("def f(x):\n", 300, eos=False, prediction=text.token_ids, lookahead=lookahead))
+    assert [token for delta in deltas for token in delta.token_ids] == text.token_ids
+    assert max(len(delta.token_ids) for delta in deltas) == 64
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -15,7 +15,7 @@ DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")
 ACCEPTANCES = ("tree", "guesses")
 PRIORS = ("vocabulary", "none")
 DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
-MAX_DEPTH = 24  # levels of the drafter full's tree
+MAX_DEPTH = 63  # levels of the drafter full's tree: a long copy may take a whole step of 64 tokens
 NUM_COPIED = 10  # tokens that the drafter prompt_lookup copies at most
 RECYCLING_DEPTH = 6  # levels of the drafter recycling's static tree
 MAX_TREE_NODES = 1 << 14  # nodes of a step's tree that settings may ask for
@@ -168,9 +168,17 @@ PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
 """Plain autoregressive decoding: every step feeds only the root."""
 
 
+def max_depth(is_strict: bool) -> int:
+    """Return how many levels a tree of the drafter full may have."""
+    return min(MAX_DEPTH, MAX_STRICT_COMMITTED - 1) if is_strict else MAX_DEPTH
+
+
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
-    """Raise ConfigError if the tree is too deep for exactness=strict: a step may commit too many tokens."""
-    if exactness == "strict" and lookahead.max_committed > MAX_STRICT_COMMITTED:
+    """Raise ConfigError if the tree is too deep for exactness=strict: a step may commit too many tokens.
+
+    Trees of the drafter full are cut at `max_depth`.
+    """
+    if exactness == "strict" and lookahead.drafter != "full" and lookahead.max_committed > MAX_STRICT_COMMITTED:
         W, N, _ = lookahead.window
         raise ConfigError(
             f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_committed} tokens;"

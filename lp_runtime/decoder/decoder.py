@@ -167,10 +167,11 @@ class Decoder:
         if step.is_prefill:
             return self._output(step, gathered, self.state.advance_prefill(step.proposal, gathered.result), [0])
         shares, budget = step.shares, self.budget
-        follows_chains = isinstance(budget, ChainBudget)
-        token_ids, nodes = self.state.advance(step.proposal, gathered.result, caches_pending=not follows_chains)
+        token_ids, nodes = self.state.advance(step.proposal, gathered.result)
         if isinstance(budget, ChainBudget):
             self.state.num_cached += budget.settle(shares, nodes, step.tree.root + 1)
+        else:
+            self.state.num_cached += step.tree.root + shares.num_fed_by_all(nodes)
         forward_ns, overhead_ns = gathered.forward_ns, gathered.overhead_ns
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)

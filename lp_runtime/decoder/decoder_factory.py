@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from lp_runtime.calibration.calibration import Calibration
-from lp_runtime.config.lookahead import UNMEASURED_STEP_TOKENS, LookaheadConfig
+from lp_runtime.config.lookahead import UNMEASURED_STEP_TOKENS, LookaheadConfig, max_depth
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.decoder.draft_pool import DraftPool
@@ -57,7 +57,8 @@ class DecoderFactory:
         try:
             max_nodes = num_replicas * limit + MAX_REFED * chains
             vocabulary = calibration.vocabulary() if settings.has_vocabulary_prior else None
-            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary, self._draft_pool.corpus)
+            corpus, depth = self._draft_pool.corpus, max_depth(model.strict_tokens is not None)
+            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary, corpus, depth)
             if request.prediction:
                 drafter.begin(request.prediction)  # an earlier text of the drafter's: it copies from those, too
             num_nodes = drafter.max_nodes + drafter.max_committed

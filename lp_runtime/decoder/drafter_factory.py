@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.config.lookahead import MAX_DEPTH, NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
+from lp_runtime.config.lookahead import NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafter import Drafter, NoiseKey
-from lp_runtime.lookahead.drafters.best_first.corpus import NO_CORPUS, CorpusIndex
+from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
@@ -21,19 +21,20 @@ def make_drafter(
     max_nodes: int,
     draft_tables: DraftTables | None,
     vocabulary: np.ndarray | None,
-    corpus: CorpusIndex = NO_CORPUS,
+    corpus: CorpusIndex,
+    max_depth: int,
 ) -> Drafter:
     """Return the drafter that a request asks for.
 
     `noise_key` is None for greedy decoding. `max_nodes` is the largest tree that all replicas together can feed. The
-    tables, the vocabulary prior, [V, ENTRY], and the corpus are for drafter=full only.
+    tables, the vocabulary prior, [V, ENTRY], the corpus and the tree's depth are for drafter=full only.
     """
     W, N, G = settings.window
     if settings.drafter == "full":
         assert draft_tables is not None
         compile_drafter()
         limit = min(max_nodes, max(1, (W + G) * (N - 1))) if settings.has_window else max_nodes
-        return BestFirstDrafter(limit, draft_tables, vocabulary, noise_key, MAX_DEPTH, corpus)
+        return BestFirstDrafter(limit, draft_tables, vocabulary, noise_key, max_depth, corpus)
     if settings.drafter == "prompt_lookup":
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":

@@ -348,7 +348,7 @@ class Engine:
         outputs: list[StepOutput | LookaheadError] = []
         for running, step, each in zip(batch, steps, gathered, strict=True):
             try:
-                outputs.append(each if isinstance(each, LookaheadError) else running.decoder.advance(step, each))
+                outputs.append(each if isinstance(each, LookaheadError) else running.advance(step, each))
             except LookaheadError as error:
                 outputs.append(error)
         _lap(batch, "other")

@@ -185,7 +185,7 @@ class RunningRequest:
         gathered = self.finish_exchange(step, samples)
         if isinstance(gathered, LookaheadError):
             raise gathered
-        output = self.decoder.advance(step, gathered)
+        output = self.advance(step, gathered)
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self.request.prompt_ids, harvest.share())
@@ -265,6 +265,13 @@ class RunningRequest:
         # A lone replica asks only now: see `start_exchange`.
         self._ended_by = outcome.control | (self._control() if self._group.is_alone else 0)
         return self.unpack(step, samples, outcome)
+
+    def advance(self, step: Step, gathered: Gathered) -> StepOutput:
+        """Accept, commit, and learn from a step; keep the keys and values of accepted tokens that need not be re-fed."""
+        output, state, slot = self.decoder.advance(step, gathered), self.decoder.state, self.slot
+        if not self._model.feeds_chains and len(slot.tokens) < state.num_cached:
+            slot.commit(state.tokens[len(slot.tokens) : state.num_cached])
+        return output
 
     def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
         """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""

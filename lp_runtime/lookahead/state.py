@@ -185,19 +185,15 @@ class DecodingState:
         self.drafter.advance_prefill(self.tokens, result)
         return committed
 
-    def advance(
-        self, proposal: Proposal, result: VerificationResult, caches_pending: bool = True
-    ) -> tuple[list[int], list[int]]:
+    def advance(self, proposal: Proposal, result: VerificationResult) -> tuple[list[int], list[int]]:
         """Advance by one step: accept tokens, cut them by the rules, commit the rest, advance the drafter.
 
-        Returns the committed tokens, at least one, and the node that each of them follows. If not every replica has
-        cached the step's pending tokens (`caches_pending`), the caller adds to `num_cached`.
+        Returns the committed tokens, at least one, and the node that each of them follows. The caller adds to
+        `num_cached`, because which nodes every replica has fed depends on their shares.
         """
         tree = proposal.tree
         accepted, path = self.drafter.accept(tree, result)
         self._chain(proposal)
-        if caches_pending:
-            self.num_cached += tree.root + 1
         committed = self._commit(accepted)
         self.drafter.advance(self.tokens, tree, result, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]

@@ -83,7 +83,7 @@ def test_lookahead_ranges(values, message):
         ({"W": 0, "N": 4, "G": 2, "drafter": "paper"}, 4),
         ({"W": 3, "N": 2, "G": 0, "drafter": "paper"}, 3),
         ({"W": 3, "N": 2, "G": 0, "drafter": "paper", "budget": 2}, 2),
-        ({}, 25),
+        ({}, 64),
         ({"budget": 1}, 1),
         ({"tokens": 8}, 8),
         ({"W": 2, "N": 3, "G": 2}, 8),

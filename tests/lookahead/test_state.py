@@ -62,6 +62,13 @@ def greedy_text(prompt: list[int], rules: Rules, seed: int = 0) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def advance(state: DecodingState, proposal: Proposal, successors: list[int]) -> tuple[list[int], list[int]]:
+    """Advance by a step whose pending tokens every replica has cached, and no others."""
+    found = state.advance(proposal, VerificationResult(successors))
+    state.num_cached += proposal.tree.root + 1
+    return found
+
+
 def decode(prompt: list[int], rules: Rules, seed: int = 0, state: DecodingState | None = None):
     """Decode a request; return its state, its proposals and the tokens that each step committed."""
     state = state or rules.state(prompt)
@@ -70,7 +77,7 @@ def decode(prompt: list[int], rules: Rules, seed: int = 0, state: DecodingState 
     while state.finish_reason is None:
         proposal = state.propose()
         proposals.append(proposal)
-        outputs.append(state.advance(proposal, VerificationResult(toy_successors(state, proposal, seed)))[0])
+        outputs.append(advance(state, proposal, toy_successors(state, proposal, seed))[0])
     return state, proposals, outputs
 
 
@@ -143,7 +150,7 @@ def test_a_guess_accepted_in_full_commits_N_tokens():
     state = replace(RULES, W=0, N=4).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 3, 4))
-    assert state.advance(state.propose(), VerificationResult([2, 3, 4, 5])) == ([2, 3, 4, 5], [0, 1, 2, 3])
+    assert advance(state, state.propose(), [2, 3, 4, 5]) == ([2, 3, 4, 5], [0, 1, 2, 3])
     assert (state.num_cached, state.pending) == (2, [2, 3, 4, 5])
 
 
@@ -163,7 +170,7 @@ def test_pending_tokens_are_what_the_last_step_committed():
         proposal = state.propose()
         assert proposal.tree.tokens[: len(committed)] == committed
         assert proposal.tree.root == len(committed) - 1
-        committed, _ = state.advance(proposal, VerificationResult(toy_successors(state, proposal)))
+        committed, _ = advance(state, proposal, toy_successors(state, proposal))
 
 
 def test_what_is_accepted_is_cut_after_the_first_end_token():
@@ -172,7 +179,7 @@ def test_what_is_accepted_is_cut_after_the_first_end_token():
     state.drafter.pool.insert((1, 2, 9, 4))
     proposal = state.propose()
     assert proposal.tree.tokens == [1, 2, 9, 4]
-    assert state.advance(proposal, VerificationResult([2, 9, 4, 5]))[0] == [2, 9]
+    assert advance(state, proposal, [2, 9, 4, 5])[0] == [2, 9]
     assert state.new_tokens == [1, 2, 9]
     assert state.finish_reason == "eos"
 
@@ -181,7 +188,7 @@ def test_what_is_cut_counts_nowhere():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 9, 4))
-    state.advance(state.propose(), VerificationResult([2, 9, 4, 5]))
+    advance(state, state.propose(), [2, 9, 4, 5])
     assert state.drafter.pool.statistics().accepted_length == 2  # the nodes 2 and 9, not 4
     assert state.drafter.pool.guesses(9) == []
 
@@ -274,7 +281,7 @@ def test_states_that_part_differ_in_digest_from_then_on():
     for state, tokens in zip(pair, ([1, 4, 4], [1, 3, 4]), strict=True):
         state.advance_prefill(state.propose_prefill(), VerificationResult(tokens[:1]))
         for token in tokens[1:]:
-            state.advance(state.propose(), VerificationResult([token]))
+            advance(state, state.propose(), [token])
     first, second = (state.propose() for state in pair)
     assert first.tree.tokens == second.tree.tokens
     assert first.digest != second.digest

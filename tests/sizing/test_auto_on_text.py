@@ -13,10 +13,9 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 MICROSECOND = 1000
 BUDGETS = (1, 4, 8, 16, 32, 64)
 MAX_NODES = 64  # of the recorded trees
-MIN_SHARE_PERCENT = 99  # of the best fixed budget's tokens per second, over all texts
-# For the worst text. Where little or nothing pays, auto tries in vain now and then; where a tree of 64 nodes costs
-# nothing, a smaller one's steps may by chance end at better places: 22 steps, not 23.
-MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 98, "slow CPU": 94, "GPU": 93}
+MIN_SHARE_PERCENT = 99  # of the tokens per second that each text has with its best fixed budget, over all texts
+# For the worst text: auto rests for some tens of steps if drafts did not pay in the text before.
+MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 85, "slow CPU": 94, "GPU": 99}
 CURVES = {  # microseconds of a step by its tokens
     "CPU": {1: 30_000, 2: 33_000, 4: 38_000, 8: 46_000, 16: 62_000, 32: 95_000, 64: 165_000, 128: 310_000},
     "slow CPU": {1: 30_000, 2: 40_000, 4: 55_000, 8: 80_000, 16: 130_000, 32: 240_000, 64: 460_000, 128: 900_000},
@@ -39,15 +38,16 @@ def test_auto_is_nearly_as_fast_as_the_best_fixed_budget(curve):
     texts, vocabulary = load_texts()
     points = CURVES[curve]
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
-    learned = LearnedCosts.initial(1)
-    for text in texts:  # what an engine that has served some requests knows
-        seconds_of(text, vocabulary, times, learned)
-    shares, total = {}, dict.fromkeys([*BUDGETS, "auto"], 0)
-    for text in texts:
-        taken = {budget: seconds_of(text, vocabulary, times, budget) for budget in BUDGETS}
-        taken["auto"] = seconds_of(text, vocabulary, times, learned)
-        shares[text.kind] = 100 * min(taken[budget] for budget in BUDGETS) / taken["auto"]
-        total = {budget: total[budget] + taken[budget] for budget in total}
+    best = {text.kind: min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts}
+    taken = dict.fromkeys(best, 0)
+    for first in range(0, len(texts), 2):  # what is learned depends on the order of the texts
+        order, learned = texts[first:] + texts[:first], LearnedCosts.initial(1)
+        for text in order:  # what an engine that has served some requests knows
+            seconds_of(text, vocabulary, times, learned)
+        for text in order:
+            taken[text.kind] += seconds_of(text, vocabulary, times, learned)
+    num_orders = -(-len(texts) // 2)
+    shares = {kind: 100 * num_orders * best[kind] / taken[kind] for kind in best}
     assert min(shares.values()) >= MIN_SHARE_PERCENT_OF_TEXT[curve], shares
-    of_all = 100 * min(total[budget] for budget in BUDGETS) / total["auto"]
-    assert of_all >= MIN_SHARE_PERCENT, total
+    of_all = 100 * num_orders * sum(best.values()) / sum(taken.values())
+    assert of_all >= MIN_SHARE_PERCENT, (of_all, shares)

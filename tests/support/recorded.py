@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from lp_runtime.calibration.vocabulary_prior import NO_CANDIDATES
+from lp_runtime.config.lookahead import MAX_DEPTH
 from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
@@ -29,7 +30,7 @@ from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.budget import StepBudget
 
 FILE = Path(__file__).with_name("recorded_text.npz")
-MAX_DEPTH = 24
+
 DRAFT_TABLES_BYTES = 1 << 22
 UNKNOWN = 0  # successor of a branch that was not recorded: an id that no text has
 

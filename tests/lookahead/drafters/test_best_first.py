@@ -82,6 +82,7 @@ def decode(
         proposal = state.propose()
         trees.append(proposal.tree)
         state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed, num_candidates))
+        state.num_cached += proposal.tree.root + 1
     return state, trees
 
 
