@@ -267,7 +267,7 @@ class RunningRequest:
         return self.unpack(step, samples, outcome)
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:
-        """Accept, commit, and learn from a step; keep the keys and values of accepted tokens that need not be re-fed."""
+        """Accept, commit, and learn from a step; commit the cells of accepted tokens that need not be fed again."""
         output, state, slot = self.decoder.advance(step, gathered), self.decoder.state, self.slot
         if not self._model.feeds_chains and len(slot.tokens) < state.num_cached:
             slot.commit(state.tokens[len(slot.tokens) : state.num_cached])
