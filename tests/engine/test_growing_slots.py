@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -60,7 +61,7 @@ def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
 @pytest.mark.slow
 def test_the_text_of_a_model_with_states(request):
     """Whose fed guesses may be committed by the next step."""
-    model, asked = model_of("qwen3_next"), request_of(1)
+    model, asked = model_of("qwen3_next"), replace(request_of(1), max_new_tokens=LENGTH)
     expected = tokens_of(ChainRunner(model, 7), asked)
     growths = request.getfixturevalue("growths")
     assert tokens_of(ChainRunner(model, 7), asked) == expected and growths
