@@ -327,7 +327,7 @@ def test_samples_of_one_seed(runtime):
 
 
 def test_a_long_copy_takes_whole_steps(single):
-    """What a replica has fed need not be fed again, so that a step of 64 tokens can copy 63."""
+    """A lone replica feeds no accepted token of a copy again, so a step of 64 tokens commits 64."""
     lookahead = LookaheadConfig(tokens=64, prior="none", draft_tables="request")
     text = single.generate("def f(x):\n", 300, eos=False)
     deltas = list(single.stream("def f(x):\n", 300, eos=False, prediction=text.token_ids, lookahead=lookahead))

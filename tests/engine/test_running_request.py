@@ -320,7 +320,7 @@ def test_every_rank_decodes_the_greedy_text(ranks):
 
 
 def test_the_papers_steps_do_not_depend_on_the_number_of_replicas(ranks):
-    """Those of the drafter full do: what all replicas have fed already leaves room for more guesses."""
+    """The drafter full may take fewer steps alone: tokens that need not be fed again leave room for more guesses."""
     path, results = ranks
     loop = Engine(ModelRunner(load_model(ModelConfig(path=str(path)), CPU, "float32"), 2048), Group.alone())
     alone = [decode(loop, request)[2] for request in RANKS_REQUESTS]

@@ -49,7 +49,7 @@ def disturbed(model, where):
 
 
 def test_differences_that_depend_on_the_text_are_no_reason_to_refuse_16_bits(random_model):
-    """As of a mixture of experts, in which rounding sends some tokens to other experts."""
+    """Rounding sends some tokens of a mixture of experts to other experts."""
     assert check(disturbed(random_model().bfloat16(), lambda ids, index: ids % 3 == 0)) <= TOLERANCES[torch.bfloat16]
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check(disturbed(random_model(), lambda ids, index: ids % 3 == 0))
