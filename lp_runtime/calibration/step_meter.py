@@ -27,6 +27,7 @@ MEASURE_SECONDS = 2.0  # approximate time limit of measuring
 MIN_MEASURED_TOKENS = 16  # steps of up to this many tokens are measured even past the time limit
 MIN_ROUNDS, MAX_ROUNDS = 1, 5  # not counting the first round, which compiles steps of all sizes
 NUM_WARM = 4  # untimed one-token steps at the start of each round: on a CPU, steps after a long pass are slow
+MAX_ESTIMATED_MULTIPLE = 4  # where time ran out, times are estimated up to this multiple of the largest measured size
 MAX_COST_MULTIPLE = 12  # stop at steps that cost this multiple of a one-token step: none that large ever pays
 BRANCH_TOKENS = 8  # length of a measured tree's branches, about that of drafted trees
 MAX_POINTS = 64  # largest number of step sizes measured on a replica
@@ -45,7 +46,7 @@ class StepMeasurement(NamedTuple):
     """Measured step durations of one replica.
 
     Attributes:
-        tokens: [points] tokens of each measured step, ascending.
+        tokens: [points] tokens of each measured step, ascending; the last ones may be estimated.
         nanoseconds: [points] shortest duration of each.
         num_padded: [] passes of up to this many tokens are padded to the next size in `tokens`; 0 for none.
         harvest_ns: [] additional prefill time for each token whose top-k candidates are collected.
@@ -125,7 +126,7 @@ class _StepMeter:
     def measure(self) -> StepMeasurement:
         """Measure as many steps as time allows."""
         # The shortest of several counts: a size that seems too slow would never be used, and never be corrected.
-        durations, deadline = self._first_round()
+        durations, deadline, is_late = self._first_round()
         sizes = self._sizes[: len(durations)]
         for number in range(MAX_ROUNDS):
             if number >= MIN_ROUNDS and time.perf_counter() > deadline:
@@ -138,18 +139,34 @@ class _StepMeter:
                     break
                 durations[place] = min(durations[place], self._step(size))
         harvest_ns, prefix_ns = self._harvest_ns(), self._prefix_ns(dict(zip(sizes, durations, strict=True)))
+        if is_late:
+            durations += self._estimates(durations)
+            sizes = self._sizes[: len(durations)]
         return StepMeasurement(
             np.array(sizes), np.array(durations), np.array(self._num_padded), np.array(harvest_ns), np.array(prefix_ns)
         )
 
-    def _first_round(self) -> tuple[list[int], float]:
+    def _estimates(self, durations: list[int]) -> list[int]:
+        """Return nanoseconds of the next sizes, on the line through the first and the last of the `durations`.
+
+        A machine that is busy now may be faster later, and steps show what they take: larger sizes should be possible.
+        """
+        first, last = self._sizes[0], self._sizes[len(durations) - 1]
+        slope = (durations[-1] - durations[0]) / max(1, last - first)
+        larger = [size for size in self._sizes[len(durations) :] if size <= MAX_ESTIMATED_MULTIPLE * last]
+        estimates = [int(durations[-1] + slope * (size - last)) for size in larger]
+        return [estimate for estimate in estimates if estimate <= MAX_COST_MULTIPLE * durations[0]]
+
+    def _first_round(self) -> tuple[list[int], float, bool]:
         """Run steps of every size, up to limits of cost, memory and (after MIN_MEASURED_TOKENS) time.
 
-        Returns ([points] nanoseconds of the sizes, the `time.perf_counter` value at which measuring should end).
+        Returns ([points] nanoseconds of the sizes, the `time.perf_counter` value at which measuring should end, whether
+        the limit of time was reached).
         """
         deadline = time.perf_counter() + MEASURE_SECONDS
         self._begin()
         durations: list[int] = []
+        is_late = False
         for size in self._sizes:
             try:
                 warming_up = time.perf_counter()
@@ -163,7 +180,7 @@ class _StepMeter:
             is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
             if is_late or durations[-1] > MAX_COST_MULTIPLE * durations[0]:
                 break
-        return durations, deadline
+        return durations, deadline, is_late
 
     def _harvest_ns(self) -> int:
         prompt = self._context[:HARVESTED_TOKENS]

@@ -40,9 +40,10 @@ def _worth(expected, num_before):
 
 @compiled
 def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, drafting_ns, per_node_ns):
-    """Return how many of the tree's first nodes a lone replica should feed; of equal sizes the smallest.
+    """Return how many of the tree's first nodes a lone replica should feed if it drafts; of equal sizes the smallest.
 
-    Returns the number of nodes, its rate, and the rate of a step that does not draft, rates as of `rate_of`.
+    Returns the number of nodes, its rate (0 without nodes below the root), and the rate of a step that does not draft,
+    rates as of `rate_of`.
 
     Args:
         path_probabilities: [T] see `StepBudget.fit`.
@@ -53,7 +54,7 @@ def best_size(path_probabilities, num_pending, times, kept, drafted, plain_ns, d
     """
     expected = np.int64(1) << EXPECTED_BITS
     plain_rate = rate_of(expected, plain_ns)
-    best, best_rate = np.int64(num_pending), plain_rate
+    best, best_rate = np.int64(num_pending), np.int64(0)
     for node in range(num_pending, min(len(path_probabilities), len(times) - 1)):
         num = node + 1 - num_pending
         expected += _worth(correct(path_probabilities[node], kept, drafted), num - 1)
@@ -99,11 +100,11 @@ def copy_into(target, source):
 
 @compiled(makes_arrays=True)
 def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted, plain_ns, drafting_ns, per_node_ns):
-    """Return how many nodes each of several replicas should feed in addition to the pending tokens.
+    """Return how many nodes each of several replicas should feed in addition to the pending tokens if they draft.
 
     The replicas are filled for one capacity after another, because what fits depends on the tree's shape: one replica
-    must feed a whole chain, while siblings can be divided. Returns the [R] capacity, its rate, and the rate of a step
-    that does not draft, rates as of `rate_of`.
+    must feed a whole chain, while siblings can be divided. Returns the [R] capacity, its rate (0 without nodes below
+    the root), and the rate of a step that does not draft, rates as of `rate_of`.
 
     Args:
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
@@ -120,7 +121,7 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted
     capacity, left = np.zeros(num_replicas, np.int64), np.empty(num_replicas, np.int64)
     best = capacity.copy()
     plain_rate = rate_of(np.int64(1) << EXPECTED_BITS, plain_ns)
-    best_rate = plain_rate
+    best_rate = np.int64(0)
     num_fed = np.int64(0)
     while num_fed < num_nodes - num_pending:
         time = _add_capacity(times, num_pending, min(limit, num_nodes), capacity)

@@ -87,7 +87,8 @@ class StepBudget:
             host.drafting_ns,
             host.per_node_ns,
         )
-        self._fitted(size > num_pending, size > num_pending and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+        if not self._drafting_pays(rate, plain_rate):
+            size = num_pending
         self.tree_size_hint = max(MIN_TREE_SIZE_HINT, 4 * size // 3)
         return int(size)
 
@@ -114,8 +115,8 @@ class StepBudget:
                 host.drafting_ns,
                 host.per_node_ns,
             )
-            pays = bool(capacity.any())
-            self._fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+            if not self._drafting_pays(rate, plain_rate):
+                capacity[:] = 0
         nodes, shares = select_within(tree, capacity)
         self._selected = capacity + num_pending, shares
         if self._is_auto:
@@ -127,11 +128,14 @@ class StepBudget:
         max_tokens = self._costs.times.shape[1] - 1
         return max_tokens if self.limit is None else min(max_tokens, self.limit)
 
-    def _fitted(self, pays: bool, gains_little: bool) -> None:
-        """Record whether the current step's tree pays off (any guess is fed), and whether its gain is small."""
+    def _drafting_pays(self, rate: int, plain_rate: int, min_gain_percent: int = 100) -> bool:
+        """Return whether to feed the current step's tree, given its rate and that of a step that does not draft."""
+        pays = rate > plain_rate and rate * 100 >= plain_rate * min_gain_percent
         if not pays:
             self._learned.acceptance.restore()
-        self._schedule.tree_fitted(pays, gains_little)
+        is_trial = self._schedule.is_trial
+        self._schedule.tree_fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+        return pays or (is_trial and rate > 0)
 
     def _plain_step_time(self, num_pending: int) -> int:
         """Return the duration of a step that does not draft, host time included, in nanoseconds."""

@@ -18,7 +18,7 @@ from lp_runtime.distributed.partition.partition import Share, Shares
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.acceptance import EXPECTED_BITS
 from lp_runtime.sizing.best_size import RATE_BITS
-from lp_runtime.sizing.budget import LITTLE_GAIN_PERCENT, StepBudget
+from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 
@@ -53,15 +53,13 @@ class ChainBudget(StepBudget):
         needed = np.full(len(tree), np.iinfo(np.int64).max)  # tokens that the first replica to reach a node feeds
         for rank, path in paths.items():
             needed[path] = np.minimum(needed[path], num_refed[rank] + 1 + np.arange(len(path)))
-        size, gains_little = self._best_size(needed, expected, num_refed) if paths else (0, False)
+        size = self._best_size(needed, expected, num_refed) if paths else 0
         self._expected = [0] * len(num_refed)
         for rank, path in paths.items():
             path = path[: max(0, size - num_refed[rank])]
             own = path[needed[path] == num_refed[rank] + 1 + np.arange(len(path))]
             self._expected[rank] = int(expected[own].sum())
         kept = np.flatnonzero((needed <= size) | (np.arange(len(tree)) <= tree.root))
-        if paths and self._is_auto:
-            self._fitted(size > 0, gains_little)
         places = np.full(len(tree), -1, np.int64)
         places[kept] = np.arange(len(kept))
         nothing = np.zeros(0, np.int64)
@@ -71,8 +69,8 @@ class ChainBudget(StepBudget):
         ]
         return kept
 
-    def _best_size(self, needed: np.ndarray, expected: np.ndarray, num_refed: Sequence[int]) -> tuple[int, bool]:
-        """Return how many tokens a replica may feed, 0 for no chains, and whether the gain is small.
+    def _best_size(self, needed: np.ndarray, expected: np.ndarray, num_refed: Sequence[int]) -> int:
+        """Return how many tokens a replica may feed, 0 for no chains.
 
         `needed` is [T] tokens that the first replica to reach each node feeds, the largest int64 for none; `expected`
         [T] expected tokens, fixed point of EXPECTED_BITS; `num_refed` [R] pending tokens that each replica feeds.
@@ -80,23 +78,19 @@ class ChainBudget(StepBudget):
         times = self._costs.times
         limit = self._max_tokens
         if not self._is_auto:
-            return limit, False
+            return limit
         fed = needed[needed <= limit]
-        if not len(fed):
-            return 0, False
         host, plain = self._learned.host, self._plain_step_time(min(max(num_refed), times.shape[1] - 1))
         gains = np.bincount(fed, expected[needed <= limit]).astype(np.int64).cumsum()
         nodes = np.bincount(fed).cumsum()
         slowest = times.max(axis=0)
-        best, best_rate, plain_rate = 0, _rate(1 << EXPECTED_BITS, plain), _rate(1 << EXPECTED_BITS, plain)
-        for size in range(int(fed.min()), len(gains)):
+        best, best_rate, plain_rate = 0, 0, _rate(1 << EXPECTED_BITS, plain)
+        for size in range(int(fed.min(initial=limit + 1)), len(gains)):
             host_ns = host.drafting_ns + host.per_node_ns * int(nodes[size]) // FIXED_POINT_ONE
             rate = _rate((1 << EXPECTED_BITS) + int(gains[size]), int(slowest[size]) + host_ns)
             if rate > best_rate:
                 best, best_rate = size, rate
-        if best_rate * 100 < plain_rate * MIN_GAIN_PERCENT:
-            best = 0
-        return best, best > 0 and best_rate * 100 < plain_rate * LITTLE_GAIN_PERCENT
+        return best if self._drafting_pays(best_rate, plain_rate, MIN_GAIN_PERCENT) else 0
 
     def shares(self, tree: TokenTree) -> Shares:
         """Return the shares of the selected chains, or of the pending tokens alone."""

@@ -17,6 +17,7 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 
 REST_AFTER_STEPS = 4  # consecutive trees that did not pay; one or two may be chance
 MAX_REST_STEPS = 32  # from one fitted tree to the next, so that text that is easy again is noticed
+NUM_TRIALS = 8  # trees that are fed and timed before any is left out: measured times may be those of a busy machine
 PROBE_AFTER_STEPS = 24  # consecutive trees of little gain; a step of the root alone may have become cheaper meanwhile
 PROBE_STEPS = 3  # the first one after larger steps is slow and is not counted
 
@@ -43,6 +44,7 @@ class DraftingSchedule:
         self._steps_left = 0  # until PROBING or RESTING ends, including the current step
         self._drafts = False  # whether the current step called the drafter
         self._num_unpaid = 0  # consecutive trees that did not pay
+        self._rest_steps = 0  # length of the last rest; 0 since a tree paid
         self._num_little = 0  # consecutive trees that gained little
 
     @property
@@ -55,17 +57,25 @@ class DraftingSchedule:
         """Whether the next step feeds the root alone, without calling the drafter."""
         return self.state is not DraftingState.DRAFTING
 
+    @property
+    def is_trial(self) -> bool:
+        """Whether to feed the current step's tree even if it does not seem to pay, because its times may be wrong.
+
+        Only a step that drafts shows what such steps take, so one that never runs would stay too slow forever.
+        """
+        return self._learned.passes.num_steps < NUM_TRIALS or self._rest_steps == MAX_REST_STEPS
+
     def tree_fitted(self, pays: bool, gains_little: bool) -> None:
         """Record whether the current step's tree pays (any guess is fed), and whether its gain is small."""
         self._drafts = True
-        self._num_unpaid = 0 if pays else self._num_unpaid + 1
+        self._num_unpaid, self._rest_steps = (0, 0) if pays else (self._num_unpaid + 1, self._rest_steps)
         self._num_little = self._num_little + 1 if gains_little else 0
         if self._num_little >= PROBE_AFTER_STEPS:
             self._num_little = 0
             self._state, self._steps_left = DraftingState.PROBING, 1 + PROBE_STEPS
         if self._num_unpaid >= REST_AFTER_STEPS:
-            num_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
-            self._state, self._steps_left = DraftingState.RESTING, num_steps
+            self._rest_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
+            self._state, self._steps_left = DraftingState.RESTING, self._rest_steps
 
     def end_step(self) -> None:
         """Record the end of the current step; the last step of PROBING or RESTING ends that state."""

@@ -76,3 +76,6 @@ class LearnedCosts:
             expected = times[np.arange(len(times)), step.sizes]
             ratios = np.minimum(nanoseconds * FIXED_POINT_ONE // expected, MAX_SCALE)
             self.plain_scales += (ratios - self.plain_scales) // min(self.num_plain, SMOOTHING_STEPS)
+            if not self.passes.num_steps:  # nothing else is known: steps that draft have changed by the same factor
+                self.passes.assume(self.plain_scales)
+                self.plain_scales[:] = FIXED_POINT_ONE

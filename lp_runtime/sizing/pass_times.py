@@ -45,6 +45,17 @@ class PassTimes:
         self._means = np.zeros((num_replicas, NUM_COLUMNS), np.int64)
         self._means[:, [MEASURED, REAL]] = FIXED_POINT_ONE
 
+    @property
+    def num_steps(self) -> int:
+        """Number of steps that the lines were fitted to, up to MEMORY_STEPS."""
+        return int(self._means[0, NUM_STEPS])
+
+    def assume(self, ratios: np.ndarray) -> None:
+        """Multiply all expected times by [R] `ratios`, fixed point of FIXED_POINT_ONE, before the first step."""
+        assert not self.num_steps
+        self._means[:, REAL] = np.maximum(self._means[:, REAL] * ratios // FIXED_POINT_ONE, 1)
+        self.slopes[:] = self._means[:, REAL]
+
     def observe(self, measured: np.ndarray, sizes: np.ndarray, nanoseconds: np.ndarray) -> None:
         """Learn from a step: the [R] int64 `nanoseconds` in which the replicas fed `sizes`, [R], tokens.
 

@@ -4,10 +4,10 @@ import random
 
 import numpy as np
 import pytest
+from support.learned import confirmed_costs
 
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
-from lp_runtime.sizing.learned_costs import LearnedCosts
 
 MAX_TOKENS = 60
 
@@ -27,8 +27,8 @@ def times(num_replicas: int, first: int = 1000, each: int = 10) -> np.ndarray:
 
 
 def budget_of(num_replicas: int, is_auto: bool = False, limit: int | None = 20, each: int = 10) -> ChainBudget:
-    learned = LearnedCosts.initial(num_replicas, is_timed=True)
-    return ChainBudget(times(num_replicas, each=each), is_auto, limit, learned)
+    measured = times(num_replicas, each=each)
+    return ChainBudget(measured, is_auto, limit, confirmed_costs(measured))
 
 
 @pytest.mark.parametrize("is_auto", [False, True])
