@@ -1,6 +1,7 @@
 """The walls of the package: who may import what. Read from the source, so that no lazy import escapes."""
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -45,10 +46,17 @@ def part_of(name: str) -> str:
     return name.removesuffix(".py").split("/")[0]
 
 
-def imports_of(path: Path) -> list[tuple[str, bool]]:
-    """(dotted name, whether it is lazy) of every import; `from a import b` gives a.b.
+@functools.cache
+def parsed(name: str) -> ast.Module:
+    """Return the syntax tree of a file of the package."""
+    return ast.parse((PACKAGE / name).read_text())
 
-    Lazy is what stands inside a function, or is for type checkers only.
+
+@functools.cache
+def imports_of(name: str) -> list[tuple[str, bool]]:
+    """Return (dotted name, whether it is lazy) of every import of a file; `from a import b` gives a.b.
+
+    An import is lazy inside a function, or if it is for type checkers only.
     """
     found = []
 
@@ -57,14 +65,20 @@ def imports_of(path: Path) -> list[tuple[str, bool]]:
             if isinstance(child, ast.Import):
                 found.extend((alias.name, lazy) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
-                assert child.level == 0, f"{path}: a relative import"
+                assert child.level == 0, f"{name}: a relative import"
                 found.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
             is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"  # never run
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
             visit(child, lazy or is_function or is_typing)
 
-    visit(ast.parse(path.read_text()), False)
+    visit(parsed(name), False)
     return found
+
+
+@functools.cache
+def chains_of(name: str) -> set[str | None]:
+    """Return all attribute chains of a file, such as os.environ."""
+    return {dotted(node) for node in ast.walk(parsed(name)) if isinstance(node, ast.Attribute)}
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -80,11 +94,8 @@ def under(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-IMPORTS = {name: imports_of(path) for name, path in zip(NAMES, FILES, strict=True)}
-
-
 def importers_of(*packages: str) -> set[str]:
-    return {name for name, imports in IMPORTS.items() if any(under(module, *packages) for module, _ in imports)}
+    return {name for name in NAMES if any(under(module, *packages) for module, _ in imports_of(name))}
 
 
 def test_this_test_sees_the_package():
@@ -105,7 +116,7 @@ def test_imports_go_downward_only():
     findings = []
     for name in names:
         part = part_of(name)
-        for module, _ in IMPORTS[name]:
+        for module, _ in imports_of(name):
             if not under(module, "lp_runtime"):
                 continue
             other = (module.split(".") + ["__init__"])[1]
@@ -143,7 +154,7 @@ def import_graph() -> dict[str, set[str]]:
         return next((each for each in (dotted_name, dotted_name.rpartition(".")[0]) if each in modules), None)
 
     return {
-        module: {found for dotted_name, _ in IMPORTS[name] if (found := target(dotted_name))} - {module, "lp_runtime"}
+        module: {found for imported, _ in imports_of(name) if (found := target(imported))} - {module, "lp_runtime"}
         for module, name in modules.items()
         if module != "lp_runtime"
     }
@@ -186,14 +197,14 @@ def test_folders_are_small():
 
 def test_lookahead_is_pure():
     for name in (name for name in NAMES if part_of(name) == "lookahead"):
-        for module, _ in IMPORTS[name]:
+        for module, _ in imports_of(name):
             assert not under(module, "torch", "transformers", "ray", "hydra", "omegaconf"), name
             if under(module, "lp_runtime"):
                 assert under(module, "lp_runtime.lookahead", "lp_runtime.utils.jit"), name
 
 
 def test_the_partition_is_pure():
-    modules = [module for module, _ in IMPORTS["distributed/partition/partition.py"]]
+    modules = [module for module, _ in imports_of("distributed/partition/partition.py")]
     assert not any(under(module, "torch", "os") for module in modules)
 
 
@@ -203,34 +214,28 @@ def test_transformers_lives_in_four_folders():
 
 def test_sizing_is_pure_integers():
     for name in (name for name in NAMES if part_of(name) == "sizing"):
-        assert not any(under(module, "torch", "os", "time") for module, _ in IMPORTS[name]), name
+        assert not any(under(module, "torch", "os", "time") for module, _ in imports_of(name)), name
 
 
 def test_collectives_live_in_distributed():
     outside = {name for name in importers_of("torch.distributed") if part_of(name) != "distributed"}
     for name in outside:
-        tree = ast.parse((PACKAGE / name).read_text())
         aliases = {
             alias.asname or alias.name
-            for node in ast.walk(tree)
+            for node in ast.walk(parsed(name))
             if isinstance(node, ast.Import)
             for alias in node.names
             if under(alias.name, "torch.distributed")
         }
         assert aliases, f"{name}: import torch.distributed as a whole, so that its uses can be seen"
-        used = {
-            chain
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Attribute) and (chain := dotted(node)) and under(chain, *aliases)
-        }
+        used = {chain for chain in chains_of(name) if chain and under(chain, *aliases)}
         stores = {f"{alias}.{store}" for alias in aliases for store in ("Store", "TCPStore")}
         assert used <= stores, f"{name} uses {used - stores}"  # where replicas meet, in annotations
 
 
 def test_nobody_reaches_collectives_through_torch():
-    for name, path in zip(NAMES, FILES, strict=True):
-        chains = {dotted(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        assert not any(chain and under(chain, "torch.distributed") for chain in chains), name
+    for name in NAMES:
+        assert not any(chain and under(chain, "torch.distributed") for chain in chains_of(name)), name
 
 
 def test_ray_is_imported_lazily_and_in_its_modules():
@@ -241,7 +246,7 @@ def test_ray_is_imported_lazily_and_in_its_modules():
         "server/ray_serve.py",
     }
     assert importers_of("ray") == users
-    assert all(lazy for name in users for module, lazy in IMPORTS[name] if under(module, "ray"))
+    assert all(lazy for name in users for module, lazy in imports_of(name) if under(module, "ray"))
 
 
 def test_hydra_stops_at_the_door():
@@ -250,17 +255,16 @@ def test_hydra_stops_at_the_door():
 
 def test_the_environment_is_read_in_one_place():
     readers = set()
-    for name, path in zip(NAMES, FILES, strict=True):
-        chains = {dotted(node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
-        if chains & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
+    for name in NAMES:
+        if chains_of(name) & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
             readers.add(name)
-        assert not any(under(module, "os.environ", "os.getenv") for module, _ in IMPORTS[name]), name
+        assert not any(under(module, "os.environ", "os.getenv") for module, _ in imports_of(name)), name
     assert readers == {"distributed/context.py", "distributed/process_group.py"}
 
 
 def test_no_global_statements():
-    for name, path in zip(NAMES, FILES, strict=True):
-        assert not any(isinstance(node, ast.Global) for node in ast.walk(ast.parse(path.read_text()))), name
+    for name in NAMES:
+        assert not any(isinstance(node, ast.Global) for node in ast.walk(parsed(name))), name
 
 
 # One rank of torchrun's imports everything, and decodes.

@@ -4,6 +4,9 @@ A first replica has decoded in it, so that forked ones find what torch and trans
 seconds: kernels of oneDNN, and the mapping of checkpoints.
 """
 
+from support import interpreted  # noqa: F401
+
+# isort: split
 import torch.distributed.tensor  # noqa: F401
 import transformers.distributed.tensor_parallel  # noqa: F401
 
@@ -24,7 +27,9 @@ from lp_runtime.replica.replica import start_replica
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
+from support import calibration
 
+calibration.shorten()
 library()
 compile_drafter()
 compile_budget()
