@@ -62,13 +62,15 @@ def imports_of(name: str) -> list[tuple[str, bool]]:
 
     def visit(node: ast.AST, lazy: bool) -> None:
         for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.expr):
+                continue
             if isinstance(child, ast.Import):
                 found.extend((alias.name, lazy) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{name}: a relative import"
                 found.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
             is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"  # never run
-            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             visit(child, lazy or is_function or is_typing)
 
     visit(parsed(name), False)

@@ -124,13 +124,13 @@ def test_parts_without_keys_are_neither_written_nor_read(
     torch.testing.assert_close(actual.double(), expected_of(query, [one], 1, 0.3), rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("is_apart", [True, False])
 @pytest.mark.parametrize(
-    ("sizes", "groups", "size"), [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)]
+    ("case", "is_apart", "dtype"),
+    thinned(4, [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)], [True, False], TOLERANCES),
 )
-def test_rotating_and_writing(sizes, groups, size, is_apart, dtype):
+def test_rotating_and_writing(case, is_apart, dtype):
     """Queries, keys and values may lie apart, or in one row for each token."""
+    sizes, groups, size = case
     heads = (HEADS * groups, HEADS, HEADS)
     fed = [feed(*each, size, dtype, 0, 0, seed) for seed, each in enumerate(sizes)]
     inputs = inputs_of(fed, 8, len(sizes), NO_LIMITS)

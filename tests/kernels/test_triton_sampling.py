@@ -29,7 +29,7 @@ SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
 
 @pytest.mark.parametrize(
     ("num", "kind", "size"),
-    thinned(3, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
+    thinned(5, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
 )
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
 def test_greedy_successors_and_candidates(num, kind, size):
@@ -86,7 +86,7 @@ def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> 
 
 @pytest.mark.parametrize(
     ("sizes", "num", "draws"),
-    thinned(4, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
+    thinned(5, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
 )
 def test_slices_of_the_vocabulary_give_what_the_whole_gives(sizes, num, draws):
     size = sum(sizes)
@@ -157,7 +157,7 @@ WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), l
 @pytest.mark.parametrize(
     ("processors", "num_top_k", "with_top_k", "with_logprobs"),
     thinned(
-        4,
+        7,
         [WARPERS, [], [*WARPERS, library.MinPLogitsWarper(0.05)], WARPERS[::-1]],
         [0, K],
         [False, True],

@@ -17,7 +17,7 @@ from lp_runtime.text.decoding import REPLACEMENT
 from lp_runtime.text.detokenizer import Detokenizer
 
 SMALL_KINDS = [builder.__name__ for builder in BUILDERS]  # of few hundred tokens
-NUM_SEQUENCES = {deltas_fault: 100, token_texts_fault: 40}
+NUM_SEQUENCES = {deltas_fault: 50, token_texts_fault: 30}
 
 
 def ids_of(kind: str, *pieces: str) -> list[int]:
