@@ -134,7 +134,7 @@ class HostBench:
     def _record(
         self, num_replicas: int, calibration: AssumedCalibration, lookahead: LookaheadConfig
     ) -> Sequence[Recorded]:
-        """Decode all prompts on this machine, the first one twice: what one request learns changes the next one's trees."""
+        """Decode all prompts on this machine, the first one twice: what it teaches changes the next trees."""
         engine = WholeTreeEngine(lambda: self._clocks(calibration), self._model, num_replicas, calibration)
         prompts = [self.prompts[0], *self.prompts]
         requests = [Request(prompt, lookahead, self._args.max_new_tokens) for prompt in prompts]

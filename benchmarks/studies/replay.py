@@ -113,7 +113,7 @@ class SettledEngine(Engine):
         is_auto = request.lookahead.is_auto
         if not is_auto:
             return decoder
-        learned = LearnedCosts.initial(self._num_replicas, is_timed=True)
+        learned = LearnedCosts.initial(self._num_replicas)
         times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
         budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
         parts = (decoder.state, budget, decoder.sampler, decoder.draft_tables)

@@ -16,12 +16,10 @@ from lp_runtime.distributed.partition.partition import Shares, partition_by_time
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.best_size import best_capacity, best_size
 from lp_runtime.sizing.cost_model import CostModel
-from lp_runtime.sizing.drafting_state import DraftingSchedule
-from lp_runtime.sizing.learned_costs import LearnedCosts, TimedStep
-from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
+from lp_runtime.sizing.drafting_schedule import DraftingSchedule
+from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.utils.jit import compiles
 
-LITTLE_GAIN_PERCENT = 140  # a smaller gain could vanish if steps that do not draft became faster: probe them again
 MIN_TREE_SIZE_HINT = 64  # nodes; smaller trees take hardly any time to grow
 
 
@@ -47,7 +45,8 @@ class StepBudget:
         # For the current step: [R] largest number of tokens of each replica, and shares within that.
         self._selected: tuple[np.ndarray, Shares] | None = None
         self._num_guessed = 0  # nodes below the root in the last step that was observed
-        self._untimed: TimedStep | None = None  # the last step, if its times arrive late
+        # [R, M + 1] measured times and [R] sizes of the last step, if its times arrive late.
+        self._untimed: tuple[np.ndarray, np.ndarray] | None = None
         self.tree_size_hint: int | None = MIN_TREE_SIZE_HINT * len(times) if is_auto else None
 
     def set_batch_size(self, batch_size: int) -> None:
@@ -56,7 +55,7 @@ class StepBudget:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the next step feeds the root alone, without calling the drafter; see `DraftingState`."""
+        """Whether the next step feeds the root alone, without calling the drafter; see `DraftingSchedule`."""
         return self._is_auto and self._schedule.is_resting
 
     def choose(self, tree: TokenTree) -> int | np.ndarray:
@@ -134,14 +133,12 @@ class StepBudget:
         if not pays:
             self._learned.acceptance.restore()
         is_trial = self._schedule.is_trial
-        self._schedule.tree_fitted(pays, pays and rate * 100 < plain_rate * LITTLE_GAIN_PERCENT)
+        self._schedule.tree_fitted(pays)
         return pays or (is_trial and rate > 0)
 
     def _plain_step_time(self, num_pending: int) -> int:
         """Return the duration of a step that does not draft, host time included, in nanoseconds."""
-        learned = self._learned
-        times = zip(self._costs.times[:, num_pending].tolist(), learned.plain_scales.tolist(), strict=True)
-        return learned.host.plain_ns + max(time * scale // FIXED_POINT_ONE for time, scale in times)
+        return self._learned.host.plain_ns + int(self._costs.times[:, num_pending].max())
 
     def shares(self, tree: TokenTree) -> Shares:
         """Return the shares of the chosen tree, such that the slowest replica ends early."""
@@ -168,7 +165,7 @@ class StepBudget:
             accepted: nodes of the tree whose tokens were committed, without the root.
             is_late: whether `forward` is of the previous step, too.
         """
-        is_plain = follows_plain = False
+        is_plain = False
         if self._is_auto:
             follows_plain, host_ns = not self._schedule.drafted, max(overhead)
             if host_ns and follows_plain:
@@ -185,13 +182,12 @@ class StepBudget:
         measured = self._costs.measured
         max_tokens = measured.shape[1] - 1
         sizes = np.array([min(size, max_tokens) for size in shares.sizes])
-        timed: TimedStep | None = TimedStep(measured, sizes, is_plain, follows_plain)
+        timed = None if is_plain else (measured, sizes)  # no line can be fitted to steps of one size
         if is_late:
             timed, self._untimed = self._untimed, timed
         if timed is not None and min(forward) > 0:
-            self._learned.observe_times(timed, np.array(forward, dtype=np.int64))
-            if not timed.is_plain:
-                self._costs.update()
+            self._learned.passes.observe(*timed, np.array(forward, dtype=np.int64))
+            self._costs.update()
 
 
 @compiles

@@ -1,4 +1,4 @@
-"""Correction of measured forward-pass times: per replica a line, fitted to the passes of steps.
+"""Correction of measured forward-pass times: per replica a line, fitted to the passes of steps that draft.
 
 A machine that becomes slower does not slow all sizes by one factor. If other processes use the memory, a pass of one
 token takes longer and one of sixteen does not; if they use the cores, both do. The best step size depends on it.
@@ -49,12 +49,6 @@ class PassTimes:
     def num_steps(self) -> int:
         """Number of steps that the lines were fitted to, up to MEMORY_STEPS."""
         return int(self._means[0, NUM_STEPS])
-
-    def assume(self, ratios: np.ndarray) -> None:
-        """Multiply all expected times by [R] `ratios`, fixed point of FIXED_POINT_ONE, before the first step."""
-        assert not self.num_steps
-        self._means[:, REAL] = np.maximum(self._means[:, REAL] * ratios // FIXED_POINT_ONE, 1)
-        self.slopes[:] = self._means[:, REAL]
 
     def observe(self, measured: np.ndarray, sizes: np.ndarray, nanoseconds: np.ndarray) -> None:
         """Learn from a step: the [R] int64 `nanoseconds` in which the replicas fed `sizes`, [R], tokens.

@@ -10,8 +10,8 @@ from lp_runtime.distributed.partition.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
-from lp_runtime.sizing.drafting_state import MAX_REST_STEPS, PROBE_AFTER_STEPS, PROBE_STEPS, REST_AFTER_STEPS
-from lp_runtime.sizing.learned_costs import NUM_TIMED, LearnedCosts
+from lp_runtime.sizing.drafting_schedule import MAX_REST_STEPS, REST_AFTER_STEPS
+from lp_runtime.sizing.learned_costs import LearnedCosts
 
 MILLISECOND = 1_000_000
 
@@ -194,35 +194,12 @@ def test_promises_are_believed_as_far_as_they_were_kept():
 def test_the_first_trees_are_fed_whatever_was_measured():
     """Measured on a busy machine, every token seemed to cost as much as the first; steps show that they are free."""
     tree, measured, real = make_tree(50), flat(50, 1, 1.0), flat(50, 50, 0)
-    budget, sizes = StepBudget(measured, True, None, LearnedCosts.initial(1, is_timed=True)), []
+    budget, sizes = StepBudget(measured, True, None, LearnedCosts.initial(1)), []
     for _ in range(20):
         part = chosen(budget, tree)
         sizes.append(len(part))
         budget.observe(part, budget.shares(part), [int(real[0, len(part)])], [0], [1])
     assert min(sizes) > 1
-
-
-def test_a_machine_that_is_faster_than_measured_is_faster_at_all_sizes():
-    times = flat(200, 8, 0.2)
-    budget, shares = StepBudget(9 * times, True, None), StepBudget(times, True, None).shares(make_tree(1))
-    while budget.is_resting:
-        budget.observe(make_tree(1), shares, [int(times[0, 1])], [0], [])
-    assert fitted(budget, make_tree(200)) == fitted(StepBudget(times, True, None), make_tree(200))
-
-
-def test_a_step_of_the_root_alone_is_timed_before_the_first_that_drafts():
-    """A step of the root alone takes less than measured, unlike steps that draft: fewer trees pay than seemed."""
-    tree, times = make_tree(50, rate=0.5), flat(50, 1, 0.05)
-    assert fitted(StepBudget(times, True, None, confirmed_costs(times)), tree) > 1
-    learned = confirmed_costs(times)
-    learned.num_plain = 0
-    budget = StepBudget(times, True, None, learned)
-    shares = budget.shares(make_tree(1))
-    for _ in range(NUM_TIMED):
-        assert budget.is_resting
-        budget.observe(make_tree(1), shares, [MILLISECOND // 3], [0], [])
-    assert not budget.is_resting
-    assert fitted(budget, tree) == 1
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
@@ -245,29 +222,6 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
 
 
-@pytest.mark.parametrize(("slope", "is_probed"), [(0.5, True), (0.001, False)])
-def test_what_hardly_pays_is_compared_with_fresh_times_now_and_then(slope, is_probed):
-    """A step of the root alone may have become cheaper while all steps drafted: a few are timed again."""
-    tree = make_tree(64)
-    times = flat(64, 1, slope)
-    step = StepBudget(times, True, None, confirmed_costs(times))
-    rested = 0
-    for _ in range(3 * PROBE_AFTER_STEPS):
-        if step.is_resting:
-            rested += 1
-            part = TokenTree([0], max_depth=0)
-        else:
-            num_nodes = fitted(step, tree)
-            assert num_nodes > 1
-            part = make_tree(64)
-            part.truncate(num_nodes)
-        share = step.shares(part)
-        size = len(share[0].nodes)
-        step.observe(part, share, [int(times[0, size])], [1], [1] if size > 1 else [])
-    assert (rested >= 2 * PROBE_STEPS) == is_probed
-    assert is_probed or rested == 0
-
-
 def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     """Return a budget, and what it has learned, after 60 steps of trees of 100 to 400 nodes.
 
@@ -277,7 +231,7 @@ def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     """
     learned = confirmed_costs(times)
     budget = StepBudget(times, True, None, learned)
-    learned.host.plain_ns = overhead(0)
+    learned.host.observe_plain(overhead(0))
     host_ns = 0
     for step in range(60):
         part = make_tree((400, 250, 100)[step % 3])
@@ -381,5 +335,5 @@ def test_padding_is_a_part_of_what_a_node_costs(odds, between, padded):
     sizes = []
     for num_padded in (0, 24):
         times = interpolate([1, 16, 24, 32], [900, 1000, 1100, 9000], 48, num_padded)[None] * 1000
-        sizes.append(StepBudget(times, True, None, LearnedCosts.initial(1, is_timed=True)).fit(tree, probabilities))
+        sizes.append(StepBudget(times, True, None, LearnedCosts.initial(1)).fit(tree, probabilities))
     assert sizes == [between, padded]
