@@ -16,7 +16,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward import cuda_graph
-from lp_runtime.model.forward.fixed_passes import MAX_SEQUENCES, SIZES, FixedPasses
+from lp_runtime.model.forward.fixed_passes import COMPILED_SIZES, MAX_SEQUENCES, SIZES, FixedPasses
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
@@ -185,7 +185,6 @@ def test_every_size_and_the_next(random_model):
 
 @pytest.mark.slow
 def test_every_size_is_compiled(random_model, monkeypatch):
-    """Where it is asked for; of more than so many, 8, torch would run the rest as they are."""
     counter = CompileCounter()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     model = OneSlot(ModelRunner(random_model("Llama"), 512, own_attention=True))
@@ -193,7 +192,7 @@ def test_every_size_is_compiled(random_model, monkeypatch):
     model.begin(40)
     model.prefill([1, 2, 3])
     rng = random.Random(0)
-    for number, size in enumerate(SIZES[:10]):
+    for number, size in enumerate(COMPILED_SIZES):
         tree = random_tree(rng, 1, size - 1)
         model.forward(tree, list(range(size)), [0], commit=False)
         assert counter.frame_count == number + 1
