@@ -5,8 +5,16 @@ import pytest
 import torch
 from support.ranks import CPU, run_ranks
 
+from lp_runtime.calibration import step_meter
 from lp_runtime.calibration.calibration import Calibration, Measured
-from lp_runtime.calibration.step_meter import CONTEXT_TOKENS, MAX_LONG_NS, _StepMeter, measure_steps
+from lp_runtime.calibration.step_meter import (
+    CONTEXT_TOKENS,
+    MAX_ESTIMATED_MULTIPLE,
+    MAX_LONG_NS,
+    MIN_MEASURED_TOKENS,
+    _StepMeter,
+    measure_steps,
+)
 from lp_runtime.calibration.vocabulary_prior import WIDTH, Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
@@ -44,6 +52,15 @@ def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatc
     short, long = calibration.times(8, 0)[0], calibration.times(8, context + 1024)[0]
     assert short[1:].tolist() == [step_of(size, context) for size in range(1, 9)]
     assert (long - short)[1:].tolist() == [step_of(size, 1024) - step_of(size, 0) for size in range(1, 9)]
+
+
+def test_sizes_that_there_is_no_time_for_get_estimates(model, monkeypatch):
+    """On the line through the first and the last timed size: a machine that is busy now may feed more later."""
+    monkeypatch.setattr(step_meter, "MEASURE_SECONDS", -1.0)
+    monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: 100 + 10 * size)
+    steps = measure_steps(model)
+    assert steps.tokens[-1] == MAX_ESTIMATED_MULTIPLE * MIN_MEASURED_TOKENS
+    assert steps.nanoseconds.tolist() == [100 + 10 * size for size in steps.tokens.tolist()]
 
 
 def step_of(size: int, length: int) -> int:
