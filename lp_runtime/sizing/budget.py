@@ -86,7 +86,7 @@ class StepBudget:
             host.drafting_ns,
             host.per_node_ns,
         )
-        if not self._drafting_pays(rate, plain_rate):
+        if not self._tree_fitted(rate, plain_rate):
             size = num_pending
         self.tree_size_hint = max(MIN_TREE_SIZE_HINT, 4 * size // 3)
         return int(size)
@@ -114,7 +114,7 @@ class StepBudget:
                 host.drafting_ns,
                 host.per_node_ns,
             )
-            if not self._drafting_pays(rate, plain_rate):
+            if not self._tree_fitted(rate, plain_rate):
                 capacity[:] = 0
         nodes, shares = select_within(tree, capacity)
         self._selected = capacity + num_pending, shares
@@ -127,14 +127,15 @@ class StepBudget:
         max_tokens = self._costs.times.shape[1] - 1
         return max_tokens if self.limit is None else min(max_tokens, self.limit)
 
-    def _drafting_pays(self, rate: int, plain_rate: int, min_gain_percent: int = 100) -> bool:
-        """Return whether to feed the current step's tree, given its rate and that of a step that does not draft."""
-        pays = rate > plain_rate and rate * 100 >= plain_rate * min_gain_percent
+    def _tree_fitted(self, rate: int, plain_rate: int, min_gain_percent: int = 100) -> bool:
+        """Record the rate of the current step's tree, and that of a step that does not draft.
+
+        Returns whether to feed the tree.
+        """
+        pays = rate * 100 > plain_rate * min_gain_percent
         if not pays:
             self._learned.acceptance.restore()
-        is_trial = self._schedule.is_trial
-        self._schedule.tree_fitted(pays)
-        return pays or (is_trial and rate > 0)
+        return self._schedule.tree_fitted(pays)
 
     def _plain_step_time(self, num_pending: int) -> int:
         """Return the duration of a step that does not draft, host time included, in nanoseconds."""

@@ -90,7 +90,7 @@ class ChainBudget(StepBudget):
             rate = _rate((1 << EXPECTED_BITS) + int(gains[size]), int(slowest[size]) + host_ns)
             if rate > best_rate:
                 best, best_rate = size, rate
-        return best if self._drafting_pays(best_rate, plain_rate, MIN_GAIN_PERCENT) else 0
+        return best if self._tree_fitted(best_rate, plain_rate, MIN_GAIN_PERCENT) else 0
 
     def shares(self, tree: TokenTree) -> Shares:
         """Return the shares of the selected chains, or of the pending tokens alone."""

@@ -39,16 +39,18 @@ class DraftingSchedule:
         """
         return self._learned.passes.num_steps < NUM_TRIALS or self._rest_steps == MAX_REST_STEPS
 
-    def tree_fitted(self, pays: bool) -> None:
-        """Record whether the current step's tree pays: whether it makes the step faster, per token."""
+    def tree_fitted(self, pays: bool) -> bool:
+        """Record whether the current step's tree seems to pay, in tokens per second; return whether to feed it."""
+        is_fed = pays or self.is_trial
         self._drafts = True
         if pays:
             self._num_unpaid = self._rest_steps = 0
-            return
+            return is_fed
         self._num_unpaid += 1
         if self._num_unpaid >= REST_AFTER_STEPS:
             self._rest_steps = min(1 << (self._num_unpaid - REST_AFTER_STEPS + 1), MAX_REST_STEPS)
             self._steps_left = self._rest_steps
+        return is_fed
 
     def end_step(self) -> None:
         """Record the end of the current step; the last step of a rest ends it."""

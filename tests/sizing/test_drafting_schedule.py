@@ -1,4 +1,4 @@
-"""When a request drafts, and when drafting rests."""
+"""Rests and trials of a request's drafting."""
 
 import numpy as np
 
@@ -12,7 +12,8 @@ def steps_that_draft(schedule: DraftingSchedule, num_steps: int, pays: bool) -> 
     for _ in range(num_steps):
         letters += "r" if schedule.is_resting else "t" if schedule.is_trial else "d"
         if not schedule.is_resting:
-            schedule.tree_fitted(pays)
+            is_trial = schedule.is_trial
+            assert schedule.tree_fitted(pays) == (pays or is_trial)
         schedule.end_step()
     return letters
 
