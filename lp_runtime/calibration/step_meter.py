@@ -152,7 +152,8 @@ class _StepMeter:
         A machine that is busy now may be faster later, and steps show what they take: larger sizes should be possible.
         """
         first, last = self._sizes[0], self._sizes[len(durations) - 1]
-        slope = (durations[-1] - durations[0]) / max(1, last - first)
+        # A disturbed first size may seem slower than the last one.
+        slope = max(0, durations[-1] - durations[0]) / max(1, last - first)
         larger = [size for size in self._sizes[len(durations) :] if size <= MAX_ESTIMATED_MULTIPLE * last]
         estimates = [int(durations[-1] + slope * (size - last)) for size in larger]
         return [estimate for estimate in estimates if estimate <= MAX_COST_MULTIPLE * durations[0]]

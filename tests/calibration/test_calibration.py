@@ -61,6 +61,8 @@ def test_sizes_that_there_is_no_time_for_get_estimates(model, monkeypatch):
     steps = measure_steps(model)
     assert steps.tokens[-1] == MAX_ESTIMATED_MULTIPLE * MIN_MEASURED_TOKENS
     assert steps.nanoseconds.tolist() == [100 + 10 * size for size in steps.tokens.tolist()]
+    monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: 1000 - 10 * size)  # the first one was disturbed
+    assert measure_steps(model).nanoseconds.min() == 1000 - 10 * MIN_MEASURED_TOKENS
 
 
 def step_of(size: int, length: int) -> int:
