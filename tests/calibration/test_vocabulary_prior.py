@@ -55,6 +55,7 @@ def test_the_next_start_continues_from_the_disk(folder, tmp_path, monkeypatch, o
     complete = Calibration(model, Group.alone(), str(tmp_path)).vocabulary()
     assert (complete == found[-1]).all()
     monkeypatch.undo()
+    monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 60.0)
     at_once = Calibration(model, Group.alone(), None).vocabulary()
     assert (complete[:, :K] == at_once[:, :K]).mean() > 0.99  # up to ties
 

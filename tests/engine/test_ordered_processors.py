@@ -25,6 +25,7 @@ SETTINGS = {
     "paper": LookaheadConfig(W=7, N=5, G=7, drafter="paper"),
     "paper, guesses only": LookaheadConfig(W=7, N=5, G=7, drafter="paper", acceptance="guesses"),
 }
+SHARED = LookaheadConfig(W=7, N=5, G=7, prior="none")  # two replicas would ask for more of the prior than one
 PICKLED = {name: make for name, make in STATEFUL.items() if name != "closure"}
 
 
@@ -104,7 +105,7 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
+        request = Request(PROMPT, SHARED, 24, processors=(make(),))
         owned: set[bool] = set()
         events = engine_of(ModelRunner(model, 2048), group).run(
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
@@ -118,7 +119,7 @@ def test_replicas_that_share_a_request_agree(model, demo_model_dir):
     """One replica owns all nodes where processors are ordered; others are shared."""
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 24, processors=(make(),))
+        request = Request(PROMPT, SHARED, 24, processors=(make(),))
         tokens, report = decode(model, request)
         assert tokens == generated(model, make(), 24)
         expected[name] = tokens, report.num_steps, name == "bans"
