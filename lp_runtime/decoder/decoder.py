@@ -100,6 +100,7 @@ class Decoder:
         self.num_harvested = num_harvested
         self._num_followers = num_followers
         self._is_traced = is_traced
+        self._unlearned: tuple | None = None  # what the budget has to observe of the last step
 
     @property
     def max_owned(self) -> int:
@@ -163,7 +164,8 @@ class Decoder:
         return [step.tree.root, *path]
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:
-        """Accept, commit, and learn from a step. Times are not read for the prefill's step."""
+        """Accept, commit, and learn drafts from a step; `learn` follows. Times are not read for the prefill's step."""
+        self.learn()
         if step.is_prefill:
             return self._output(step, gathered, self.state.advance_prefill(step.proposal, gathered.result), [0])
         shares, budget = step.shares, self.budget
@@ -176,8 +178,15 @@ class Decoder:
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
-        budget.observe(step.tree, shares, forward_ns, overhead_ns, nodes[1:], is_late=gathered.times_are_late)
+        budget.end_step()
+        self._unlearned = step.tree, shares, forward_ns, overhead_ns, nodes[1:], gathered.times_are_late
         return self._output(step, gathered, token_ids, nodes)
+
+    def learn(self) -> None:
+        """Learn the last step's cost, which the next tree does not need: a GPU runs the next pass meanwhile."""
+        if self._unlearned is not None:
+            self.budget.observe(*self._unlearned)
+            self._unlearned = None
 
     def _output(self, step: Step, gathered: Gathered, token_ids: list[int], nodes: list[int]) -> StepOutput:
         """Return the output of a step that commits tokens; `nodes` are the tree's nodes that they follow."""

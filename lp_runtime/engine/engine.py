@@ -129,7 +129,10 @@ class Engine:
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
+        running.decoder.learn()
         self.close_decoder(running.decoder, running.keep_prefix(), scope_of(running.request))
+        if frees_memory:
+            self._model.slots.drop(running.slot)
         self._model.slots.release(running.slot)
         if frees_memory:
             self._model.free_memory()
@@ -252,6 +255,7 @@ class Engine:
         logits = self._forward(batch, steps)  # the only expensive call
         samples = self._sample(batch, steps, logits)
         self._start_exchange(batch, steps, samples)  # the only communication
+        self._learn(batch)  # what the previous step cost
         yield from self._deliver_previous(delivery)
         gathered = self._finish_exchange(batch, steps, samples, delivery)
         return self._advance(batch, steps, gathered)  # accept, commit, learn: pure, equal on every replica
@@ -311,6 +315,12 @@ class Engine:
     ) -> None:
         for running, step, each in zip(batch, steps, samples, strict=True):
             running.start_exchange(step, each)
+
+    def _learn(self, batch: list[RunningRequest]) -> None:
+        for running in batch:
+            running.decoder.learn()
+        if self._model.timer is None:  # a GPU's pass takes longer
+            _lap(batch, "other")
 
     def _deliver_previous(self, delivery: Delivery[Any]) -> Iterator[Any]:
         if self._model.timer is None:  # a CPU has finished the pass by now

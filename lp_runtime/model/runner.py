@@ -264,6 +264,8 @@ class ModelRunner:
         Returns the text length whose rotary factors the pass must use; 0 if each token uses its own.
         """
         lengths = self.rotary_lengths
+        if not lengths.change:
+            return 0
         for slot, tree, *_ in batch:
             prompt_length = lengths.prompt_length(slot.prompt_length, len(slot.tokens) + tree.root + 1)
             if lengths.row(slot.prompt_length) != lengths.row(prompt_length):

@@ -149,6 +149,10 @@ class StepBudget:
             return shares
         return selected[1]
 
+    def end_step(self) -> None:
+        """Record the end of a step. `observe` follows, at the latest before the next step ends."""
+        self._schedule.end_step()
+
     def observe(
         self,
         tree: TokenTree,
@@ -158,7 +162,7 @@ class StepBudget:
         accepted: Sequence[int],
         is_late: bool = False,
     ) -> None:
-        """Learn from a step.
+        """Learn from the step that ended last.
 
         Args:
             forward: [R] nanoseconds of each replica's forward pass; 0 if unknown.
@@ -168,12 +172,11 @@ class StepBudget:
         """
         is_plain = False
         if self._is_auto:
-            follows_plain, host_ns = not self._schedule.drafted, max(overhead)
-            if host_ns and follows_plain:
+            host_ns = max(overhead)
+            if host_ns and not self._schedule.drafted_before:
                 self._learned.host.observe_plain(host_ns)
             elif host_ns:
                 self._learned.host.observe(self._num_guessed, host_ns)
-            self._schedule.end_step()
             is_plain = not self._schedule.drafted
             if tree.path_probabilities is not None:
                 self._learned.acceptance.observe(tree.path_probabilities, tree.root + 1, accepted)
@@ -204,6 +207,7 @@ def compile_budget() -> None:
     learned.acceptance.observe(certain, tree.root + 1, [2])
     shares = budget.shares(tree)
     for _ in range(2):
+        budget.end_step()
         budget.observe(tree, shares, [1], [1], [2])
 
 

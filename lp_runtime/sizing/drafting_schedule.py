@@ -15,11 +15,12 @@ class DraftingSchedule:
     After REST_AFTER_STEPS trees in a row that did not pay, drafting rests for 1 step, and after each further one in
     that row for 3, 7 ... steps: each rest is about twice as long as the previous one.
 
-    `drafted`: whether the last finished step called the drafter; true before the first.
+    `drafted`: whether the last finished step called the drafter; true before the first. `drafted_before` is the same for
+    the step before that one.
     """
 
     def __init__(self, learned: LearnedCosts):
-        self.drafted = True
+        self.drafted = self.drafted_before = True
         self._learned = learned
         self._steps_left = 0  # until the rest ends, including the current step
         self._rest_steps = 0  # length of the last rest; 0 since a tree paid
@@ -54,5 +55,6 @@ class DraftingSchedule:
 
     def end_step(self) -> None:
         """Record the end of the current step; the last step of a rest ends it."""
+        self.drafted_before = self.drafted
         self.drafted, self._drafts = self._drafts, False
         self._steps_left = max(0, self._steps_left - 1)

@@ -125,12 +125,14 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
             is_trial = bool(asked) and step - asked[-1] == MAX_REST_STEPS
             assert (fitted(budget, tree) > 1) == is_trial  # its times may have changed during the rest
             asked.append(step)
+        budget.end_step()
         budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
     assert asked[:REST_AFTER_STEPS] == list(range(REST_AFTER_STEPS))
     pauses = np.diff(asked)
     assert (np.diff(pauses) >= 0).all() and pauses[-1] == MAX_REST_STEPS
     # and it wakes up when something does
     while budget.is_resting:
+        budget.end_step()
         budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
     assert fitted(budget, make_tree(50, rate=0.9)) > 1
     assert not budget.is_resting
@@ -148,6 +150,7 @@ def test_a_replica_that_turns_out_slow_gets_less(slowdown):
         shares = budget.shares(tree)
         took = [int(actual[rank, len(share.nodes)]) for rank, share in enumerate(shares)]
         first = first or max(took)
+        budget.end_step()
         budget.observe(tree, shares, took, [0, 0, 0], [])
     sizes = [len(share.nodes) for share in shares]
     assert sizes[1] < 0.7 * min(sizes[0], sizes[2])
@@ -162,6 +165,7 @@ def test_small_differences_are_noise():
     tree = make_tree(100)
     before = budget.shares(tree)
     for step in range(20):
+        budget.end_step()
         budget.observe(tree, before, [MILLISECOND, MILLISECOND * (105 + step % 3) // 100], [0, 0], [])
     assert budget.shares(tree).owner.tolist() == before.owner.tolist()
 
@@ -186,6 +190,7 @@ def test_promises_are_believed_as_far_as_they_were_kept():
             size = fitted(budget, tree)
             cut = make_tree(size, rate=0.6)
             accepted = list(range(1, size)) if is_kept else []
+            budget.end_step()
             budget.observe(cut, budget.shares(cut), [int(times[0, size])], [0], accepted)
     fresh = fitted(StepBudget(times, True, None, confirmed_costs(times)), tree)
     assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
@@ -198,6 +203,7 @@ def test_the_first_trees_are_fed_whatever_was_measured():
     for _ in range(20):
         part = chosen(budget, tree)
         sizes.append(len(part))
+        budget.end_step()
         budget.observe(part, budget.shares(part), [int(real[0, len(part)])], [0], [1])
     assert min(sizes) > 1
 
@@ -215,9 +221,12 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
         for budget in (late, prompt):
             budget.select(part)
             shares.append(partition_by_times(part, times))
+        prompt.end_step()
         prompt.observe(part, shares[0], nanoseconds[step + 1], [0, 0], [1, 2])
+        late.end_step()
         late.observe(part, shares[1], nanoseconds[step], [0, 0], [1, 2], is_late=True)
     assert lines(learned_late) != lines(learned)
+    late.end_step()
     late.observe(part, shares[1], nanoseconds[12], [0, 0], [1, 2], is_late=True)
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
 
@@ -236,6 +245,7 @@ def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     for step in range(60):
         part = make_tree((400, 250, 100)[step % 3])
         part.truncate(size := fitted(budget, part))
+        budget.end_step()
         budget.observe(part, budget.shares(part), [MILLISECOND], [host_ns], [1, 2, 3])
         host_ns = overhead(size - 1)  # known with the next step
     return budget, learned
@@ -260,6 +270,7 @@ def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
         for _ in range(400):  # chains that promise little: two nodes, or none, pay
             part = make_tree(3, rate=0.3)
             part.truncate(size := fitted(budget, part))
+            budget.end_step()
             budget.observe(part, budget.shares(part), [MILLISECOND], [host_ns], [1] if size > 1 else [])
             host_ns = overhead(size - 1)
         assert fitted(budget, make_tree(400)) > 80
@@ -271,6 +282,7 @@ def test_steps_in_which_nothing_paid_do_not_make_nodes_expensive():
     per_node_ns = learned.host.per_node_ns
     for _ in range(2000):
         assert budget.is_resting or fitted(budget, make_tree(1)) == 1
+        budget.end_step()
         budget.observe(make_tree(1), budget.shares(make_tree(1)), [MILLISECOND], [160_000], [])
     assert learned.host.per_node_ns < 2 * per_node_ns
     assert fitted(budget, make_tree(400)) > 30

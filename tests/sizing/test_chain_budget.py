@@ -55,6 +55,7 @@ def test_every_replica_goes_on_from_what_its_state_holds(num_replicas, is_auto):
                 break
             path.append(rng.choice(children))
         held = [cached + int(share.nodes[0]) + (len(share.nodes) if share.nodes[-1] in path else 0) for share in shares]
+        budget.end_step()
         budget.observe(tree, shares, [1000] * num_replicas, [100] * num_replicas, path[1:])
         cached += budget.settle(shares, path, tree.root + 1)
         total += len(path)

@@ -116,7 +116,7 @@ class FixedPasses:
         return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
 
     def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, for which `takes` is True; results are valid until the next pass."""
+        """Feed one share of each sequence, after `prepare`; results are valid until the next pass."""
         chunks = self._chunks(parts)
         if len(chunks) == 1:
             return self._forward(chunks[0])
@@ -128,9 +128,7 @@ class FixedPasses:
         return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
     def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        num_tokens = _num_tokens(parts)
-        self.make(num_tokens, len(parts))
-        size = self._size(num_tokens, len(parts))
+        size = self._size(_num_tokens(parts), len(parts))
         logits = self._feed(FeedFixed(size, [part[1:] for part in parts]), [part.cache for part in parts])
         found = self._passes.step_logits(logits, self._feed, self._made.presampled)
         return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
@@ -139,6 +137,8 @@ class FixedPasses:
         """Group parts into passes; with exactness=strict a part may be split between passes."""
         if self._strict_tokens is not None:
             return cut_into_passes(parts, self._strict_tokens, MAX_SEQUENCES)
+        if len(parts) == 1:
+            return [list(parts)]
         chunks: list[list[Part]] = []
         for part in parts:
             if not chunks or len(chunks[-1]) == MAX_SEQUENCES or _num_tokens([*chunks[-1], part]) > self.max_tokens:
