@@ -142,6 +142,27 @@ def test_what_has_failed_leaves_no_memory_behind(model):
     model.slots.prefixes = None
 
 
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, name):
+    """An H200 kept it: the error refers to the frames that it passed through, and they to the slot."""
+    request, owner, method, number = FAULTS[name]
+    caches: list[weakref.ref] = []
+    make_cache = ModelRunner._make_cache
+
+    def make(self, capacity):
+        cache = make_cache(self, capacity)
+        caches.append(weakref.ref(cache))
+        return cache
+
+    model.free_memory()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRunner, "_make_cache", make)
+        with failing(owner, method, number), pytest.raises(RequestMemoryError) as caught:
+            tokens_of(engine_of(model), request)
+    NO_MEMORY.__traceback__ = None
+    assert caught.value is not None and len(caches) == 1 and caches[0]() is None
+
+
 def test_prefixes_are_not_kept_without_memory(model, expected):
     """That of a prefix that is read ends the request; that of one to be kept ends nothing."""
     cache = model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
