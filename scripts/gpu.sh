@@ -138,7 +138,7 @@ run() {
             --settings 5,3,5 --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)"
         "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" "${sums[@]}"
         ;;
-    experts) "${micro[@]}" experts --output "$results" --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
+    experts) "${micro[@]}" experts --output "$results" --compile auto --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
     real)
         if [ ! -f "$models/real/config.json" ]; then
             echo "no model in $models/real: scripts/get_real_model.sh makes one"
