@@ -15,8 +15,8 @@ class DraftingSchedule:
     After REST_AFTER_STEPS trees in a row that did not pay, drafting rests for 1 step, and after each further one in
     that row for 3, 7 ... steps: each rest is about twice as long as the previous one.
 
-    `drafted`: whether the last finished step called the drafter; true before the first. `drafted_before` is the same for
-    the step before that one.
+    `drafted`: whether the last finished step called the drafter; true before the first.
+    `drafted_before`: the same for the step before that one.
     """
 
     def __init__(self, learned: LearnedCosts):
