@@ -41,6 +41,18 @@ check_gpu_machine() {
     fi
 }
 
+# Compile what the first command would: drafts' code, by two processes that share the work, and what commands import.
+compile_first_use() (
+    cd "$root"
+    unset PYTHONDONTWRITEBYTECODE
+    exec >/dev/null 2>&1
+    compile='from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
+    "$python" -c 'import lp_runtime.entrypoints.cli, lp_runtime.replica.replica, transformers.models.llama.modeling_llama' &
+    "$python" -c "$compile" &
+    "$python" -c "$compile" &
+    wait
+)
+
 fingerprint="$(cat "$root/pyproject.toml" "$root/constraints.txt" <(printf '%s' "$root") | cksum)"
 stamp() { printf '%s/.lp_runtime-%s' "$venv" "${1:-base}"; }
 is_done() { [[ -x "$python" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$fingerprint" ]]; }
@@ -83,7 +95,6 @@ pip=("$python" -m pip --disable-pip-version-check install -qq --no-compile --con
 say "installing torch and lp_runtime${extras:+ with $extras} into $venv (the first time this takes some minutes)"
 "${pip[@]}" torch
 "${pip[@]}" --editable "$root${extras:+[$extras]}"
-# On all cores, pip would use one; some packages hold templates that do not compile.
-"$python" -m compileall -q -j 0 "$venv/lib" >/dev/null 2>&1 || true
+compile_first_use
 check_gpu_machine
 printf '%s\n' "$fingerprint" >"$(stamp "$extras")"

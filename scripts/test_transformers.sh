@@ -29,7 +29,7 @@ for version in "${versions[@]}"; do
     if [[ ! -f "$folder/done" ]]; then
         "$root/.venv/bin/python" -m venv --clear "$folder"
         echo "import site; site.addsitedir('$(packages "$root/.venv")')" >"$(packages "$folder")/venv.pth"
-        "$python" -m pip --disable-pip-version-check install -qq "transformers==$version"
+        "$python" -m pip --disable-pip-version-check install -qq --no-compile "transformers==$version"
         touch "$folder/done"
     fi
     "$python" -c 'import sys, transformers as found; assert found.__version__ == sys.argv[1], found' "$version"
