@@ -41,13 +41,18 @@ check_gpu_machine() {
     fi
 }
 
-# Compile what the first command would: drafts' code, by two processes that share the work, and what commands import.
+# Compile what the first command would: drafts' code, by two processes that share the work, and what commands or tests
+# import.
 compile_first_use() (
     cd "$root"
     unset PYTHONDONTWRITEBYTECODE
     exec >/dev/null 2>&1
     compile='from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
-    "$python" -c 'import lp_runtime.entrypoints.cli, lp_runtime.replica.replica, transformers.models.llama.modeling_llama' &
+    if [[ ",$extras," == *,test,* ]]; then
+        "$python" -m pytest --collect-only -q &
+    else
+        "$python" -c 'import lp_runtime.entrypoints.cli, lp_runtime.replica.replica, transformers.models.llama.modeling_llama' &
+    fi
     "$python" -c "$compile" &
     "$python" -c "$compile" &
     wait

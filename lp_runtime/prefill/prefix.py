@@ -97,7 +97,7 @@ class PromptPrefix:
     def read_into(self, slot: CacheSlot) -> None:
         if self._cache is None or self._request.prompt_logprobs:
             return
-        prefix = self._agreed
+        prefix, self._agreed = self._agreed, Prefix()  # what is evicted while the request goes on frees its memory
         if self._is_alone:  # look again: other requests may have stored more since, and no peer relies on the length
             prompt = self._request.prompt_ids
             prefix = self._cache.find(prompt, self._request.cache_salt, len(prompt))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,20 @@ def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
     expected, _, _, _ = decode(engine_of(plain_model), plain_model, other)
     tokens, _, report, num_fed = decode(engine, model, other)
     assert (tokens, report.cached_tokens, num_fed) == (expected, 100, 2)
+
+
+def test_a_running_request_keeps_no_evicted_prefix_in_memory(prompt_ids):
+    model = make_model()
+    engine = engine_of(model)
+    decode(engine, model, Request(prompt_ids, FIXED, 5))
+    prefixes = model.slots.prefixes
+    stored = [weakref.ref(segment) for segment in prefixes._segments() if segment.states]
+    events = engine.run(Request((*prompt_ids, 7), FIXED, 20))
+    next(events)
+    prefixes.clear()
+    assert stored and not any(reference() for reference in stored)
+    *_, report = events
+    assert report.cached_tokens == len(prompt_ids)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
