@@ -164,6 +164,8 @@ class PrefixCache:
             self.clear()
 
     def clear(self) -> None:
+        for segment in list(self._segments()):
+            segment.parent = None  # or only the garbage collector would free parents and children
         self._roots, self.num_bytes = {}, 0
 
     def _store(
