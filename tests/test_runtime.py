@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
 import signal
 import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.processes import own_replicas
+from transformers import PreTrainedModel
 
 from lp_runtime import (
     ConstraintConfig,
@@ -228,6 +231,19 @@ def test_closing_in_the_middle_of_a_stream(tiny_model_dir, gpus, capfd):
     with pytest.raises(ReplicaError, match="the runtime is closed"):
         runtime.generate(IDS)
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_close_frees_the_model(tiny_model_dir):
+    def models() -> set[int]:
+        return {id(each) for each in gc.get_objects() if issubclass(type(each), PreTrainedModel)}
+
+    before = models()
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=1, device="cpu", dtype="float32")
+    runtime.generate(IDS, 4)
+    new = models() - before
+    loaded = [weakref.ref(each) for each in gc.get_objects() if id(each) in new]
+    runtime.close()
+    assert loaded and not any(reference() for reference in loaded)
 
 
 def test_close_ends_the_replicas(tiny_model_dir):

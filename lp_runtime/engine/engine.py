@@ -131,8 +131,6 @@ class Engine:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
         running.decoder.learn()
         self.close_decoder(running.decoder, running.keep_prefix(), scope_of(running.request))
-        if frees_memory:
-            self._model.slots.drop(running.slot)
         self._model.slots.release(running.slot)
         if frees_memory:
             self._model.free_memory()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Generator
+
+import torch
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.replica.loaded_model import ReplicaInfo
-from lp_runtime.replica.replica import start_replica
+from lp_runtime.replica.replica import Replica, start_replica
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 
@@ -24,14 +27,21 @@ class LocalLauncher(Launcher):
         super().__init__(gpus_per_replica=config.replica_gpus)
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, "the replica failed at start"):
-            self._replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
+            replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
+        self._replica: Replica | None = replica  # None once closed
+        self._info = replica.info
 
     @property
     def info(self) -> ReplicaInfo:
-        return self._replica.info
+        return self._info
 
     def _run(self, request: Request) -> Generator[Event, None, None]:
+        assert self._replica is not None
         yield from self._replica.decode(request)
 
     def _close(self) -> None:
         self._stack.close()
+        self._replica = None
+        gc.collect()  # references in cycles keep a model alive, which may fill the GPU
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()

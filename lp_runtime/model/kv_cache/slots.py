@@ -124,7 +124,7 @@ class SlotPool:
             best = CacheSlot()
         self._free = [slot for slot in self._free if slot is not best]
         if best.capacity < capacity:
-            self._free = []
+            self.clear()
         self._use(best, capacity)
         return best
 
@@ -154,7 +154,7 @@ class SlotPool:
             )
         self._in_use[id(slot)] = slot, capacity
         if self.limit is not None and self.capacity > self.limit:
-            self._free = []
+            self.clear()
         if self.prefixes is not None:
             self.prefixes.reserve(self.capacity)
 
@@ -176,4 +176,6 @@ class SlotPool:
 
     def clear(self) -> None:
         """Drop all free slots and their memory."""
+        for slot in self._free:
+            slot.drop()  # the frames of an error may still refer to it
         self._free = []
