@@ -47,6 +47,7 @@ compile_first_use() (
     cd "$root"
     unset PYTHONDONTWRITEBYTECODE
     exec >/dev/null 2>&1
+    trap 'kill $(jobs -p) || true' EXIT # an interrupt does not reach them
     compile='from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
     if [[ ",$extras," == *,test,* ]]; then
         "$python" -m pytest --collect-only -q &

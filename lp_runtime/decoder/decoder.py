@@ -100,7 +100,7 @@ class Decoder:
         self.num_harvested = num_harvested
         self._num_followers = num_followers
         self._is_traced = is_traced
-        self._unlearned: tuple | None = None  # what the budget has to observe of the last step
+        self._unlearned: tuple | None = None  # what the budget has yet to observe of the last step
 
     @property
     def max_owned(self) -> int:
@@ -164,8 +164,8 @@ class Decoder:
         return [step.tree.root, *path]
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:
-        """Accept, commit, and learn drafts from a step; `learn` follows. Times are not read for the prefill's step."""
-        self.learn()
+        """Accept, commit, and learn drafts from a step. Times are not read for the prefill's step."""
+        self.learn_costs()  # of the step before, unless that has been done during this one
         if step.is_prefill:
             return self._output(step, gathered, self.state.advance_prefill(step.proposal, gathered.result), [0])
         shares, budget = step.shares, self.budget
@@ -182,8 +182,8 @@ class Decoder:
         self._unlearned = step.tree, shares, forward_ns, overhead_ns, nodes[1:], gathered.times_are_late
         return self._output(step, gathered, token_ids, nodes)
 
-    def learn(self) -> None:
-        """Learn the last step's cost, which the next tree does not need: a GPU runs the next pass meanwhile."""
+    def learn_costs(self) -> None:
+        """Learn what the last step cost. The next tree does not wait for it: a GPU can run the next pass meanwhile."""
         if self._unlearned is not None:
             self.budget.observe(*self._unlearned)
             self._unlearned = None

@@ -129,7 +129,7 @@ class Engine:
 
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
-        running.decoder.learn()
+        running.decoder.learn_costs()
         self.close_decoder(running.decoder, running.keep_prefix(), scope_of(running.request))
         self._model.slots.release(running.slot)
         if frees_memory:
@@ -253,7 +253,7 @@ class Engine:
         logits = self._forward(batch, steps)  # the only expensive call
         samples = self._sample(batch, steps, logits)
         self._start_exchange(batch, steps, samples)  # the only communication
-        self._learn(batch)  # what the previous step cost
+        self._learn_costs(batch)  # of the previous step
         yield from self._deliver_previous(delivery)
         gathered = self._finish_exchange(batch, steps, samples, delivery)
         return self._advance(batch, steps, gathered)  # accept, commit, learn: pure, equal on every replica
@@ -314,10 +314,10 @@ class Engine:
         for running, step, each in zip(batch, steps, samples, strict=True):
             running.start_exchange(step, each)
 
-    def _learn(self, batch: list[RunningRequest]) -> None:
+    def _learn_costs(self, batch: list[RunningRequest]) -> None:
         for running in batch:
-            running.decoder.learn()
-        if self._model.timer is None:  # a GPU's pass takes longer
+            running.decoder.learn_costs()
+        if self._model.timer is None:  # with a GPU this is within the time of the pass
             _lap(batch, "other")
 
     def _deliver_previous(self, delivery: Delivery[Any]) -> Iterator[Any]:

@@ -44,6 +44,7 @@ class StepBudget:
         self._schedule = DraftingSchedule(self._learned)
         # For the current step: [R] largest number of tokens of each replica, and shares within that.
         self._selected: tuple[np.ndarray, Shares] | None = None
+        self._measured = times  # [R, M + 1] measured times of the step that ended last; its batch may be another by now
         self._num_guessed = 0  # nodes below the root in the last step that was observed
         # [R, M + 1] measured times and [R] sizes of the last step, if its times arrive late.
         self._untimed: tuple[np.ndarray, np.ndarray] | None = None
@@ -151,6 +152,7 @@ class StepBudget:
 
     def end_step(self) -> None:
         """Record the end of a step. `observe` follows, at the latest before the next step ends."""
+        self._measured = self._costs.measured
         self._schedule.end_step()
 
     def observe(
@@ -183,7 +185,7 @@ class StepBudget:
             self._num_guessed = sum(shares.num_owned) - 1
         elif len(shares) == 1:
             return
-        measured = self._costs.measured
+        measured = self._measured
         max_tokens = measured.shape[1] - 1
         sizes = np.array([min(size, max_tokens) for size in shares.sizes])
         timed = None if is_plain else (measured, sizes)  # no line can be fitted to steps of one size

@@ -231,6 +231,20 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
 
 
+def test_a_step_is_learned_from_as_of_its_own_batch():
+    """Its times may arrive when the next step is already shared with another request."""
+    times = flat(64, 8, 0.05)
+    learned = [confirmed_costs(times) for _ in range(2)]
+    tree = make_tree(20)
+    for each, next_size in zip(learned, (1, 2), strict=True):
+        budget = StepBudget(times, True, None, each)
+        budget.choose(tree)
+        budget.end_step()
+        budget.set_batch_size(next_size)
+        budget.observe(tree, budget.shares(tree), [3 * MILLISECOND], [0], [1])
+    assert lines(learned[0]) == lines(learned[1]) != lines(confirmed_costs(times))
+
+
 def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     """Return a budget, and what it has learned, after 60 steps of trees of 100 to 400 nodes.
 
