@@ -1,8 +1,8 @@
-"""What the benchmark commands share: arguments, prompts, settings, and results written as JSON and Markdown.
+"""Shared code of the benchmark commands: arguments, prompts, settings, results as JSON and Markdown.
 
-A command (`python benchmarks/COMMAND.py STUDY ...`) runs one of its studies: a module of benchmarks/studies/ with a
-docstring that says how to call it, `add_arguments(parser)`, and `run(args)`, which returns the exit status.
-Importing this module makes tests/support and the scripts importable.
+A command (`python benchmarks/COMMAND.py STUDY ...`) runs one of its studies. A study is a module of benchmarks/studies/
+with a docstring that says how to call it, `add_arguments(parser)`, and `run(args)`, which returns the exit status.
+Importing this module makes tests/, scripts/ and experiments/ importable.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lp_runtime.utils.prompt_file import Prompt, read_prompts
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path += [str(REPOSITORY / folder) for folder in ("tests", "scripts", "experiments")]
 
-DATA = REPOSITORY.parent / "shared" / "data"  # of workloads, if --data is not given
+DATA = REPOSITORY.parent / "shared" / "data"  # folder of the workloads, the default of --data
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.worker.replica_process"
 Value = str | int | float | Sequence[float] | None
@@ -52,7 +52,7 @@ class Study(Protocol):
         """Add the study's own arguments."""
 
     def run(self, args: argparse.Namespace) -> int:
-        """Run the study and return the exit status: 0 if everything that must hold holds."""
+        """Run the study and return its exit status: 0 if every check passed."""
 
 
 def run_command(
@@ -61,17 +61,16 @@ def run_command(
     """Run the study that the command line names, and exit with its status.
 
     Args:
-        command: the file that is run.
-        description: of the command.
-        studies: name of the module in benchmarks/studies/ by the study's name on the command line. Only the module
-            that is asked for is imported.
-        arguments: the command line; that of the process if None.
+        command: file name of the command, for messages.
+        description: help text of the command.
+        studies: modules in benchmarks/studies/ by study name on the command line. Only the requested one is imported.
+        arguments: command line; None for that of the process.
     """
     parser = argparse.ArgumentParser(
         prog=command, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", choices=studies, help="`STUDY --help` lists its arguments")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the study")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the study")
     chosen = parser.parse_args(arguments)
     study = load_study(studies[chosen.study])
     with one_line_errors():
@@ -84,12 +83,7 @@ def load_study(module: str) -> Study:
 
 
 def study_parser(name: str, study: Study) -> argparse.ArgumentParser:
-    """Return the parser of a study's arguments.
-
-    Args:
-        name: of command and study, for messages.
-        study: the module.
-    """
+    """Return the parser of a study's arguments; `name` is the command and study, for messages."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog=name, description=study.__doc__, formatter_class=raw)
     study.add_arguments(parser)
@@ -99,7 +93,7 @@ def study_parser(name: str, study: Study) -> argparse.ArgumentParser:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Within it, an error that users of the package meet is one line on stderr, and ends the process with status 1."""
+    """Print a LookaheadError raised inside it as one line on stderr, and exit with status 1."""
     try:
         yield
     except LookaheadError as error:
@@ -121,7 +115,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int = 40, max_n
 
     Args:
         parser: gets the arguments.
-        limit: default number of prompts of each file.
+        limit: default number of prompts from each file.
         max_new_tokens: default number of new tokens.
     """
     add_model_argument(parser)
@@ -133,7 +127,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int = 40, max_n
         help=f"JSON-lines files and the field to read, or workloads: {', '.join(WORKLOADS)}",
     )
     parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of workloads; default %(default)s")
-    parser.add_argument("--limit", type=int, default=limit, help="lines of each file, tasks of each workload")
+    parser.add_argument("--limit", type=int, default=limit, help="lines per file, or tasks per workload")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 
 
@@ -149,7 +143,7 @@ def add_settings_argument(parser: argparse.ArgumentParser, settings: Sequence[st
         nargs="+",
         default=settings,
         metavar="[DRAFTER:]W,N,G",
-        help="or [DRAFTER:]auto, or tokens=NUMBER, fed in every step; default drafter full",
+        help="or [DRAFTER:]auto, or tokens=NUMBER for fixed step tokens; default drafter: full",
     )
 
 
@@ -174,10 +168,10 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
 
 
 def load_tasks(args: argparse.Namespace) -> list[Task]:
-    """Return the first `each` tasks of every kind among the first `limit` of every file or workload.
+    """Return up to `args.each` tasks of each kind, from the first `args.limit` of every file or workload.
 
-    A file's kinds are its prompts' tasks: see lp_runtime/utils/prompt_file.py. Of a conversation the first turn is the
-    prompt. A workload's tasks are all of their kind and in their order.
+    A prompt's kind is its task (lp_runtime/utils/prompt_file.py). A conversation's first turn is the prompt.
+    A workload's tasks keep their kinds and their order.
     """
     tasks: list[Task] = []
     for source in args.prompts:
@@ -197,7 +191,7 @@ def load_tasks(args: argparse.Namespace) -> list[Task]:
 
 
 def parse_setting(text: str) -> LookaheadConfig:
-    """Return settings for [DRAFTER:]W,N,G, [DRAFTER:]auto or tokens=NUMBER; their requests share no draft tables."""
+    """Return settings for [DRAFTER:]W,N,G, [DRAFTER:]auto or tokens=NUMBER; draft tables are per request."""
     if text.startswith("tokens="):
         return LookaheadConfig(tokens=int(text.removeprefix("tokens=")), draft_tables="request")
     drafter, _, sizes = text.rpartition(":")
@@ -206,7 +200,7 @@ def parse_setting(text: str) -> LookaheadConfig:
 
 
 def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:
-    """Return the new tokens of a request that an engine decodes, and its report."""
+    """Return a request's new tokens and its report, from the events of an engine."""
     token_ids: list[int] = []
     for event in events:
         if isinstance(event, StepOutput):
@@ -218,7 +212,7 @@ def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:
 def generate_greedily(
     model: CausalLM, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
 ) -> list[int]:
-    """Return the new tokens of transformers' own greedy decoding; without `eos_token_ids` there is no end of text."""
+    """Return the new tokens of transformers' greedy `generate`; an empty `eos_token_ids` disables the end."""
     ids = torch.tensor([list(prompt_ids)], device=model.device)
     generate: Any = model.generate  # PreTrainedModel does not declare it
     output = generate(
@@ -236,7 +230,7 @@ def generate_greedily(
 def totals(generations: Sequence[Generation]) -> tuple[float, float]:
     """Return (S, step tokens) over all generations.
 
-    S is new tokens / steps. Step tokens are tokens fed a step and replica, the mean over steps without the prefills'.
+    S is new tokens / steps. Step tokens are tokens fed per step and replica, averaged over all steps except prefills.
     """
     tokens, steps = sum(each.num_tokens for each in generations), sum(each.steps for each in generations)
     fed = sum(each.step_tokens * (each.steps - 1) for each in generations)
@@ -244,11 +238,11 @@ def totals(generations: Sequence[Generation]) -> tuple[float, float]:
 
 
 def replica_processes() -> list[psutil.Process]:
-    """Return the living replicas that this process has spawned."""
+    """Return the running replica processes that this process has spawned."""
     found = []
     for child in psutil.Process().children():
         try:
-            if any(REPLICA_MODULE in word for word in child.cmdline()):  # within the code of python -c
+            if any(REPLICA_MODULE in word for word in child.cmdline()):  # part of the code after `python -c`
                 found.append(child)
         except psutil.Error:  # it has just ended
             continue
@@ -256,12 +250,12 @@ def replica_processes() -> list[psutil.Process]:
 
 
 class Results:
-    """Rows of one table: each is shown on stderr as it is added; the table is printed at the end, and written.
+    """Table of results: rows are shown on stderr when added; `finish` prints and writes the table.
 
     Args:
-        name: of the table and its files.
+        name: name of the table, and of its files.
         output: folder that gets NAME.json and NAME.md; None to print only.
-        formats: format specifications of numbers by column; integers as they are, other floats with two digits.
+        formats: format specifications of floats by column, default .2f. Integers are shown unchanged.
     """
 
     def __init__(self, name: str, output: Path | None, formats: Mapping[str, str] | None = None):
@@ -274,16 +268,16 @@ class Results:
         """Add a row and show it on stderr.
 
         Args:
-            row: values by column; a sequence is shown with slashes between its numbers.
+            row: values by column; the numbers of a sequence are joined by slashes.
         """
         self.rows.append(dict(row))
         print(*(f"{column}={self._shown(column, value)}" for column, value in row.items()), file=sys.stderr, flush=True)
 
     def finish(self, about: str) -> None:
-        """Print the table; write it as Markdown, and as JSON with the raw values, where there is a folder.
+        """Print the table; if there is an output folder, write it as Markdown and, with raw values, as JSON.
 
         Args:
-            about: what holds for all rows.
+            about: text above the table: what applies to all rows.
         """
         environment = describe_environment()
         head = f"{about}; {environment['device']}, {environment['threads']} threads, {environment['versions']}"
@@ -297,7 +291,7 @@ class Results:
             (self._output / f"{self.name}.json").write_text(json.dumps(data, indent=1) + "\n")
 
     def table(self) -> str:
-        """Return the rows as a Markdown table; its columns are those of all rows."""
+        """Return the rows as a Markdown table whose columns are the union of all rows' columns."""
         columns = list(dict.fromkeys(column for row in self.rows for column in row))
         shown = [[self._shown(column, row.get(column)) for column in columns] for row in self.rows]
         lines = [columns, ["---"] * len(columns), *shown]
@@ -314,7 +308,7 @@ class Results:
 
 
 def describe_environment() -> dict[str, str | int]:
-    """Return what a result depends on: device, threads, versions, commit, date and command line."""
+    """Return the environment of a result: device, threads, versions, commit, date and command line."""
     packages = ["torch", "transformers", *(["ray"] if "ray" in sys.modules else [])]
     versions = [f"Python {platform.python_version()}", *(f"{name} {metadata.version(name)}" for name in packages)]
     return {
@@ -329,7 +323,7 @@ def describe_environment() -> dict[str, str | int]:
 
 
 def _cpu_name() -> str:
-    """Return the processor's name where Linux tells it, else the architecture."""
+    """Return the processor's name from /proc/cpuinfo, else the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""How many steps drafting saves: S by drafter, tokens a step and LP degree; ablation; kinds of prompts; sources.
+"""Measures the steps that drafting saves: S by drafter, step tokens, LP degree, prompt kind, source.
 
     python benchmarks/drafting.py drafters --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --output out/
     python benchmarks/drafting.py headline degrees chains ablation sampling draft_tables sources host --prompts ...
@@ -8,17 +8,17 @@
     python benchmarks/drafting.py peers peers_sampled peers_kept --model DIR --chat --eos --each 8 --limit 480 \\
         --prompts spec_bench.jsonl:turns humaneval.jsonl:prompt --record RECORDED --output out/
 
-S = new tokens / steps over all prompts, the prefill's step included, past end-of-text to exactly --max-new-tokens
-(unless --eos). Each output is compared with one token a step; the command ends with status 1 at the first that differs.
-`step tokens` is the mean over steps of what the busiest replica feeds. `least repetitive` is S over the third of the
-prompts whose outputs repeat the fewest 4-grams.
+S = new tokens / steps over all prompts, the prefill's step included. Decoding continues past end-of-text to exactly
+--max-new-tokens, unless --eos. Each output is compared with decoding one token per step; the command ends with status
+1 at the first difference. `step tokens` is the number of tokens that the busiest replica feeds, averaged over steps.
+`least repetitive` is S over the third of the prompts whose outputs repeat the fewest 4-grams.
 
-What the model says behind a node is asked once for all drafters (studies/recorded_model.py). With --record it is kept
-in files: a study that was cut off, or is repeated with another drafter, feeds what is new alone.
+The model is queried once per node for all drafters (studies/recorded_model.py). --record saves its answers to files, so
+that a study that was cut off, or is repeated with another drafter, feeds new nodes only.
 
-With several replicas a step is computed as one forward pass of the whole tree: the tree, the partition and so the
-number of steps are what so many replicas have. Nothing is timed but by the study `host`. Results go to
-OUTPUT/STUDY.md and .json, and, where matplotlib is installed, to OUTPUT/STUDY.svg.
+With several replicas, a step is computed as one forward pass of the whole tree. The tree, the partition and therefore
+the number of steps are those of that many replicas. Only the study `host` measures time. Results go to OUTPUT/STUDY.md
+and .json, and, if matplotlib is installed, to OUTPUT/STUDY.svg.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
     names = [study.__name__ for study in STUDIES]
     parser.add_argument("studies", nargs="+", choices=names, metavar="STUDY", help=", ".join(names))
     add_prompt_arguments(parser)
-    parser.add_argument("--each", type=int, default=1 << 30, help="prompts of each kind at most")
-    parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
-    parser.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
+    parser.add_argument("--each", type=int, default=1 << 30, help="maximum prompts of each kind")
+    parser.add_argument("--eos", action="store_true", help="stop at end-of-text instead of decoding past it")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompts")
     parser.add_argument(
         "--also",
         nargs="+",
@@ -50,13 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="starting_rates: other models' starting_rates.npz",
     )
-    parser.add_argument("--record", type=Path, metavar="FOLDER", help="keep there what the model says")
+    parser.add_argument("--record", type=Path, metavar="FOLDER", help="save the model's answers there")
     add_output_argument(parser)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the studies that the command line names, in their order in `STUDIES`; it is the process's if None."""
+    """Run the studies named on the command line (None: the process's), in the order of `STUDIES`."""
     args = make_parser().parse_args(arguments)
     bench = Bench(args)
     sources = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)

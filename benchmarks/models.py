@@ -1,4 +1,4 @@
-"""Models that the studies of a GPU run on, by name: made in its memory, so that none has to be downloaded."""
+"""Models of the GPU studies, by name; they are made in GPU memory, so none is downloaded."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.loading import prepare_model
 
-CONTEXT_TOKENS = 1 << 16  # that inflated models take: more than any study's prefix
-UNUSED_TOKEN = 0  # of the demo model: its end of text, which no prompt holds
-EXPERTS = {  # sizes of mixtures of experts with random weights; about 5.5B parameters, and very few
+CONTEXT_TOKENS = 1 << 16  # context of inflated models: more than any study's prefix
+UNUSED_TOKEN = 0  # the demo model's end-of-text token, which no prompt contains
+EXPERTS = {  # sizes of mixtures of experts with random weights: about 5.5B parameters, and a tiny one
     "experts": {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16, "num_attention_heads": 32},
     "small_experts": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
 }
@@ -32,9 +32,9 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
     Args:
         name: demo; a shape that the demo model is inflated to; experts or small_experts, a mixture of experts with
             random weights; or a directory.
-        dtype: as torch names it, without "torch."; auto for the checkpoint's, which made models do not have.
+        dtype: torch's name without "torch."; auto for the checkpoint's, or float32 for models made here.
         device: where the model is made.
-        vocabulary_size: to which the embedding and the head are padded; None leaves them as they are.
+        vocabulary_size: size to which the embedding and the head are padded; None for no padding.
     """
     made_dtype = "float32" if dtype == "auto" else dtype
     if name in EXPERTS:
@@ -50,7 +50,7 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
 
 
 def random_experts(name: str, dtype: str, device: torch.device) -> CausalLM:
-    """Return a Mixtral model with random weights: 8 experts, of which 2 are active."""
+    """Return a Mixtral model with random weights: 8 experts, 2 of them active."""
     sizes: dict[str, Any] = EXPERTS[name]
     config = MixtralConfig(
         **sizes,
@@ -67,13 +67,13 @@ def random_experts(name: str, dtype: str, device: torch.device) -> CausalLM:
 
 @torch.no_grad()
 def pad_vocabulary(model: CausalLM, size: int) -> None:
-    """Give the embedding and the head of a model more rows, so that both cost what those of a larger vocabulary cost.
+    """Add rows to a model's embedding and head, so that both cost as much as with a larger vocabulary.
 
-    New rows are copies of a token that is never likely, so greedy texts stay what they are.
+    New rows are copies of a token that is never likely, so greedy texts do not change.
 
     Args:
-        model: its head is untied.
-        size: rows, at least as many as there are.
+        model: changed in place; its head is untied.
+        size: new number of rows, at least the current one.
     """
     old = model.config.get_text_config().vocab_size
     if size < old:
@@ -91,12 +91,12 @@ def pad_vocabulary(model: CausalLM, size: int) -> None:
 def runner_of(
     name: str, config: RuntimeConfig, device: torch.device, vocabulary_size: int | None = None
 ) -> ModelRunner:
-    """Return a named model, fused, captured and checked as the settings say: see `load_named`."""
+    """Return a named model (see `load_named`), fused, captured and checked as the settings say."""
     return prepare_model(load_named(name, config.dtype, device, vocabulary_size), config, device)[0]
 
 
 def free_memory(device: torch.device) -> None:
-    """Return what deleted models held to the device."""
+    """Release the device memory of deleted models."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

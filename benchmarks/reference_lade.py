@@ -1,6 +1,6 @@
-"""Compression ratio of the reference implementation of lookahead decoding (PyPI package `lade` 0.0.2), for comparison.
+"""Measures S of the reference implementation of lookahead decoding (PyPI package `lade` 0.0.2).
 
-It needs its own environment, because lade 0.0.2 needs an old transformers (4.34.1 works; CPU; torch first, pinned):
+It needs a separate environment, because lade 0.0.2 needs an old transformers (4.34.1 works; CPU; torch first, pinned):
 
     python3.11 -m venv LADE
     LADE/bin/pip install torch==2.13.0
@@ -9,15 +9,15 @@ It needs its own environment, because lade 0.0.2 needs an old transformers (4.34
     LADE/bin/python benchmarks/reference_lade.py --model lp_runtime/demo_model \
         --prompts humaneval.jsonl --field prompt --limit 40 --output reference_lade.json
 
-Greedy, float32, on the CPU, on past end-of-text to exactly --max-new-tokens. A step is one real call of the model's
-forward, counted in a wrapper around it, the prefill included. S = new tokens / steps, over all prompts; what lade
-commits beyond the limit in its last step is cut by lade itself and counts nowhere.
+Decoding is greedy, in float32, on the CPU, and goes past end-of-text to exactly --max-new-tokens. A step is one call
+of the model's forward, counted in a wrapper around it, the prefill included. S = new tokens / steps, over all prompts.
+lade itself cuts the tokens beyond the limit that its last step commits; they are not counted.
 
-The PyPI release has no prompt pool, its pool takes no committed text, and a guess that is accepted in full loses its
-bonus token. All three handicap it, so they can be lifted; the edits are ours, made in memory, and each asserts that it
+The PyPI release has no prompt pool, adds no committed text to its pool, and loses the bonus token of a guess that is
+accepted in full. These three handicaps can be lifted. The edits are ours, made in memory, and each asserts that it
 found its place:
 
-    --pool-from-prompt   the n-grams of the prompt, and of committed text as it comes, enter the pool (the default)
+    --pool-from-prompt   add the n-grams of the prompt, and of committed text as it comes, to the pool (the default)
     --full-match-bonus   a guess that is accepted in full commits N tokens, not N - 1
 
 `--no-pool-from-prompt` alone is the PyPI release, unchanged.
@@ -52,7 +52,7 @@ NUMBERS = (
 
 
 def load_model(folder: Path) -> LlamaForCausalLM:
-    """The model in float32, without an end-of-text token; its config.json may be of transformers 4 or 5."""
+    """Load the model in float32 without an end-of-text token; config.json may be of transformers 4 or 5."""
     new = json.loads((folder / "config.json").read_text())
     rope = new.get("rope_parameters") or new
     kind = rope.get("rope_type", "default")
@@ -74,7 +74,7 @@ def load_model(folder: Path) -> LlamaForCausalLM:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json as today's tokenizers library writes it (merges as pairs), read by the old one (as strings)."""
+    """Load a current tokenizer.json (merges are pairs) with the old tokenizers (merges are strings)."""
     text = json.loads((folder / "tokenizer.json").read_text())
     merges = text["model"].get("merges", [])
     text["model"]["merges"] = [m if isinstance(m, str) else " ".join(m) for m in merges]
@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 class ForwardCounter:
-    """Counts the calls of the model's two forwards (plain and lade's) and the tokens that each was fed."""
+    """Counts calls of the model's two forwards (plain and lade's) and the tokens fed to each."""
 
     def __init__(self, model: LlamaForCausalLM):
         self.fed: list[int] = []
@@ -98,7 +98,7 @@ class ForwardCounter:
 
 
 def insert(pool: dict, ngram: list[int], level: int, guess_set_size: int) -> None:
-    """Under the first token: newest last, no duplicates, at most guess_set_size (the order that lade keeps)."""
+    """Add an n-gram in lade's order, by first token: newest last, no duplicates, at most guess_set_size."""
     if len(ngram) < level:
         return
     entries = pool.setdefault(ngram[0], [])
@@ -110,7 +110,7 @@ def insert(pool: dict, ngram: list[int], level: int, guess_set_size: int) -> Non
 
 
 def edit_greedy_loop(pool_from_prompt: bool, full_match_bonus: bool) -> None:
-    """Replace lade's greedy loop by a copy with the asked-for edits (see the top)."""
+    """Replace lade's greedy loop by a copy with the requested edits (see the module's docstring)."""
     source = inspect.getsource(lade.decoding.jacobi_greedy_search_multilevel)
 
     def replace(old: str, new: str) -> None:
@@ -157,7 +157,7 @@ def generate(model: Any, prompt: list[int], max_new_tokens: int, use_lade: bool)
 
 @torch.no_grad()
 def difference(model: LlamaForCausalLM, prompt: list[int], tokens: list[int], plain: list[int]) -> dict:
-    """Where two outputs first differ, and how far the two best logits lie apart there (0 is a tie)."""
+    """Return where two outputs first differ, and the gap of the two best logits there (0 is a tie)."""
     place = next(i for i, (a, b) in enumerate(zip(tokens, plain, strict=True)) if a != b)
     logits = model(torch.tensor([prompt + plain[:place]])).logits[0, -1]
     top = logits.topk(2).values
@@ -200,9 +200,9 @@ def triple(text: str) -> tuple[int, int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="compression ratio of the reference implementation (lade 0.0.2)")
     parser.add_argument("--model", type=Path, required=True, help="folder of a Llama: config, weights, tokenizer.json")
-    parser.add_argument("--prompts", type=Path, required=True, help="a JSON object a line")
+    parser.add_argument("--prompts", type=Path, required=True, help="file with one JSON object per line")
     parser.add_argument("--field", required=True, help="the field that holds the prompt")
-    parser.add_argument("--limit", type=int, default=None, help="the first so many prompts")
+    parser.add_argument("--limit", type=int, default=None, help="number of prompts")
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--settings", type=triple, nargs="+", default=[(5, 3, 5), (7, 5, 7), (15, 5, 15)], help="W,N,G")
     parser.add_argument("--pool-from-prompt", action=argparse.BooleanOptionalAction, default=True)
@@ -214,7 +214,7 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    random.seed(0)  # lade 0.0.2 seeds it again, with 10, in every call
+    random.seed(0)  # lade 0.0.2 reseeds it with 10 in every call
     edit_greedy_loop(args.pool_from_prompt, args.full_match_bonus)
     lade.augment_all()
     model, tokenizer = load_model(args.model), load_tokenizer(args.model)

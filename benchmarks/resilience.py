@@ -1,10 +1,10 @@
-"""Does decoding survive lost replicas and many clients? Exits with 1 if an output is not right.
+"""Checks that decoding survives lost replicas and many clients. Exits with 1 if an output is wrong.
 
 python benchmarks/resilience.py STUDY [ARGUMENT ...]
 
-nccl   a communicator of one rank beside a captured graph: used, aborted by another thread, formed again
+nccl   a communicator of one rank together with a captured graph: used, aborted by another thread, formed again
 kills  replicas are killed at random steps
-load   many clients ask lp-serve at once
+load   many clients query lp-serve at once
 faults what a client sees of each fault: processes, memory, disks, network, Ray
 """
 

@@ -1,10 +1,10 @@
-"""Whole requests by methods and prompts that lp-bench does not compare.
+"""Times whole requests with methods and prompts that lp-bench does not compare.
 
 python benchmarks/speed.py STUDY [ARGUMENT ...]
 
-requests         nucleus sampling, long prefixes and batches, beside one token a step
-kinds            tokens per second by kind of prompt and temperature, over one token a step
-tensor_parallel  lookahead parallelism beside transformers' tensor parallelism; under torchrun
+requests         nucleus sampling, long prefixes and batches, compared with one token per step
+kinds            tokens per second relative to one token per step, by kind of prompt and temperature
+tensor_parallel  lookahead parallelism compared with transformers' tensor parallelism; under torchrun
 prediction       code edits with and without the file as predicted output
 first_answer     the first answers of a new process, with and without the vocabulary prior on disk
 splits_on_paper  bytes, collectives and times of a large model's steps, for each split of a machine's GPUs

@@ -1,7 +1,7 @@
-"""Prompts as those send them who want one answer soon: code edits, coding agents, extraction of records, chats.
+"""Prompts of latency-sensitive users: code edits, coding agents, extraction of records, chats.
 
-The name of a workload takes the place of FILE:FIELD among the prompts of a study. Workloads are built from the folder
---data, which has humaneval.jsonl, classeval.jsonl and spec_bench.jsonl, and from files of this repository.
+A study's prompts accept the name of a workload in place of FILE:FIELD. Workloads are built from the folder --data with
+humaneval.jsonl, classeval.jsonl and spec_bench.jsonl, and from files of this repository.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Task:
     """One prompt of a workload.
 
     Attributes:
-        messages: roles and texts; an assistant's text that is None is the model's own answer to the task before.
+        messages: roles and texts; an assistant's text of None stands for the model's own answer to the previous task.
     """
 
     kind: str
@@ -43,22 +43,22 @@ class Task:
 
     @property
     def has_own_answer(self) -> bool:
-        """Whether it contains the model's own answer to the task before."""
+        """Whether the messages contain the model's own answer to the previous task."""
         return any(message["content"] is None for message in self.messages)
 
     def said(self, answer: str) -> list[Message]:
-        """Return the messages, with the model's own answer to the task before."""
+        """Return the messages; `answer` is the model's own answer to the previous task."""
         return [message | {"content": message["content"] or answer} for message in self.messages]
 
     @classmethod
     def of(cls, kind: str, *texts: str | None) -> Task:
-        """Return a task whose texts are the user's and the assistant's in turn."""
+        """Return a task whose texts alternate between user and assistant."""
         roles = ("user", "assistant")
         return cls(kind, tuple({"role": roles[place % 2], "content": text} for place, text in enumerate(texts)))
 
 
 def code_edits(data: Path) -> Iterator[Task]:
-    """Yield edits of the classes of ClassEval and the functions of HumanEval, whose answer repeats most of the code."""
+    """Yield edits of ClassEval's classes and HumanEval's functions; answers repeat most of the code."""
     sources = [sorted(_field(data / f"{name}.jsonl"), key=len) for name in ("classeval", "humaneval")]
     codes = [text for texts in zip_longest(*sources) for text in texts if text is not None]
     kinds = list(EDITS)
@@ -73,7 +73,7 @@ def code_edits(data: Path) -> Iterator[Task]:
 
 
 def agent(data: Path) -> Iterator[Task]:
-    """Yield the turns of sessions in which an agent edits a file of this repository, runs it, and corrects its edit."""
+    """Yield turns of sessions in which an agent edits a file of this repository, runs it, and corrects it."""
     for path in AGENT_FILES:
         code = (REPOSITORY / path).read_text()
         names = list(dict.fromkeys(re.findall(r"\b([a-z_]{5,})\b(?= = |\()", code)))[: AGENT_TURNS // 2]
@@ -95,7 +95,7 @@ def agent(data: Path) -> Iterator[Task]:
 
 
 def records(data: Path) -> Iterator[Task]:
-    """Yield similar records whose fields are to be extracted as JSON, the same instructions before each."""
+    """Yield similar records to extract as JSON, each after the same instructions."""
     rng = random.Random(0)
     for number in range(NUM_RECORDS):
         order, day = 10_000 + 37 * number, f"2026-{rng.randint(1, 12):02}-{rng.randint(1, 28):02}"
@@ -113,7 +113,7 @@ def records(data: Path) -> Iterator[Task]:
 
 
 def chats(data: Path) -> Iterator[Task]:
-    """Yield both turns of Spec-Bench's conversations; the second comes after the model's own answer to the first."""
+    """Yield both turns of Spec-Bench's conversations; the second follows the model's answer to the first."""
     for turns in _field(data / "spec_bench.jsonl", "turns"):
         if len(turns) > 1:
             yield Task.of("chat: first turn", turns[0])
@@ -148,7 +148,7 @@ def _fenced(code: str) -> str:
 
 
 def _misspelt(code: str, name: str) -> str:
-    """Return the code with the first letters of a function's last parameter exchanged where it is declared."""
+    """Return the code with the first letters of a function's last parameter swapped in its declaration."""
     parameters = re.search(rf"def {name}\(([^)]*)\)", code)
     words = re.findall(r"\b\w{4,}\b(?= *[:,=)]|$)", parameters.group(1)) if parameters else []
     if not words:

@@ -1,10 +1,11 @@
-"""Models that are fed chains of guesses: greedy texts against `generate`, sampled ones against one token a step.
+"""Checks models that are fed chains of guesses, against `generate` or one token per step.
 
     python benchmarks/correctness.py chains                        # 30 draws each, on 1, 2 and 3 replicas
     python benchmarks/correctness.py chains --types qwen3_next lfm2_moe --draws 100 --gpus 1 4
 
-Small random models of types whose layers carry a state from token to token. Prompts, settings, drafters and samplers
-are drawn (tests/support/chain_models.py). A text differs by a near tie where the two best logits hardly differ. The
+The models are small and random, of types whose layers carry a state from token to token. Prompts, settings, drafters
+and samplers are drawn (tests/support/chain_models.py). Greedy texts are compared with `generate`, sampled ones with one
+token per step. A greedy text differs by a near tie if the two best logits hardly differ where it first differs. The
 exit status is 1 if any text differs otherwise.
 """
 
@@ -30,16 +31,16 @@ from lp_runtime.request.request import Request
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--types", nargs="+", default=list(RECURRENT), help="of transformers' models")
-    parser.add_argument("--draws", type=int, default=30, help="requests to each model")
+    parser.add_argument("--types", nargs="+", default=list(RECURRENT), help="model types of transformers")
+    parser.add_argument("--draws", type=int, default=30, help="requests per model")
     parser.add_argument("--gpus", type=int, nargs="+", default=[1, 2, 3], help="numbers of replicas")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every request on every number of replicas; 1 if any text is wrong."""
+    """Decode every request on every number of replicas; return 1 if any text is wrong."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")  # the library's
+    warnings.simplefilter("ignore")  # those of transformers
     results = Results("chains", args.output)
     num_wrong = 0
     for model_type in args.types:
@@ -76,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _expected(model: PreTrainedModel, request: Request) -> list[int]:
-    """Return what `generate` gives greedily; of a request that samples, what one token a step gives."""
+    """Return the output of `generate` for a greedy request, and of one token per step for a sampled one."""
     if request.sampling.temperature:
         return decode(Group.alone(), model, [replace(request, lookahead=PLAIN)])[0][0]
     return generate_greedily(model, request.prompt_ids, NEW_TOKENS)
@@ -84,7 +85,7 @@ def _expected(model: PreTrainedModel, request: Request) -> list[int]:
 
 @torch.inference_mode()
 def _is_near_tie(model: PreTrainedModel, request: Request, expected: list[int], actual: list[int]) -> bool:
-    """Whether the two best logits are nearly equal where two greedy texts part."""
+    """Return whether the two best logits are nearly equal where two greedy texts first differ."""
     if request.sampling.temperature:
         return False
     first = next(i for i, (a, b) in enumerate(zip(expected, actual, strict=True)) if a != b)

@@ -1,4 +1,4 @@
-"""Text under a constraint against masked decoding of one token a step, over random choices of everything.
+"""Compares constrained text with masked decoding of one token per step, over random draws.
 
     python benchmarks/correctness.py constraints                       # 300 draws, about 5 minutes on 2 cores
     python benchmarks/correctness.py constraints --draws 50 --seed 1
@@ -6,8 +6,8 @@
 A draw is a JSON schema, a regular expression, a grammar or a list of choices; a family of models; W, N, G, a drafter
 and a budget; sampling settings with a seed (or greedy decoding), penalties and biases; and a number of replicas from 1
 to 3 (real processes). Every rank's tokens must be those of tests/support/constrained.py, which masks the logits of
-transformers' own forward passes with xgrammar's matcher one token at a time; and every text that has ended must satisfy
-its constraint, by jsonschema or by a regular expression of Python's. The exit status is 1 if any does not.
+transformers' own forward passes with xgrammar's matcher, one token at a time. Every text that has ended must satisfy
+its constraint, by jsonschema or by a regular expression of Python. The exit status is 1 if any check fails.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import host_store
 from lp_runtime.distributed.transport.group import CPU
 
-TIMEOUT_SECONDS = 1200.0  # of a group's processes
+TIMEOUT_SECONDS = 1200.0  # for a group's processes
 CHOSEN = ("llama", "mistral", "qwen3", "gemma3", "gpt2", "phi3", "mixtral", "olmo2")
 MAX_REPLICAS = 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--draws", type=int, default=300, help="at least one for each number of replicas, 3")
+    parser.add_argument("--draws", type=int, default=300, help="at least 3, one for each number of replicas")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -49,7 +49,7 @@ def run_rank(draws: Sequence[tuple[str, Draw]], rank: int, num_replicas: int, po
 
 
 def model_of(family: str):
-    """Return the model of a family; equal in every process."""
+    """Return the model of a family; it is identical in every process."""
     name, settings = FAMILIES[family]
     return runner(name, **{key: value for key, value in settings.items() if not isinstance(value, list)})
 
@@ -72,7 +72,7 @@ def decode_on_replicas(draws: Sequence[tuple[str, Draw]], num_replicas: int) -> 
 
 
 def compare(draws: Sequence[tuple[str, Draw]], num_replicas: int) -> dict[str, int | float]:
-    """Decode draws on so many replicas and compare every rank's tokens; return a row of results."""
+    """Decode draws on `num_replicas` replicas, compare every rank's tokens, and return a row of results."""
     ranks = decode_on_replicas(draws, num_replicas)
     num_wrong = num_steps = num_tokens = num_ended = num_invalid = 0
     for i, (family, draw) in enumerate(draws):
@@ -93,7 +93,7 @@ def compare(draws: Sequence[tuple[str, Draw]], num_replicas: int) -> dict[str, i
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every draw; 1 after a mismatch or an invalid text."""
+    """Decode every draw; return 1 after a mismatch or an invalid text."""
     if args.draws < MAX_REPLICAS:
         raise SystemExit(f"--draws {args.draws}: must be at least {MAX_REPLICAS}, one for each number of replicas")
     torch.set_num_threads(1)

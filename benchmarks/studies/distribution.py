@@ -1,15 +1,15 @@
-"""Does sampling follow the distribution? Chi-square tests of sampled tokens against transformers' probabilities.
+"""Chi-square tests of sampled tokens against transformers' probabilities.
 
     python benchmarks/correctness.py distribution   # 20,000 seeds a row, 10 minutes on 2 cores
     python benchmarks/correctness.py distribution --seeds 2000
 
 The tokens are the first new token on the trained model, and the third on a random model of 64 token ids, where the
 exact distribution is summed over all 4,096 prefixes. The expected probabilities come from transformers alone: logits of
-plain forward passes, through its own processors, and a softmax. Each row is repeated with a sampler that is wrong on
-purpose, which the test must reject:
+plain forward passes, its own processors, and a softmax. Each row is repeated with samplers that are deliberately wrong,
+which the test must reject:
 
-    cold       the noise is scaled by 0.9: a first token of a wrong distribution
-    frozen     the noise of every position is that of one position: right token by token, but not independent
+    cold       the noise is scaled by 0.9: the distribution of the first token is wrong
+    frozen     every position uses the noise of one position: each token is right by itself, but they are dependent
 
 The exit status is 1 if a right sampler is rejected (p <= 1e-3) or a wrong one is not (p >= 1e-4).
 """
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Test every sampler; 1 if a test decides wrongly."""
+    """Test every sampler; return 1 if a test decides wrongly."""
     torch.set_num_threads(1)
     results = Results("distribution", args.output, {"p-value": ".3g"})
     right: list[float] = []

@@ -30,14 +30,14 @@ from studies.starting_rates import (
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
 DEGREES = (1, 2, 4, 8, 16)
-FIXED = (1, 4, 8, 16, 32, 64)  # tokens a step
-# Milliseconds of a step by its tokens: machine A with SmolLM2-135M in float32, another CPU, a GPU.
+FIXED = (1, 4, 8, 16, 32, 64)  # step tokens
+# Milliseconds per step by step tokens: machine A with SmolLM2-135M in float32, another CPU, a GPU.
 STEP_MS: dict[str, dict[int, float]] = {
     "machine A": {1: 43, 8: 48, 16: 54, 24: 66, 32: 79, 64: 115, 128: 230},
     "CPU": {1: 30, 2: 33, 4: 38, 8: 46, 16: 62, 32: 95, 64: 165, 128: 310},
     "GPU": {1: 9.0, 64: 9.4, 128: 11.0, 256: 16.0},
 }
-# A replica of one thread of machine A, with the real model inflated to 337M parameters in float32.
+# Milliseconds per step of a one-thread replica on machine A; the real model inflated to 337M parameters, float32.
 THREAD_MS: dict[int, float] = dict(
     zip(
         (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64),
@@ -49,7 +49,7 @@ DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # columns of the study `sources`
 
 
 def drafters(study: Study) -> None:
-    """S of every drafter, by tokens a step."""
+    """S of every drafter, by step tokens."""
     for W, N, G in ((5, 3, 5), (7, 5, 7), (15, 5, 15)):
         study.add(f"paper ({W}, {N}, {G})", paper(W, N, G), line="paper")
         guesses = paper(W, N, G, acceptance="guesses")
@@ -63,7 +63,7 @@ def drafters(study: Study) -> None:
 
 
 def headline(study: Study) -> None:
-    """The baselines and what is compared with each; with and without --eos."""
+    """S of the baselines and of the drafter `full`; run it with and without --eos."""
     study.add("paper (15, 5, 15)", paper(15, 5, 15))
     study.add("prompt lookup", PROMPT_LOOKUP)
     study.add("token recycling", RECYCLING)
@@ -85,7 +85,7 @@ def degrees(study: Study) -> None:
 
 
 def chains(study: Study) -> None:
-    """S by number of replicas of which each follows one path of the tree, beside whole trees of as many tokens."""
+    """S by number of replicas if each follows one path of the tree, compared with trees of as many tokens."""
     for as_chains in (True, False):
         for budget in (8, 16):
             for degree in DEGREES:
@@ -94,7 +94,7 @@ def chains(study: Study) -> None:
 
 
 def ablation(study: Study) -> None:
-    """The paper's table 3, and what each source is worth."""
+    """The paper's table 3, and the contribution of each draft source."""
     study.add("paper: window and pool, from the prompt, too", paper(15, 5, 15))
     study.add("paper: no prompt in the pool", paper(15, 5, 15, pool_from_prompt=False))
     study.add("paper: no window", paper(0, 5, 15))
@@ -106,7 +106,7 @@ def ablation(study: Study) -> None:
 
 
 def sampling(study: Study) -> None:
-    """S of sampled decoding beside greedy decoding."""
+    """S of sampled decoding compared with greedy decoding."""
     for settings in (GREEDY, {"temperature": 1.0}, {"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.9}):
         study.add("paper (15, 5, 15)", paper(15, 5, 15), sampling=settings)
         study.add("token recycling", RECYCLING, sampling=settings)
@@ -118,7 +118,7 @@ def sampling(study: Study) -> None:
 
 
 def draft_tables(study: Study) -> None:
-    """Draft tables of one request beside draft tables that outlive requests."""
+    """S with draft tables of one request, compared with draft tables that outlive requests."""
     for budget in (16, 83):
         study.add(f"full, {budget}, draft_tables=request", full(budget))
         study.add(f"full, {budget}, draft_tables=runtime", full(budget, draft_tables="runtime"))
@@ -137,7 +137,7 @@ def categories(study: Study) -> None:
 
 
 def sources(study: Study) -> None:
-    """Accepted / fed by source and depth."""
+    """Accepted / fed draft tokens, by source and depth."""
     for label, settings in (("full, 83", GREEDY), ("full, 83, temperature 1", {"temperature": 1.0})):
         runs = study.bench.decode_all(full(83), sampling=settings)
         fed = np.sum([run.drafter.counts.fed for run in runs], axis=0)
@@ -149,9 +149,9 @@ def sources(study: Study) -> None:
 
 
 def starting_rates(study: Study) -> None:
-    """Promised against accepted by level of the estimate; the rates that estimates should start from.
+    """Promised and accepted tokens by level of the estimate; fits the rates that estimates start from.
 
-    OUTPUT gets the rates, fitted on this model and those of --also, and what was counted of this one alone.
+    OUTPUT gets the rates, fitted on this model and those of --also, and the counts of this model alone.
     """
     fitted, own = {}, {}
     for name, ways in (("GREEDY", [GREEDY]), ("SAMPLED", [{"temperature": 1.0}, {"temperature": 0.7}])):
@@ -168,7 +168,7 @@ def starting_rates(study: Study) -> None:
 
 
 def auto(study: Study) -> None:
-    """Tokens per second of lookahead=auto over the best fixed number of tokens a step, by kind, at given step times."""
+    """Speed of lookahead=auto relative to the best fixed step tokens, by kind, at given step times."""
     kinds = [kind for kind, _ in study.bench.prompts]
     for machine, step_ms in STEP_MS.items():
         runs = {str(num): study.bench.decode_all(full(num), step_ms=step_ms) for num in FIXED}
@@ -184,7 +184,7 @@ def auto(study: Study) -> None:
 
 
 def recorded_text(study: Study) -> None:
-    """Record what trees of fixed sizes and of lookahead=auto ask the model, for tests; OUTPUT gets the file."""
+    """Record the model's answers to trees of fixed sizes and of lookahead=auto in OUTPUT, for tests."""
     for num in FIXED[1:]:
         study.add(f"full, {num}", full(num))
     for machine, step_ms in STEP_MS.items():
@@ -194,7 +194,7 @@ def recorded_text(study: Study) -> None:
 
 
 def auto_degrees(study: Study) -> None:
-    """Tokens per second of lookahead=auto on several replicas, beside fixed numbers of tokens; at given step times."""
+    """Tokens per second of lookahead=auto and of fixed step tokens, on several replicas, at given times."""
     for degree in DEGREES[:-1]:
         sizes = (4, 6, 8, 12) if degree > 1 else (1, 4, 6, 8)
         for label, settings in [("auto", LookaheadConfig()), *((f"full, {num}", full(num)) for num in sizes)]:
@@ -205,7 +205,7 @@ def auto_degrees(study: Study) -> None:
 
 
 def host(study: Study) -> None:
-    """Milliseconds a step of proposing and advancing on the host; nothing else must run on the machine."""
+    """Milliseconds per step of proposing and advancing on the host; nothing else must run on the machine."""
     for settings in (GREEDY, {"temperature": 1.0}):
         for budget in (16, 128, 1024):
             runs = study.bench.decode_all(full(budget), sampling=settings)

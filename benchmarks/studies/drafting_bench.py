@@ -1,4 +1,4 @@
-"""Decodes prompts with any drafter, on one model, as any number of replicas would, and checks every output."""
+"""Decodes prompts with any drafter on one model, as n replicas would, and checks every output."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording
 
-NGRAM = 4  # tokens of the n-grams by which repetition is measured
+NGRAM = 4  # tokens per n-gram, to measure repetition
 GREEDY: Mapping[str, Any] = {"temperature": 0.0}
-KEPT_TAG = 7  # names draft tables that outlive requests; any number will do
-HOST_NS = 350_000  # of a step, where times are given
+KEPT_TAG = 7  # arbitrary tag of draft tables that outlive requests
+HOST_NS = 350_000  # assumed host time of a step, if step times are given
 
-# What drafts: settings of the runtime, or a peer's drafter.
+# Settings of a drafter of the runtime, or a factory of a peer's drafter.
 Drafting = LookaheadConfig | Callable[[], Drafter]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One prompt's output and what it took.
+    """Output of one prompt and its cost.
 
     Attributes:
         tokens: new tokens.
         num_steps: steps, the prefill's included.
-        num_fed: tokens that the busiest replica fed, over all steps without the prefill's.
-        drafter: the request's, at the end.
+        num_fed: tokens that the busiest replica fed, over all steps except the prefill's.
+        drafter: the request's drafter after its last step.
         propose_seconds: over all steps.
         advance_seconds: over all steps.
-        counted: what the drafter `full` has counted of candidates; None for other drafters.
-        step_seconds: that the steps without the prefill's would take where times are given, else 0.
+        counted: candidates counted by the drafter `full`; None for other drafters.
+        step_seconds: simulated time of all steps except the prefill's, if step times are given, else 0.
     """
 
     tokens: list[int]
@@ -71,18 +71,18 @@ class Run:
 
     @property
     def repeated(self) -> float:
-        """Fraction of the output's 4-grams that occurred in it before."""
+        """Fraction of the output's 4-grams that occurred earlier in it."""
         ngrams = [tuple(self.tokens[i : i + NGRAM]) for i in range(len(self.tokens) - NGRAM + 1)]
         return 1 - len(set(ngrams)) / max(1, len(ngrams))
 
 
 class EqualReplicas(Calibration):
-    """What is measured of one replica, as if all were like it.
+    """Calibration of one replica, used for all replicas.
 
     Args:
-        model: the replica's.
-        num_replicas: how many there are.
-        known: what was measured; its steps are what each replica's are taken to have.
+        model: model of the replica.
+        num_replicas: number of replicas.
+        known: measurements; their step times are assumed for each replica.
     """
 
     def __init__(self, model: ModelRunner, num_replicas: int, known: Measured):
@@ -94,7 +94,7 @@ class EqualReplicas(Calibration):
 
 
 class ChainFed(ModelRunner):
-    """A model whose requests are decoded as those of one with a recurrent state are: each replica follows a path."""
+    """Model decoded like one with recurrent state: each replica follows one path of the tree."""
 
     feeds_chains = True
 
@@ -103,11 +103,11 @@ class Bench:
     """A model and prompts.
 
     Args:
-        args: of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record.
+        args: arguments of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record.
 
     Attributes:
         model: the model.
-        calibration: of it.
+        calibration: its calibration.
         prompts: (kind, token ids) of every prompt.
     """
 
@@ -128,7 +128,7 @@ class Bench:
 
         self.prompts: list[tuple[str, list[int]]] = []
         self._recorded: list[RecordedModel] = []
-        self._seeds: list[int] = []  # the same with more prompts
+        self._seeds: list[int] = []  # do not change if there are more prompts
         for task in load_tasks(args):
             answer = str(tokenizer.decode(self.plain_text(-1), skip_special_tokens=True)) if task.has_own_answer else ""
             said = task.said(answer)
@@ -139,16 +139,16 @@ class Bench:
 
     @property
     def num_fed(self) -> int:
-        """Nodes that nobody had asked for before, and so were fed, one token a step excluded."""
+        """Number of nodes fed because no drafter had asked for them before; one token per step is excluded."""
         return sum(each.num_fed for each in self._recorded)
 
     def recording(self, index: int, sampling: Mapping[str, Any] = GREEDY) -> Recording:
-        """Return what is kept of a prompt that is decoded in this way."""
+        """Return the recording of a prompt that is sampled in this way."""
         asked = (self._sampling(index, sampling), self._max_new_tokens, *sorted(self._eos))
         return self._recorded[index].recording(repr(asked))
 
     def plain_text(self, index: int, sampling: Mapping[str, Any] = GREEDY) -> list[int]:
-        """Return a prompt's new tokens at one token a step."""
+        """Return a prompt's new tokens, decoded one token per step."""
         recording = self.recording(index, sampling)
         if recording.text is None:
             alone = Engine(self.model, Group.alone(), self.calibration)
@@ -164,15 +164,16 @@ class Bench:
         as_chains: bool = False,
         step_ms: Mapping[int, float] | None = None,
     ) -> list[Run]:
-        """Decode all prompts in order; the first time with a way of sampling, one token a step, too, to compare with.
+        """Decode all prompts in order, and compare each with `plain_text`, which is decoded if it is missing.
 
         Args:
-            drafting: what drafts. Draft tables that outlive requests are empty before the first prompt.
+            drafting: settings or factory of the drafter. Draft tables that outlive requests are empty before the first
+                prompt.
             degree: number of replicas.
             sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
-            as_chains: whether each replica is fed one path of the tree, as a model with a recurrent state is.
-            step_ms: milliseconds that one replica's steps are taken to have, by their number of tokens; None for what
-                the calibration says, and for steps whose times are not known.
+            as_chains: whether each replica is fed one path of the tree, like a model with recurrent state.
+            step_ms: assumed milliseconds of one replica's steps, by number of tokens; None to use the calibration, and
+                for steps whose times are unknown.
         """
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
@@ -180,7 +181,7 @@ class Bench:
             steps = StepMeasurement(
                 np.array(tokens), np.array(nanoseconds), np.array(0), np.array(0), np.zeros(2, np.int64)
             )
-            self.calibration.vocabulary  # noqa: B018  # asks the model once, and not for each of these calibrations
+            self.calibration.vocabulary  # noqa: B018  # query the model once, not in each of these calibrations
             calibration = EqualReplicas(self.model, degree, replace(self._measured, steps=steps))
             times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
@@ -205,7 +206,7 @@ class Bench:
         recording: Recording | None,
         times: np.ndarray | None = None,
     ) -> Run:
-        """Decode a prompt; with no recording the model is asked for every node."""
+        """Decode a prompt; without a recording the model is queried for every node."""
         settings = drafting if isinstance(drafting, LookaheadConfig) else LookaheadConfig()
         config = self._sampling(index, sampling)
         prompt = tuple(self.prompts[index][1])
@@ -224,7 +225,7 @@ class Bench:
             engine.close_decoder(decoder, 0 if scope is None else KEPT_TAG, scope)
 
     def _sampling(self, index: int, sampling: Mapping[str, Any]) -> SamplingConfig:
-        """Return the settings that a prompt is sampled with."""
+        """Return the sampling settings of a prompt."""
         return SamplingConfig(**sampling, seed=self._seeds[index] if sampling["temperature"] else None)
 
     def _run(
@@ -235,7 +236,7 @@ class Bench:
         recording: Recording | None,
         times: np.ndarray | None,
     ) -> Run:
-        """Decode a request to its end; `times` are nanoseconds by number of tokens, None where they are not known."""
+        """Decode a request to its end; `times` are nanoseconds by number of tokens, None if unknown."""
         state, drafter, sampler, width = decoder.state, decoder.drafter, spec.build(K), decoder.sampler.width
         step = decoder.propose_prefill()
         answers = model.prefill(decoder, step, sampler, recording)
@@ -264,7 +265,7 @@ class Bench:
         return Run(state.new_tokens, state.num_steps, num_fed, drafter, *seconds, counted, 1e-9 * step_ns)
 
     def _open_peer(self, drafter: Drafter, request: Request, spec: SamplerSpec, degree: int) -> Decoder:
-        """Return the decoder of a drafter that the runtime does not have."""
+        """Return a decoder for a drafter that the runtime does not have."""
         rules = DecodingRules(request.max_new_tokens, request.eos_token_ids)
         num_nodes = drafter.max_nodes + drafter.max_committed
         budget = StepBudget(assumed_times(degree, num_nodes), False, None)

@@ -1,4 +1,4 @@
-"""The drafting studies that compare with published draft-free methods."""
+"""Drafting studies that compare with published draft-free methods."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ SUFFIX = "SuffixDecoding"
 
 
 def kept(drafter: Drafter) -> Callable[[], Drafter]:
-    """Return a drafting of one drafter for all prompts, whose tables are never reset."""
+    """Return a factory that uses one drafter for all prompts and never resets its tables."""
     return lambda: drafter
 
 
 def reset_peers(budget: int) -> list[tuple[str, Drafting]]:
-    """Return the methods that are compared at a budget, their tables reset for each prompt."""
+    """Return the methods to compare at a budget; their tables are reset for each prompt."""
     at: dict[int, list[tuple[str, Drafting]]] = {
         16: [("prompt lookup", PROMPT_LOOKUP), ("RACER, 16", lambda: RacerDrafter(16))],
         64: [
@@ -53,18 +53,18 @@ def kept_peers() -> list[tuple[str, Drafting]]:
 
 
 def peers(study: Study) -> None:
-    """S beside the published draft-free methods at 64, 16 and 83 nodes, by kind of prompt, greedy; tables reset."""
+    """S compared with published draft-free methods at 64, 16 and 83 nodes, by kind, greedy; tables reset."""
     for budget in (64, 16, 83):
         add_by_kind(study, reset_peers(budget), GREEDY)
 
 
 def peers_sampled(study: Study) -> None:
-    """As `peers`, at temperature 1.0 and 0.7."""
+    """S of the methods of `peers` at temperature 1.0 and 0.7."""
     for budget in (83, 64, 16):
         for temperature in (1.0, 0.7):
             add_by_kind(study, reset_peers(budget), {"temperature": temperature})
 
 
 def peers_kept(study: Study) -> None:
-    """As `peers` at 64 nodes, greedy, with tables that are kept from prompt to prompt."""
+    """S of the methods of `peers` at 64 nodes, greedy, with tables that are kept from prompt to prompt."""
     add_by_kind(study, kept_peers(), GREEDY)

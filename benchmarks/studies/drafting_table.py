@@ -1,4 +1,4 @@
-"""The table and plot of one drafting study, what its columns count, and settings that several studies compare."""
+"""Table and plot of a drafting study, its columns, and settings that several studies compare."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def full(tokens: int, **settings: Any) -> LookaheadConfig:
 
 
 def paper(W: int, N: int, G: int, **settings: Any) -> LookaheadConfig:
-    """Return settings of the drafter `paper`; `settings` are further ones of LookaheadConfig."""
+    """Return settings of the drafter `paper`; `settings` are other fields of LookaheadConfig."""
     return LookaheadConfig(W=W, N=N, G=G, drafter="paper", **settings)
 
 
@@ -33,7 +33,7 @@ def compression_ratio(runs: Sequence[Run]) -> float:
 
 
 def step_tokens(runs: Sequence[Run]) -> float:
-    """Return the tokens that the busiest replica feeds a step, the mean over all runs' steps without the prefills'."""
+    """Return the busiest replica's tokens per step, averaged over the steps of all runs except prefills."""
     return sum(run.num_fed for run in runs) / max(1, sum(run.num_steps - 1 for run in runs))
 
 
@@ -43,18 +43,13 @@ def least_repetitive(runs: Sequence[Run]) -> list[Run]:
 
 
 class Study:
-    """One study's rows.
+    """Rows of one study.
 
     Args:
-        name: of the study and its files.
-        bench: decodes.
+        name: name of the study, and of its files.
+        bench: decodes the prompts.
         output: folder for the files; None to print only.
-        also: files that the study has written of other models.
-
-    Attributes:
-        bench: as given.
-        output: as given.
-        also: as given.
+        also: files that the study has written for other models.
     """
 
     def __init__(self, name: str, bench: Bench, output: Path | None, also: Sequence[Path] = ()):
@@ -77,12 +72,12 @@ class Study:
         """Decode all prompts, and add a row.
 
         Args:
-            label: of the row.
-            drafting: what drafts.
+            label: label of the row.
+            drafting: settings or factory of the drafter.
             degree: number of replicas.
             sampling: settings of SamplingConfig.
-            line: of the plot that the row is a point of; `label` by default.
-            x: where the point stands; at the step tokens by default.
+            line: line of the plot to which the row adds a point; `label` by default.
+            x: x coordinate of the point; the step tokens by default.
             as_chains: see `Bench.decode_all`.
         """
         runs = self.bench.decode_all(drafting, degree, sampling, as_chains)
@@ -93,7 +88,7 @@ class Study:
 
     @staticmethod
     def row(label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, Any] = GREEDY) -> dict[str, Value]:
-        """Return the columns that most studies have; arguments as in `add`, and the prompts' runs."""
+        """Return the columns that most studies share, from the runs of all prompts; see `add` for the rest."""
         shown = (
             ", ".join(f"{name} {value:g}" for name, value in sampling.items()) if sampling["temperature"] else "greedy"
         )
@@ -107,13 +102,13 @@ class Study:
         self._results.add(row)
 
     def write(self, name: str, text: str) -> None:
-        """Write a file of the study's where there is a folder."""
+        """Write a file of the study if there is an output folder."""
         if self.output is not None:
             self.output.mkdir(parents=True, exist_ok=True)
             (self.output / name).write_text(text)
 
     def finish(self, about: str) -> None:
-        """Print and write the table, and the plot where the study has one and matplotlib is installed."""
+        """Print and write the table, and the plot if the study has one and matplotlib is installed."""
         self._results.finish(about)
         if self.output is not None and self._results.name in PLOTTED:
             label = "tokens a step, all replicas" if self._results.name != "drafters" else "tokens fed a step"
@@ -124,7 +119,7 @@ _RATIOS = ("S", "S, least repetitive", "4-grams repeated")
 
 
 def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, Any]) -> None:
-    """Decode all prompts by some methods, and add a row a method, with S by kind of prompt."""
+    """Decode all prompts by each method, and add a row per method, with S by kind of prompt."""
     kinds = [kind for kind, _ in study.bench.prompts]
     for label, drafting in methods:
         runs = study.bench.decode_all(drafting, sampling=sampling)
@@ -135,7 +130,7 @@ def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling:
 
 
 def plot(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, path: Path) -> None:
-    """Plot S against tokens, a line a label; without matplotlib do nothing."""
+    """Plot S against tokens, one line per label; do nothing without matplotlib."""
     try:
         import matplotlib
     except ImportError:

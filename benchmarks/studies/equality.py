@@ -1,13 +1,14 @@
-"""Token-for-token equality with `model.generate(do_sample=False)` in float32, over prompts, settings and replicas.
+"""Compares outputs with `model.generate(do_sample=False)` in float32, token for token.
 
     python benchmarks/correctness.py equality --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --gpus 1 2 3 4
 
-Every run goes on past the end-of-sequence token to exactly --max-new-tokens, on both sides. S is new tokens / steps
-over all prompts, the prefills' steps included. With --device cuda --backend gloo several replicas may share a GPU.
+Every prompt is decoded with every setting and number of replicas, past the end-of-sequence token to exactly
+--max-new-tokens, on both sides. S is new tokens / steps over all prompts, the prefills' steps included. With --device
+cuda --backend gloo several replicas may share a GPU.
 
-Shards of a replica sum in another order than one process does, which may turn near ties of logits: of an output that
-differs, the gap between the two tokens' logits where it first does is told. The exit status is 1 if an output differs,
-and with several shards if it does by more than NEAR_TIE.
+Shards of a replica sum in a different order than one process, which may flip near ties of logits. For an output that
+differs, the gap between the two tokens' logits at the first difference is reported. The exit status is 1 if an output
+differs, or, with several shards, if it differs by more than NEAR_TIE.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from lp_runtime.config.settings import LauncherConfig, ModelConfig
 from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.utils.prompt_file import Prompt
 
-NEAR_TIE = 1e-3  # of logits; float32 rounding of a forward pass stays an order of magnitude below
+NEAR_TIE = 1e-3  # difference of logits; float32 rounding of a forward pass is an order of magnitude smaller
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,12 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class Reference:
-    """transformers' own greedy decoding.
-
-    Args:
-        config: the model.
-        device: of the model.
-    """
+    """Greedy decoding of transformers itself."""
 
     def __init__(self, config: ModelConfig, device: str):
         self._model, self._tokenizer = load_model(config, torch.device(device), "float32"), load_tokenizer(config)
@@ -67,7 +63,7 @@ class Reference:
 
     @torch.inference_mode()
     def gap(self, prompt: Prompt, expected: Sequence[int], found: Sequence[int]) -> float:
-        """Return how far apart the logits of two outputs' tokens are where the outputs first differ."""
+        """Return the gap between the logits of two outputs' tokens where the outputs first differ."""
         place = next(index for index, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
         ids = [*self._tokenizer(prompt.value).input_ids, *expected[:place]]
         logits = self._model(torch.tensor([ids], device=self._model.device)).logits[0, -1]
@@ -75,7 +71,7 @@ class Reference:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare every prompt's output; 1 if any differs."""
+    """Compare every prompt's output; return 1 if any differs."""
     prompts = load_prompts(args)
     config = ModelConfig(path=args.model)
     reference = Reference(config, args.device)

@@ -1,11 +1,11 @@
-"""What the exchange of a step takes by itself, between processes of this machine, without any model.
+"""Times the exchange of a step by itself, between processes of this machine, without a model.
 
     python benchmarks/micro.py exchange --gpus 2 4 --nodes 16 64 256 --regroup 1000
 
-Microseconds of the first rank: median, quartiles and 99th percentile. The replicas enter the exchange together, again
-and again, one thread each, over every transport in turns: a block of exchanges over one, then over the next. Then the
-time to leave a group and to exchange in the next one, without and with the loss of open files, mapped memory or
-segments that a leak would show. Nothing else must run on the machine.
+Figures are microseconds of the first rank: median, quartiles and 99th percentile. The replicas, of one thread each,
+enter the exchange together, again and again. The transports take turns: a block of exchanges over one, then over the
+next. A second table has the time to leave a group and to exchange in the next one, and the open files, mapped memory or
+segments that a leak would leave. Nothing else must run on the machine.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from lp_runtime.distributed.store import connect, host_store
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.lookahead.top_k import K
 
-WIDTH = 1 + K // 2  # integers of a node's result with its top-k candidates
-NUM_WARM_UPS = 20  # exchanges of each size
-NUM_BLOCKS = 5  # that the exchanges over one transport are divided into
+WIDTH = 1 + K // 2  # integers per node: its result and its top-k candidates
+NUM_WARM_UPS = 20  # exchanges per size
+NUM_BLOCKS = 5  # blocks of exchanges per transport
 TIMEOUT_SECONDS = 120.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--gpus", nargs="+", type=int, default=[2], help="numbers of replicas")
-    parser.add_argument("--nodes", nargs="+", type=int, default=[16, 64, 256], help="that a replica owns")
-    parser.add_argument("--backends", nargs="+", default=["shared", "gloo"], help="transports, in turns")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[16, 64, 256], help="nodes that a replica owns")
+    parser.add_argument("--backends", nargs="+", default=["shared", "gloo"], help="transports, which take turns")
     parser.add_argument("--rounds", type=int, default=1000)
-    parser.add_argument("--regroup", type=int, default=0, help="groups that are formed one after another; 0 for none")
+    parser.add_argument("--regroup", type=int, default=0, help="number of groups to form one after another")
 
 
 def exchange_times(group: Group, num_owned: int, rounds: int) -> tuple[list[float], int]:
-    """Return the microseconds of exchanges on this rank, and the bytes that it sent in one."""
+    """Return the microseconds of each exchange on this rank, and the bytes that it sent in one."""
     nodes, counts = np.arange(group.size * num_owned), [num_owned] * group.size
     shares = Shares(np.arange(group.size).repeat(num_owned), nodes, nodes, counts, counts)
     exchange = Exchange(group, num_owned, WIDTH)
@@ -64,13 +64,13 @@ def exchange_times(group: Group, num_owned: int, rounds: int) -> tuple[list[floa
 
 
 def regroup_times(context: ReplicaContext, options: GroupOptions, count: int) -> tuple[list[float], int, int]:
-    """Form groups one after another, as replicas do that a driver leads.
+    """Form groups one after another, like replicas that a driver leads.
 
-    They meet by a name for shared memory, else in a store that they stay connected to. The time runs from leaving a
-    group to the end of the first gather in the next one.
+    With shared memory, the ranks meet by segment name; otherwise in a store to which they stay connected. A time runs
+    from leaving a group to the end of the first gather in the next one.
 
     Returns:
-        (times, files, maps): milliseconds; open files and mapped segments more than after the first groups.
+        (times, files, maps): milliseconds; open files and mapped segments added since the first groups.
     """
     process, times, before = psutil.Process(), [], (0, 0)
     store = connect(context, TIMEOUT_SECONDS)
@@ -90,19 +90,19 @@ def regroup_times(context: ReplicaContext, options: GroupOptions, count: int) ->
 
 
 def _held(process: psutil.Process) -> tuple[int, int]:
-    """Return how many files a process has open, and how many segments it maps."""
+    """Return the number of open files and of mapped segments of a process."""
     return process.num_fds(), sum("lp_runtime-" in each.path for each in process.memory_maps())
 
 
 def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, results: SimpleQueue) -> None:
-    """Be one rank, in a process of its own.
+    """Run one rank in a separate process.
 
     Args:
-        rank: of the process.
-        num_replicas: in the group.
-        port: of the store in which the ranks meet.
-        args: the study's.
-        results: gets what the first rank measured: (what, backend, nodes, numbers).
+        rank: rank of the process.
+        num_replicas: size of the group.
+        port: port of the store in which the ranks meet.
+        args: arguments of the study.
+        results: gets the first rank's measurements: (what, backend, nodes, numbers).
     """
     torch.set_num_threads(1)
     context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)

@@ -1,9 +1,9 @@
-"""A mixture of experts with random weights: is it captured, what do its steps take, is its text transformers' own?
+"""Mixture of experts with random weights: is it captured, how long are its steps, is its text right?
 
     python benchmarks/micro.py experts --model experts --dtype bfloat16 --tokens 1 8 64 --compile auto off
 
-A row for each way to launch a pass and each number of tokens. `text` compares greedy decoding in float32, of the very
-small mixture, with transformers' `generate`; the exit status is 1 if they differ or a model is refused.
+There is a row for each way to launch a pass and each number of tokens. `text` compares greedy decoding of the very
+small mixture in float32 with transformers' `generate`; the exit status is 1 if they differ or a model is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def is_text_the_same(mode: str, device: torch.device) -> bool:
-    """Whether greedy decoding of the small mixture in float32 is transformers' own."""
+    """Return whether greedy decoding of the small mixture in float32 equals transformers' `generate`."""
     expected = generate_greedily(load_named("small_experts", "float32", device), PROMPT, NUM_NEW_TOKENS)
     config = RuntimeConfig(dtype="float32", compile=mode)
     model, _ = prepare_model(load_named("small_experts", "float32", device), config, device)

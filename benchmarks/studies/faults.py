@@ -1,4 +1,4 @@
-"""Faults while a request is decoded: is its output that of an undisturbed run, and how long does no token come?
+"""Causes faults while a request is decoded: is its output right, and how long does no token arrive?
 
     python benchmarks/resilience.py faults --prompts humaneval.jsonl:prompt --rounds 3
 
@@ -9,18 +9,18 @@ milliseconds between two deltas: from the fault on (median and worst of the roun
 | fault | what happens |
 | --- | --- |
 | kill, stop | a replica gets SIGKILL or SIGSTOP |
-| memory | a replica finds no memory in one step (torch.OutOfMemoryError) |
+| memory | a replica runs out of memory in one step (torch.OutOfMemoryError) |
 | disk | cache_dir is on a full disk from the start |
-| disconnect | the client of a stream goes away; measured is how soon nothing runs any more |
-| sigterm | lp-serve gets SIGTERM; a request that comes later must be refused with status 503 |
+| disconnect | the client of a stream disconnects; measures the time until nothing runs any more |
+| sigterm | lp-serve gets SIGTERM; a later request must be refused with status 503 |
 | ray_node | a Ray node is lost with its replica |
 | delay, loss | the network between the replicas delays every packet (--delay-ms), or loses some (--loss) |
-| partition | the network between the replicas is cut, and stays so; the driver reaches both |
-| blip | it is cut for --blip-seconds |
+| partition | the network between the replicas stays cut; the driver reaches both |
+| blip | the network is cut for --blip-seconds |
 
-The four faults of the network have each replica in a network namespace, and gloo between them over a link of TUN
-devices (network_link.py). A fault that this machine does not allow is a row with the reason. The exit status is 1 if an
-output differs.
+The four network faults put each replica into a network namespace, with gloo between them over a link of TUN devices
+(network_link.py). A fault that this machine does not allow is a row with the reason. The exit status is 1 if an output
+differs.
 """
 
 from __future__ import annotations
@@ -66,16 +66,16 @@ FIXED = LookaheadConfig(7, 5, 7, prior="none")
 PROCESS_FAULTS = ("kill", "stop", "memory")
 NETWORK_FAULTS = ("delay", "loss", "partition", "blip")
 FAULTS = (*PROCESS_FAULTS, "disk", "disconnect", "sigterm", "ray_node", *NETWORK_FAULTS)
-RESTARTS = 1000  # of a replica: no round fails for want of them
-DISK_KIB = 16  # of the full disk
+RESTARTS = 1000  # per replica: enough for any number of rounds
+DISK_KIB = 16  # size of the full disk
 POLL_SECONDS = 0.002
-REFUSAL = "the server is shutting down"  # /ready after SIGTERM
+REFUSAL = "the server is shutting down"  # status of /ready after SIGTERM
 SERVE = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
 
 
 @dataclass(frozen=True)
 class Case:
-    """A request, and its right tokens and text."""
+    """A request with its right tokens and text."""
 
     request: Request
     expected: list[int]
@@ -84,13 +84,13 @@ class Case:
 
 @dataclass
 class Watched:
-    """A request's deltas as a client sees them.
+    """Deltas of a request as a client sees them.
 
     Attributes:
         token_ids: new tokens.
         times: time of every delta.
-        error: of the request; None if it ended well.
-        losses: replicas that were lost.
+        error: message of the request's error; None if it succeeded.
+        losses: number of replicas that were lost.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -111,12 +111,12 @@ class Watched:
             self.times.append(time.perf_counter())
 
     def waits(self) -> list[float]:
-        """Milliseconds between a delta and the next one, or the error."""
+        """Return the milliseconds between each delta and the next one, or the error."""
         return [1e3 * (later - earlier) for earlier, later in itertools.pairwise(self.times)]
 
 
 class Rounds:
-    """The rounds of one fault, and their row of the table."""
+    """Rounds of one fault, and their row of the table."""
 
     def __init__(self, fault: str, expected: list[int], when: int):
         self._fault, self._expected, self._when = fault, expected, when
@@ -128,7 +128,7 @@ class Rounds:
 
     @property
     def num_wrong(self) -> int:
-        """Outputs that differ; of requests with an error, those whose tokens are no beginning of the right ones."""
+        """Number of outputs that differ; after an error, the tokens must be a prefix of the right ones."""
         return sum(
             each.token_ids != self._expected[: len(each.token_ids) if each.error else None] for each in self._watched
         )
@@ -173,7 +173,7 @@ def config_of(args: argparse.Namespace, **more: Any) -> RuntimeConfig:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Cause every fault; 1 if an output differs."""
+    """Cause every fault; return 1 if an output differs."""
     prompt = load_prompts(args)[0].turns[0]
     with LookaheadRuntime.from_config(config_of(args, gpus=1)) as runtime:
         request = runtime.request(prompt, args.max_new_tokens, eos=False)
@@ -197,7 +197,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def of_runtime(runtime: LookaheadRuntime, request: Request, when: int, cause: Callable[[], None]) -> Watched:
-    """Decode a request on a runtime, with the fault."""
+    """Decode a request on a runtime; cause the fault after delta number `when`."""
     watched, stream = Watched(), runtime.stream_request(request)
     watched.read((delta.token_ids for delta in stream), when, cause)
     watched.losses = stream.generation.losses if stream.generation is not None else 0
@@ -205,7 +205,7 @@ def of_runtime(runtime: LookaheadRuntime, request: Request, when: int, cause: Ca
 
 
 def process_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests. In each, one replica is lost, or fails in a step."""
+    """Yield rounds in which one replica is lost, or fails in a step."""
     with LookaheadRuntime.from_config(config_of(args)) as runtime, tempfile.TemporaryDirectory() as folder:
         for number in itertools.count():
             victim = replica_processes()[number % 2]
@@ -220,7 +220,7 @@ def process_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator
 
 
 def disk_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests of a runtime whose cache_dir is on a full disk."""
+    """Yield rounds of a runtime whose cache_dir is on a full disk."""
     with tempfile.TemporaryDirectory() as folder:
         mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_KIB}k", "tmpfs", folder]
         if (done := subprocess.run(mount, capture_output=True, text=True, check=False)).returncode:
@@ -239,7 +239,7 @@ def disk_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Wa
 
 
 def disconnect_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield how soon a server has freed the replicas of a client that went away, as the wait after its last delta."""
+    """Yield rounds whose last wait is the time to free the replicas of a client that disconnected."""
     with LookaheadRuntime.from_config(config_of(args)) as runtime, served(runtime) as (url, scheduler):
         while True:
             watched = Watched()
@@ -254,7 +254,7 @@ def disconnect_rounds(fault: str, case: Case, args: argparse.Namespace) -> Itera
 
 
 def sigterm_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests of an lp-serve that gets SIGTERM."""
+    """Yield rounds of an lp-serve that gets SIGTERM."""
     settings = ["port=0", "gpus=2", "device=cpu", "dtype=float32", "shutdown_timeout=60", "lookahead.prior=none"]
     settings += ["lookahead.W=7", "lookahead.N=5", "lookahead.G=7", "served_name=demo"]
     if args.model is not None:
@@ -286,7 +286,7 @@ def sigterm_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator
 
 
 def refusal_of(url: str) -> str:
-    """Return the status of a server's /ready once it is not "ok" any more."""
+    """Return the status of a server's /ready once it is no longer "ok"."""
     while True:
         try:
             urllib.request.urlopen(f"{url}/ready").close()
@@ -298,7 +298,7 @@ def refusal_of(url: str) -> str:
 
 
 def stream_of(url: str, model: str, request: Request, num_times: int = 1) -> Generator[str, None, None]:
-    """Yield the texts of a server's stream; `num_times`: how often as many tokens as the request has."""
+    """Yield the texts of a server's stream, of `num_times` as many tokens as the request has."""
     client = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
     length = num_times * request.max_new_tokens
     options: dict[str, Any] = {"temperature": 0, "stream": True, "extra_body": {"ignore_eos": True}}
@@ -311,7 +311,7 @@ def stream_of(url: str, model: str, request: Request, num_times: int = 1) -> Gen
 
 
 class LinkedHost(SpawnHost):
-    """Spawned replicas, each on its side of a link."""
+    """Spawned replicas, each on one side of a link."""
 
     def __init__(self, config: RuntimeConfig, link: Link):
         self._link = link
@@ -323,7 +323,7 @@ class LinkedHost(SpawnHost):
 
 
 def network_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests during which the network between the two replicas has a fault; it is well again afterwards."""
+    """Yield rounds in which the network between the two replicas has a fault; it is healed afterwards."""
     config = config_of(args, launcher=LauncherConfig(backend="gloo", interface=INTERFACE), gpus_per_replica=1)
     with Link() as link, link.entered(0):
         launcher = TeamLauncher(config, LinkedHost(config, link))
@@ -353,7 +353,7 @@ def network_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator
 
 
 def ray_rounds(fault: str, case: Case, args: argparse.Namespace) -> Iterator[Watched]:
-    """Yield requests. In each, one replica's Ray node is lost; then another node joins."""
+    """Yield rounds in which one replica's Ray node is lost; then another node joins."""
     import ray
     from ray.cluster_utils import Cluster
 

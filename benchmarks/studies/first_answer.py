@@ -1,9 +1,9 @@
-"""What the vocabulary prior costs the first answers: a new process with an empty cache, with a full one, and no prior.
+"""Times a new process's first answers with an empty cache, with a full one, and without prior.
 
     python benchmarks/speed.py first_answer --model REAL --prompts humaneval.jsonl:prompt --limit 3
 
-Each row is a runtime of its own: the seconds until it was ready, and those of its first, second and third answer.
-`again` has the cache that `empty cache` left, and asks for what is missing in it.
+The prior is the vocabulary prior, and the cache keeps it on disk. Each row is a separate runtime: the seconds until it
+was ready, and those of its first three answers. `again` has the cache that `empty cache` left, and queries the rest.
 """
 
 from __future__ import annotations

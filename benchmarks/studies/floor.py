@@ -1,15 +1,15 @@
-"""How far a step is from the floor: the time that it takes to read the model's weights once.
+"""Compares a step with its floor: the time to read the model's weights once.
 
     python benchmarks/micro.py floor --models DIR ... --tokens 1 64 128 --compile off auto full --dtype bfloat16
     python benchmarks/micro.py floor --shapes 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
 
-The floor is weight bytes / copy bandwidth, the bandwidth being what a large copy on the device reaches, bytes read and
-written. A step is what decoding does: inputs to the device, forward pass, successors and top-k candidates back on the
-host. Medians of --rounds, which alternate between the sizes. `issued ms` is when the host has given the device
-everything to do: what the host takes is hidden behind the device as long as that is less than the step. Weights that
-packing keeps outside of parameters are counted by their shapes. With --sums each layer's two sums over the GPUs of a
-replica are in the passes, of one GPU over NCCL (gloo on a CPU): what captured passes of several GPUs launch more. The
-exit status is 1 if a model could not be measured.
+The floor is weight bytes / copy bandwidth. The bandwidth is that of a large copy on the device, counting bytes read and
+written. A step does the work of decoding: copy inputs to the device, run the forward pass, and bring successors and
+top-k candidates back to the host. Figures are medians of --rounds, which alternate between the sizes. `issued ms` is
+the time until the host has issued all work to the device: the device hides the host's time as long as that is shorter
+than the step. Weights that packing keeps outside of parameters are counted by their shapes. With --sums, the passes
+contain each layer's two sums over the GPUs of a replica, on one GPU over NCCL (gloo on a CPU): the additional launches
+of captured passes of several GPUs. The exit status is 1 if a model could not be measured.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 
 NUM_WARM_UPS = 4  # rounds: the first of a size compiles and captures
-NUM_COPIES = 10  # of which the fastest counts
-COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # beyond any cache
+NUM_COPIES = 10  # the fastest counts
+COPY_BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}  # larger than any cache
 SUMMED = ("o_proj", "down_proj")
-SUM_SECONDS = 60.0  # that forming the group of one may take
-BRANCH = 8  # tokens of a branch under the root, as a drafted tree has about
+SUM_SECONDS = 60.0  # timeout for forming the group of one
+BRANCH = 8  # tokens per branch under the root, about as in drafted trees
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--models", nargs="+", default=[], help="directories; the demo model if nothing is given")
-    parser.add_argument("--shapes", nargs="+", default=[], choices=SHAPES, help="of inflated models")
+    parser.add_argument("--shapes", nargs="+", default=[], choices=SHAPES, help="shapes of inflated models")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 128])
     parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto", "full"])
     parser.add_argument("--dtype", default="auto")
@@ -66,21 +66,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--sums", action="store_true", help="sum each layer's outputs as a replica of several GPUs does"
     )
-    parser.add_argument("--copy-mib", type=int, default=None, help="bytes of the copy; beyond any cache by default")
+    parser.add_argument("--copy-mib", type=int, default=None, help="size of the copy; larger than any cache by default")
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given; returns at once on a CPU."""
+    """Wait until the device has finished its work; return at once on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
-    """Return the bytes a second, read and written, of a large copy: the best of several.
+    """Return the bytes per second, read and written, of the fastest of several large copies.
 
     Args:
         device: where the copy is made.
-        num_bytes: that are copied; None for more than any cache holds.
+        num_bytes: size of the copy; None for more than any cache holds.
     """
     source = torch.ones(num_bytes or COPY_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -97,7 +97,7 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
 def weight_bytes(model: CausalLM) -> int:
     """Return the bytes that a step of one token reads.
 
-    Those are all weights but an embedding that is only looked up; tied weights count once.
+    All weights count, tied ones once, except for an embedding that is only looked up.
     """
     seen = {id(each): each.numel() * each.element_size() for each in model.parameters()}
     embedding: Any = model.get_input_embeddings()
@@ -119,16 +119,16 @@ def drafted_tree(size: int, vocabulary_size: int) -> TokenTree:
 def measure(
     model: ModelRunner, sizes: Sequence[int], num_committed: int, rounds: int
 ) -> dict[int, tuple[float, float]]:
-    """Time steps of trees, in turns.
+    """Time steps of trees, alternating between the sizes.
 
     Args:
-        model: what is timed.
+        model: model to time.
         sizes: numbers of tokens of a step.
         num_committed: tokens in the KV cache before the first step.
         rounds: steps of each size.
 
     Returns:
-        Medians of the step and of what the host issues it in, in milliseconds, by the step's number of tokens.
+        Median milliseconds of the step and of the host's issuing, by the step's number of tokens.
     """
     sampler = Sampler(TreeProcessors([], model.device), None, num_top_k=K)
     text = [i % model.vocabulary_size for i in range(num_committed)]
@@ -155,7 +155,7 @@ def measure(
 
 
 def add_sums(model: torch.nn.Module, reducer: CollectiveReducer) -> None:
-    """Have every layer's last projections sum their outputs over a replica's GPUs, of which there is one."""
+    """Make every layer's last projections sum their outputs over a replica's GPUs (here only one)."""
     for name, module in list(model.named_modules()):
         parent, _, last = name.rpartition(".")
         if last in SUMMED and isinstance(module, torch.nn.Linear):
@@ -163,7 +163,7 @@ def add_sums(model: torch.nn.Module, reducer: CollectiveReducer) -> None:
 
 
 def lone_reducer(device: torch.device) -> CollectiveReducer:
-    """Return what sums over one GPU."""
+    """Return a reducer over one GPU."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     group = shard_group(ShardPlace(segment=new_segment_name()), backend, SUM_SECONDS)
     return CollectiveReducer(group, 1, can_capture=backend == "nccl")
@@ -175,15 +175,15 @@ def measure_model(
     """Measure one model with one way to launch a pass.
 
     Args:
-        args: of the study.
-        shape: of an inflated model; None for the model at `path`.
+        args: arguments of the study.
+        shape: shape of an inflated model; None for the model at `path`.
         path: directory; None for the demo model.
         mode: the setting `compile`.
         device: where the model runs.
-        bandwidth: bytes a second.
+        bandwidth: bytes per second.
 
     Returns:
-        A row of results a number of tokens.
+        One row of results per number of tokens.
     """
     config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=mode)
     if shape is None:
@@ -206,14 +206,14 @@ def measure_model(
 
 
 def free_memory(device: torch.device) -> None:
-    """Return what deleted models held to the device."""
+    """Release the device memory of deleted models."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every model in every mode; 1 if one could not be measured."""
+    """Measure every model in every mode; return 1 if one could not be measured."""
     device = choose_device("auto", 0)
     bandwidth = copy_bandwidth(device, None if args.copy_mib is None else args.copy_mib << 20)
     results = Results("floor", args.output)
@@ -223,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             for row in measure_model(args, shape, path, mode, device, bandwidth):
                 results.add(row)
-        except Exception:  # of a compiler, or for want of memory: the others are still worth having
+        except Exception:  # a compiler's, or out of memory: measure the other models
             traceback.print_exc()
             failed.append(f"{shape or path or 'demo'} {mode}")
         free_memory(device)

@@ -1,12 +1,12 @@
-"""Steps that a grammar saves: S on 40 JSON schemas, with and without drafting what the grammar forces.
+"""Measures steps that a grammar saves: S on 40 JSON schemas, with and without drafting forced tokens.
 
     python benchmarks/correctness.py forced                            # the demo model
     python benchmarks/correctness.py forced --model DIR --max-new-tokens 120
 
 Schemas are of two kinds: small records of three to six values, and nested arrays of records. Every schema is decoded
-greedily with one token a step, with W=15 N=5 G=15 and no forced tokens, and with them. S = new tokens / steps; forced
-is the part of the new tokens that a forced draft was accepted for. The exit status is 1 if any two texts differ, or if
-a text that has ended does not satisfy its schema.
+greedily in three ways: one token per step, W=15 N=5 G=15 without forced tokens, and the same with them. S = new tokens
+/ steps; `forced` is the share of the new tokens that come from accepted forced drafts. The exit status is 1 if any two
+texts differ, or if a text that has ended does not satisfy its schema.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = ("small records", "nested arrays")
 
 
 class Unforced(GrammarGuide):
-    """A constraint's state that masks and prunes, and drafts nothing of its own."""
+    """Guide that masks and prunes, but drafts no forced tokens."""
 
     def forced(self, max_tokens: int) -> list[int]:
         return []
@@ -55,24 +55,24 @@ class Unforced(GrammarGuide):
 
 
 class UnforcedGrammars(Grammars):
-    """Makes such states."""
+    """Grammars that make `Unforced` guides."""
 
     def guide(self, *args: Any) -> GrammarGuide:
         guide = super().guide(*args)
-        guide.__class__ = Unforced  # one class of state for both
+        guide.__class__ = Unforced  # both classes have the same attributes
         return guide
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", help="directory; the demo model if not given")
-    parser.add_argument("--schemas", type=int, default=40, help="half of each kind")
+    parser.add_argument("--schemas", type=int, default=40, help="number of schemas, half of each kind")
     parser.add_argument("--max-new-tokens", type=int, default=160)
     parser.add_argument("--seed", type=int, default=0)
 
 
 def record(rng: random.Random, num: int) -> dict[str, Any]:
-    """Return the schema of a record of so many values."""
+    """Return the schema of a record with `num` values."""
     properties = {name: rng.choice(VALUES) for name in rng.sample(NAMES, num)}
     return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
 
@@ -88,7 +88,7 @@ def schema_of(kind: str, rng: random.Random) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every schema in three ways; 1 if any text differs or does not satisfy its schema."""
+    """Decode every schema in three ways; return 1 if any text differs or does not satisfy its schema."""
     torch.set_num_threads(1)
     config = ModelConfig(path=args.model)
     tokenizer = load_tokenizer(config)

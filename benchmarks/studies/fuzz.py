@@ -1,14 +1,15 @@
-"""Thousands of malformed HTTP requests and command lines: is each refused, and does the server go on?
+"""Sends malformed HTTP requests and command lines: is each refused, and does the server keep running?
 
     python benchmarks/correctness.py fuzz --requests 2200 --fields 1000 --overrides 1000
 
-Every request goes to a server of the demo model in this process, byte for byte over a socket. It must be answered by a
-4xx within a minute. Requests of the kinds `extreme value`, `random` and `derived` may be well-formed and get a 200.
-Those of the last kind have every field of every route, by the classes of the bodies. Chats of their server take
+Every request goes to a server of the demo model in this process, byte for byte over a socket. It must be answered with
+a 4xx within a minute. Requests of the kinds `extreme value`, `random` and `derived` may be well-formed and get a 200.
+Those of the kind `derived` cover every field of every route, by the classes of the bodies; chats of their server take
 tools, and reason.
+
 Every command line goes to the command's main function: it must end with status 2 and one line on stderr. Afterwards
-/health must say 200, nothing may be left running, and a good request must get the tokens that it got before. The tables
-count answers by kind and status; what was wrong goes to stderr. The exit status is 1 if anything was wrong.
+/health must return 200, nothing may be left running, and a good request must get the same tokens as before. The tables
+count answers by kind and status; anything wrong goes to stderr, and the exit status is then 1.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ def write(name: str, output: Path | None, seen: Counter[tuple[str, int | str]], 
     """Write a table of answers by kind and status.
 
     Args:
-        name: of the table.
+        name: name of the table.
         output: folder; None to print only.
         seen: number of answers by (kind, status).
-        about: what holds for the table.
+        about: text above the table.
     """
     results = Results(name, output)
     statuses = sorted({status for _, status in seen}, key=str)
@@ -58,7 +59,7 @@ def write(name: str, output: Path | None, seen: Counter[tuple[str, int | str]], 
 
 
 def run(args: argparse.Namespace) -> int:
-    """Send everything; 1 if anything is not refused, or the server does not go on."""
+    """Send everything; return 1 if anything is not refused, or the server does not keep running."""
     faults, is_well = [], True
     every = {
         "fuzz_requests": (TEMPLATE, http_cases(args.requests, args.seed), LIMITS),

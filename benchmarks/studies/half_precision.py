@@ -1,12 +1,13 @@
-"""Half precision: how often does lookahead decoding differ from one token a step? exactness=fast beside strict.
+"""Counts how often lookahead decoding in half precision differs from one token per step.
 
     python benchmarks/correctness.py half_precision --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --gpus 1 2
 
-Each prompt is decoded one token a step (W=0, G=0, one replica) and with every setting on every number of replicas,
-past the end-of-sequence token to exactly --max-new-tokens, in --dtype. `differ` counts outputs that are not equal,
-token for token; `gap` is the difference of the two largest logits, in one-token decoding, where an output first
-differs. S is tokens over forward passes; `seconds` are of lookahead decoding, `plain s` of one token a step at the
-same exactness. The exit status is 1 if an output of exactness=strict differs.
+Both exactness=fast and exactness=strict are measured. Each prompt is decoded one token per step (W=0, G=0, one
+replica), and with every setting on every number of replicas, past the end-of-sequence token to exactly
+--max-new-tokens, in --dtype. `differ` counts outputs that are not equal, token for token. `gap` is the difference of
+the two largest logits, in one-token decoding, where an output first differs. S is tokens over forward passes. `seconds`
+is the time of lookahead decoding, `plain s` that of one token per step at the same exactness. The exit status is 1 if
+an output of exactness=strict differs.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Margins:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compare every prompt's output; 1 if a strict one differs."""
+    """Compare every prompt's output; return 1 if a strict one differs."""
     prompts = load_prompts(args)
     model = ModelConfig(path=args.model)
     margins = Margins(model, args.dtype)
@@ -94,5 +95,5 @@ def run(args: argparse.Namespace) -> int:
 def decode_all(
     runtime: LookaheadRuntime, prompts: Sequence[Prompt], max_new_tokens: int, lookahead: LookaheadConfig
 ) -> list[Generation]:
-    """Decode every prompt past the end of its text."""
+    """Decode every prompt past the end-of-sequence token."""
     return [runtime.generate(prompt.value, max_new_tokens, eos=False, lookahead=lookahead) for prompt in prompts]

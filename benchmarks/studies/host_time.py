@@ -1,20 +1,20 @@
-"""What of a step does not hide behind an accelerator: from the end of a pass to the launch of the next one.
+"""Measures host time that an accelerator cannot hide: from the end of a pass to the next launch.
 
     python benchmarks/micro.py host --prompts humaneval.jsonl:prompt --limit 6 --settings 7,5,7 15,5,15 30,5,30 auto
     python benchmarks/micro.py host --prompts humaneval.jsonl:prompt --limit 6 --settings 15,5,15 auto --gpus 1 2 4 8
 
-Needs no accelerator. Every prompt is decoded once on this machine, and what each step samples is kept; then again with
-a device that is none: a launch returns at once, and some milliseconds later the pass has ended and what was kept is
-there, of the other replicas, too: the one that is timed is the first. The host meanwhile does what it does beside a
-GPU (its caches stay its own; a CPU's forward pass would empty them): it writes the inputs of a pass of a fixed size,
-waits where it would wait, and merges what all have sampled. Launching the graph, the collective and copies are not
-included.
+Needs no accelerator. Every prompt is decoded once on this machine, and the samples of each step are kept. It is then
+decoded again with a simulated device: a launch returns at once, and some milliseconds later the pass has ended and the
+kept samples are available, also those of the other replicas. The first replica is timed. The host does the same work as
+with a GPU: it writes the inputs of a pass of a fixed size, waits where it would wait, and merges the samples of all
+replicas. Its caches keep its own data, which a CPU's forward pass would evict. Launching the graph, the collective and
+copies are not included.
 
-A pass of one token takes --device-ms, one of more what CURVE says, which `auto` sizes its steps by. So that both runs
-grow the same trees, both are told that the host takes --host-us and --node-us for each node.
+A pass of one token takes --device-ms; CURVE has the factors for more tokens, and `auto` sizes its steps by it. So that
+both runs grow the same trees, both assume a host time of --host-us, plus --node-us for each node.
 
-The figures are microseconds a step of one replica, median and 90th percentile over all steps, text decoding and
-delivery included. For the drafter `full`, greedy.
+The figures are microseconds per step of one replica, median and 90th percentile over all steps, text decoding and
+delivery included, for the drafter `full`, greedy.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from studies.replay import (
 )
 from studies.whole_tree import WholeTreeEngine
 
-CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # of one token's time: what is aimed at on an H200 with 7B parameters
+CURVE = {1: 1.0, 64: 1.11, 128: 1.26, 256: 2.1}  # relative to one token's time: the target for 7B parameters on an H200
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A request that was decoded.
+    """Request that was decoded, with its output.
 
     Attributes:
-        request: what was decoded.
+        request: the request.
         token_ids: new tokens.
-        steps: [T, width] what all replicas sampled, by step, the prefill's first.
+        steps: [T, width] samples of all replicas, by step, the prefill's first.
     """
 
     request: Request
@@ -75,16 +75,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_prompt_arguments(parser)
     add_settings_argument(parser)
     parser.add_argument("--gpus", nargs="+", type=int, default=[1], metavar="R", help="replicas")
-    parser.add_argument("--device-ms", type=float, default=4.0, help="that a pass of one token takes")
-    parser.add_argument("--host-us", type=float, default=100.0, help="that `auto` takes the host for, a step")
-    parser.add_argument("--node-us", type=float, default=1.0, help="and a node")
+    parser.add_argument("--device-ms", type=float, default=4.0, help="time of a pass of one token")
+    parser.add_argument("--host-us", type=float, default=100.0, help="host time per step that `auto` assumes")
+    parser.add_argument("--node-us", type=float, default=1.0, help="host time per node that `auto` assumes")
 
 
 class HostBench:
     """A model and prompts.
-
-    Args:
-        args: of the study.
 
     Attributes:
         prompts: token ids of every prompt.
@@ -108,7 +105,7 @@ class HostBench:
             lookahead: the settings.
 
         Returns:
-            S over all prompts, and the device with what it has measured.
+            S over all prompts, and the device with its measurements.
         """
         calibration = AssumedCalibration(self._model, num_replicas, self._curve, self._known)
         recorded = self._record(num_replicas, calibration, lookahead)
@@ -125,7 +122,7 @@ class HostBench:
             events = cast(Generator[Event, None, None], engine.run(one.request, make_sampler_spec(model, one.request)))
             stream = GenerationStream(events, RequestText(one.request, self._tokenizer))
             assert [token for delta in stream for token in delta.token_ids] == one.token_ids
-            if number == 0:  # the first one warms up
+            if number == 0:  # warm-up
                 device.gaps.clear()
                 device.sizes.clear()
         timed = recorded[1:]
@@ -134,7 +131,7 @@ class HostBench:
     def _record(
         self, num_replicas: int, calibration: AssumedCalibration, lookahead: LookaheadConfig
     ) -> Sequence[Recorded]:
-        """Decode all prompts on this machine, the first one twice: what it teaches changes the next trees."""
+        """Decode all prompts on this machine, the first one twice: what the engine learns changes later trees."""
         engine = WholeTreeEngine(lambda: self._clocks(calibration), self._model, num_replicas, calibration)
         prompts = [self.prompts[0], *self.prompts]
         requests = [Request(prompt, lookahead, self._args.max_new_tokens) for prompt in prompts]

@@ -1,12 +1,12 @@
-"""One seed, one output: lookahead decoding against one token a step, over random choices of everything.
+"""Compares lookahead decoding with one token per step, over random cases: one seed, one output.
 
     python benchmarks/correctness.py identity                       # 500 cases, about 5 minutes on 2 cores
     python benchmarks/correctness.py identity --cases 50 --seed 1
 
 A case is a family of models, W, N, G, a number of replicas from 1 to 4 (real processes that meet over gloo), a prompt,
-sampling settings with a seed (or greedy decoding), and where to stop. Every rank's tokens must be those of this
-runtime's decoding of one token a step on one replica, and, where decoding is greedy, those of transformers' `generate`.
-The exit status is 1 after a mismatch, or if the comparison does not notice noise that is wrong on purpose.
+sampling settings with a seed (or greedy decoding), and where to stop. Every rank's tokens must equal those of this
+runtime's decoding of one token per step on one replica, and, if decoding is greedy, those of transformers' `generate`.
+The exit status is 1 after a mismatch, or if the comparison does not notice deliberately wrong noise.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import GumbelNoise
 
-NUM_WRONG = 20  # sampled cases that are decoded with wrong noise
+NUM_WRONG = 20  # maximum sampled cases that are decoded with wrong noise
 CHOSEN = sorted(FAMILIES.keys() - {"phi3_longrope"})  # its context is too short for these cases
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is decoded.
+    """A request to decode.
 
     Attributes:
-        family: of the model, a key of FAMILIES.
-        num_replicas: that share each step.
-        request: what they are asked.
+        family: family of the model, a key of FAMILIES.
+        num_replicas: number of replicas that share each step.
+        request: the request.
     """
 
     family: str
@@ -52,7 +52,7 @@ class Case:
 
 
 class Output(NamedTuple):
-    """What a rank decoded.
+    """Output of one rank.
 
     Attributes:
         token_ids: new tokens.
@@ -64,7 +64,7 @@ class Output(NamedTuple):
 
 
 class DepthNoise(GumbelNoise):
-    """Wrong on purpose: noise that goes by the depth in the tree instead of the absolute position."""
+    """Deliberately wrong noise: depends on the depth in the tree instead of the absolute position."""
 
     def at(self, positions: Sequence[int]) -> torch.Tensor:
         return super().at([position - min(positions) for position in positions])
@@ -127,7 +127,7 @@ def random_cases(num_cases: int, seed: int) -> list[Case]:
 
 
 def make_model(family: str) -> ModelRunner:
-    """Return a random model of a family; equal in every process."""
+    """Return a random model of a family; it is identical in every process."""
     name, settings = FAMILIES[family]
     return ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
 
@@ -154,17 +154,17 @@ def decode_on_replicas(cases: Sequence[Case], num_replicas: int) -> list[list[Ou
 
 
 def is_plain_greedy(request: Request) -> bool:
-    """Whether transformers' greedy decoding needs no settings to give the request's output."""
+    """Return whether transformers' greedy decoding without any settings must give the request's output."""
     return request.sampling == SamplingConfig()
 
 
 def generate(model: ModelRunner, request: Request) -> list[int]:
-    """Return the new tokens of transformers' own greedy decoding."""
+    """Return the new tokens of transformers' greedy decoding."""
     return generate_greedily(model.model, request.prompt_ids, request.max_new_tokens, request.eos_token_ids)
 
 
 def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
-    """Whether the comparison notices noise that goes by the depth in the tree instead of the position."""
+    """Return whether the comparison notices noise by depth in the tree instead of position."""
     for case in cases[:NUM_WRONG]:
         outputs = []
         for lookahead in (case.request.lookahead, PLAIN):
@@ -179,7 +179,7 @@ def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
 
 
 def compare(cases: Sequence[Case], models: Mapping[str, ModelRunner], num_replicas: int) -> dict[str, int | float]:
-    """Decode cases on so many replicas and compare every rank's tokens; return a row of results."""
+    """Decode cases on `num_replicas` replicas, compare every rank's tokens, and return a row of results."""
     ranks = decode_on_replicas(cases, num_replicas)
     num_wrong, num_steps, num_tokens, num_greedy = 0, 0, 0, 0
     for i, case in enumerate(cases):
@@ -198,7 +198,7 @@ def compare(cases: Sequence[Case], models: Mapping[str, ModelRunner], num_replic
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every case; 1 after a mismatch."""
+    """Decode every case; return 1 after a mismatch."""
     torch.set_num_threads(1)
     cases = random_cases(args.cases, args.seed)
     models = {family: make_model(family) for family in CHOSEN}

@@ -1,13 +1,14 @@
-"""Every kernel of a layer, at a real model's sizes, against float64 and with its time, by tokens fed and by prefix.
+"""Checks a layer's kernels against float64 and times them, at a real model's sizes.
 
     python benchmarks/micro.py kernels --tokens 1 8 64 256 --prefixes 512 4096 32768
 
-A model of one layer (32 query and 8 key-value heads of 128 by default) with random weights feeds a tree behind a
-prefix, as decoding does: captured, with our kernels. `error` is ||logits - reference|| / ||reference|| over all nodes,
-less their means, the reference being the same weights in float64 through transformers' attention; `unfused` is the
-error of transformers' own layers in the same dtype, which is what rounding alone costs. The times are microseconds of
-one replay: of the whole pass, and (`--profile`) of each kernel of ours in it by name, as torch's profiler sees them.
-The exit status is 1 if an error is above twice what rounding alone costs and above the tolerance of the self-check.
+There is a row per number of tokens fed and length of the prefix. A model of one layer (32 query and 8 key-value heads
+of 128 by default) with random weights feeds a tree after a prefix, as decoding does: captured, with our kernels.
+`error` is ||logits - reference|| / ||reference|| over all nodes, less their means; the reference is the same weights in
+float64 through transformers' attention. `unfused` is the error of transformers' own layers in the same dtype, which is
+due to rounding alone. The times are microseconds of one replay: of the whole pass, and (`--profile`) of each kernel of
+ours in it by name, as torch's profiler sees them. The exit status is 1 if an error is above twice that of rounding
+alone and above the tolerance of the self-check.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--head-size", type=int, default=128)
     parser.add_argument("--intermediate", type=int, default=11008)
     parser.add_argument("--vocabulary", type=int, default=32000)
-    parser.add_argument("--profile", action="store_true", help="also the time of each kernel, at each size")
+    parser.add_argument("--profile", action="store_true", help="also time each kernel at each size")
 
 
 def one_layer(args: argparse.Namespace, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -68,12 +69,12 @@ def one_layer(args: argparse.Namespace, dtype: torch.dtype, device: torch.device
 
 
 class Fed:
-    """A model whose slot holds a prefix.
+    """Model whose slot holds a prefix.
 
     Args:
         runner: the model.
         prefix: committed tokens.
-        capacity: tokens that must fit behind them.
+        capacity: tokens that must fit after them.
     """
 
     def __init__(self, runner: ModelRunner, prefix: int, capacity: int):
@@ -82,7 +83,7 @@ class Fed:
         runner.prefill(self._slot, [i * 7919 % runner.vocabulary_size for i in range(prefix)])
 
     def logits(self, tree: TokenTree) -> torch.Tensor:
-        """Return [T, V] float32 logits of a tree, which is not committed."""
+        """Return [T, V] float32 logits of a tree, without committing it."""
         return self._runner.forward(StepInputs.whole(self._slot, tree), commit=False).logits
 
     def forget(self) -> None:
@@ -91,7 +92,7 @@ class Fed:
 
 
 def error_of(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return ||actual - expected|| / ||expected|| of logits less their means."""
+    """Return ||actual - expected|| / ||expected|| of logits, less their means."""
     actual, expected = (each.double() - each.double().mean(-1, keepdim=True) for each in (actual, expected))
     return ((actual - expected).norm() / expected.norm()).item()
 
@@ -109,7 +110,7 @@ def median_us(fed: Fed, tree: TokenTree, device: torch.device) -> float:
 
 
 def rows_of(args: argparse.Namespace, name: str, prefix: int, device: torch.device) -> Iterator[dict]:
-    """Yield a row for every number of tokens, all behind one prefix, in one dtype."""
+    """Yield a row for every number of tokens, all after one prefix, in one dtype."""
     dtype = getattr(torch, name)
     capacity = 2 * max(args.tokens)
     trees = [drafted_tree(tokens, args.vocabulary) for tokens in args.tokens]
@@ -132,13 +133,13 @@ def rows_of(args: argparse.Namespace, name: str, prefix: int, device: torch.devi
 
 
 def own_kernels(fed: Fed, tree: TokenTree, device: torch.device) -> dict[str, float]:
-    """Return the microseconds of each of our kernels in a pass, by its name; empty where no device is profiled."""
+    """Return the microseconds of each of our kernels in a pass, by name; empty if the profiler sees none."""
     times = device_times(lambda: fed.logits(tree), device)
     return {each.name.lstrip("_"): each.microseconds for each in times if each.name.startswith("_")}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every dtype and prefix; 1 if an error is too large."""
+    """Measure every dtype and prefix; return 1 if an error is too large."""
     device = choose_device("auto", 0)
     results = Results("kernels", args.output, {"error": ".2e", "unfused": ".2e", "us": ".0f"})
     num_wrong = 0

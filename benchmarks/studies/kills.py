@@ -1,13 +1,13 @@
-"""Replicas lost at random steps: is the output that of an undisturbed run, and how long does no token come?
+"""Kills replicas at random steps: is the output right, and how long does no token arrive?
 
     python benchmarks/resilience.py kills --prompts humaneval.jsonl:prompt --kills 100 --gpus 2 3 4 \\
         --how kill stop memory --backends shared gloo
 
 Every request loses one replica, chosen at random, at a random step; greedy and sampled requests take turns. A replica
-is lost by SIGKILL (kill), by SIGSTOP, after which it hangs (stop), or by memory that it cannot allocate (memory).
-With --gpus-per-replica any shard may be the one that is lost, and its replica with it. The
-next request begins when the lost replica is back. The exit status is 1 if any output differs. Spawned replicas,
-float32; sizes of steps are given, so that nothing is measured at a start.
+is lost by SIGKILL (kill), by SIGSTOP, after which it hangs (stop), or by memory that it cannot allocate (memory). With
+--gpus-per-replica any shard may be lost, and its replica with it. The next request begins when the lost replica is
+back. The exit status is 1 if any output differs from an undisturbed run. Replicas are spawned and run in float32. Step
+sizes are fixed, so that nothing is measured at a start.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfi
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 WAYS = ("kill", "stop", "memory")
-MIN_MEMORY_BYTES = 1 << 20  # that a replica may still allocate, which does not suffice for a step
-RESTART_TIMEOUT_SECONDS = 120.0  # until a lost replica must be back
+MIN_MEMORY_BYTES = 1 << 20  # a replica may still allocate this much, too little for a step
+RESTART_TIMEOUT_SECONDS = 120.0  # a lost replica must be back by then
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One request's output.
+    """Output of one request.
 
     Attributes:
         token_ids: new tokens.
-        waits: milliseconds between a delta and the next one.
-        losses: replicas that were lost while it was decoded.
+        waits: milliseconds between each delta and the next one.
+        losses: number of replicas lost while it was decoded.
     """
 
     token_ids: list[int]
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(number: int) -> SamplingConfig:
-    """Return greedy decoding and sampling in turns."""
+    """Return greedy settings for even requests, sampled ones for odd requests."""
     return SamplingConfig(temperature=0.8, seed=number) if number % 2 else SamplingConfig(temperature=0.0)
 
 
@@ -84,12 +84,12 @@ def decode(
 
 
 def wait_for_all(runtime: LookaheadRuntime, lost: psutil.Process) -> None:
-    """Wait until every replica runs and is loaded again, without the process that was lost."""
+    """Wait until every replica is running and loaded again, and the lost process is gone."""
     deadline = time.monotonic() + RESTART_TIMEOUT_SECONDS
     num_processes = runtime.num_replicas * runtime.gpus_per_replica
 
     def are_all_there() -> bool:
-        found = replica_processes()  # a process that was killed stays among them until its loss is noticed
+        found = replica_processes()  # includes a killed process until its loss is noticed
         return lost not in found and len(found) >= num_processes and runtime.num_ready == runtime.num_replicas
 
     while not are_all_there():
@@ -99,7 +99,7 @@ def wait_for_all(runtime: LookaheadRuntime, lost: psutil.Process) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode and kill; 1 if any output differs."""
+    """Decode and kill; return 1 if any output differs."""
     prompts = [prompt.turns[0] for prompt in load_prompts(args)]
     model = ModelConfig(path=args.model)
     num_shards = args.gpus_per_replica
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lose(process: psutil.Process, how: str) -> None:
-    """Have a replica's process end, hang, or find no memory."""
+    """Kill a replica's process, suspend it, or leave it without memory."""
     if how == "kill":
         process.kill()
     elif how == "stop":
@@ -136,7 +136,7 @@ def lose(process: psutil.Process, how: str) -> None:
 def lose_many(
     config: RuntimeConfig, prompts: list[str], expected: list[Decoded], how: str, args: argparse.Namespace
 ) -> Row:
-    """Decode requests of which each loses a replica; return a row of the table."""
+    """Decode requests that each lose a replica; return a row of the table."""
     rng = random.Random(args.seed)
     place, num_rows = args.gpus.index(config.gpus), len(args.gpus)
     numbers = range(place, args.kills, num_rows)
@@ -155,7 +155,7 @@ def lose_many(
             usual += decoded.waits[:when]
             wrong += decoded.token_ids != expected[number].token_ids
             losses += decoded.losses
-            if victim.is_running():  # one that has found memory enough
+            if victim.is_running():  # it found enough memory
                 victim.kill()
             wait_for_all(runtime, victim)
     row: Row = {"losses": len(numbers), "noticed while decoding": losses, "outputs that differ": wrong}

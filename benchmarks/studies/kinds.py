@@ -1,14 +1,14 @@
-"""Tokens per second of drafters and sizes of steps, by kind of prompt and temperature, over one token a step.
+"""Compares tokens per second with one token per step, by setting, kind of prompt and temperature.
 
     python benchmarks/speed.py kinds --prompts spec_bench.jsonl:turns --limit 480 --each 3 --temperatures 0 0.7 1.0
     python benchmarks/speed.py kinds --model DIR --chat --eos --prompts spec_bench.jsonl:turns --limit 480 --each 2 \\
         --temperatures 0 --settings auto tokens=4 tokens=8 tokens=16 tokens=32 tokens=64
 
-Every prompt is decoded with every setting, one after the other, in an order that turns from prompt to prompt. The
-columns are the ratio to one token a step of decoding's tokens per second, over all prompts of a kind, the prefill
-excluded; beside them, the first setting's over the best of the others, one token a step among them, and the first
-setting's worst prompt. Nothing else must run on the machine. The exit status is 1 if an output is not that of one token
-a step.
+A setting is a drafter and a step size. Every prompt is decoded with every setting, one after the other, in an order
+that rotates from prompt to prompt. The columns are tokens per second of decoding relative to one token per step, over
+all prompts of a kind, the prefill excluded. Further columns are the first setting relative to the best of the others
+(one token per step included), and the first setting's worst prompt. Nothing else must run on the machine. The exit
+status is 1 if an output differs from that of one token per step.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ ALL = "all"  # the row of all kinds
 
 @dataclass
 class Kind:
-    """What was measured of the prompts of one kind at one temperature.
+    """Measurements of the prompts of one kind at one temperature.
 
     Attributes:
-        plain: seconds of decoding one token a step, a value a prompt.
-        seconds: of decoding, by setting, a value a prompt.
-        step_tokens: tokens fed a step with the first setting, a value a prompt.
+        plain: seconds of decoding one token per step, a value per prompt.
+        seconds: seconds of decoding by setting, a value per prompt.
+        step_tokens: step tokens with the first setting, a value per prompt.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -59,20 +59,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_settings_argument(parser, SETTINGS)
     parser.add_argument("--each", type=int, default=3, help="prompts of each kind")
     parser.add_argument("--temperatures", nargs="+", type=float, default=[0.0, 0.7, 1.0])
-    parser.add_argument("--chat", action="store_true", help="put prompts through the model's chat template")
-    parser.add_argument("--eos", action="store_true", help="stop at the end of the text, else go on past it")
+    parser.add_argument("--chat", action="store_true", help="apply the model's chat template to the prompts")
+    parser.add_argument("--eos", action="store_true", help="stop at end-of-text instead of decoding past it")
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
 
 
 def decode_seconds(generation: Generation) -> float:
-    """Return what was spent behind the prefill's step."""
+    """Return the seconds spent after the prefill's step."""
     return generation.seconds - generation.prefill_seconds
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every kind at every temperature; 1 if any output differs."""
+    """Measure every kind at every temperature; return 1 if any output differs."""
     tasks = [task for task in load_tasks(args) if not task.has_own_answer]
     results = Results("kinds", args.output, {f"{args.settings[0]}, step tokens": ".1f"})
     num_wrong = 0

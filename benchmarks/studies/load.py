@@ -1,14 +1,14 @@
-"""Many clients of lp-serve at once, through the openai client: is every answer right, and how soon is it there?
+"""Queries lp-serve by many clients at once: is every answer right, and how soon does it arrive?
 
     python benchmarks/resilience.py load --prompts humaneval.jsonl:prompt gsm8k.jsonl:question --gpus 2 --clients 64 1
 
-For each number of clients and each scheduling policy (latency: LP at its maximum; throughput: LP 1; fair: elastic) a
-server of spawned replicas is asked by clients that each send one request after another, streamed and whole, greedy and
-sampled, in turns. With --constrained a third of the requests must answer with JSON of one of three schemas. Every
-answer is compared with that of the same prompt alone on one replica. The columns are tokens/s, percentiles (50, 90, 99)
-of the latency and of the time to the first token, the memory of driver and replicas at the start and at the end of each
-quarter, and how soon after the client of a stream has gone nothing runs any more (median and worst). The exit status is
-1 if an answer is wrong or a request fails.
+There is a row for each number of clients and each scheduling policy (latency: LP at its maximum; throughput: LP 1;
+fair: elastic). Clients send requests to a server of spawned replicas through the openai client, one after another:
+streamed and whole, greedy and sampled, in turns. With --constrained a third of the requests must answer with JSON of
+one of three schemas. Every answer is compared with that of the same prompt alone on one replica. The columns are
+tokens/s; percentiles (50, 90, 99) of the latency and of the time to the first token; the memory of driver and replicas
+at the start and at the end of each quarter; and the time from a client's disconnecting until nothing runs any more
+(median and worst). The exit status is 1 if an answer is wrong or a request fails.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SAMPLED = {"temperature": 0.8, "seed": 7}
 GREEDY = {"temperature": 0.0}
-NUM_ABANDONED = 11  # streams whose clients go away
+NUM_ABANDONED = 11  # streams whose clients disconnect
 NUM_QUARTERS = 4
-MAX_WAITING = 10_000  # requests that the scheduler's queue takes: none is refused
-CASE_STRIDE = 17  # cases between two requests of a client: no two clients ask in the same order
+MAX_WAITING = 10_000  # length of the scheduler's queue: no request is refused
+CASE_STRIDE = 17  # cases between two requests of a client, so that no two clients have the same order
 
 SCHEMAS: list[dict[str, Any]] = [
     {
@@ -57,16 +57,16 @@ SCHEMAS: list[dict[str, Any]] = [
         "additionalProperties": False,
     },
 ]
-PLAIN_CASES = 2  # without a constraint, for each one with one
+PLAIN_CASES = 2  # cases without a constraint per case with one
 
 
 class Case(NamedTuple):
-    """What is asked.
+    """A request of a client.
 
     Attributes:
         prompt: text.
-        is_sampled: or decoded greedily.
-        schema: index in SCHEMAS of what the answer must satisfy; None for a text.
+        is_sampled: whether it is sampled or decoded greedily.
+        schema: index in SCHEMAS of the schema that the answer must satisfy; None for a text.
     """
 
     prompt: str
@@ -75,12 +75,12 @@ class Case(NamedTuple):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Settings of sampling."""
+        """Sampling settings."""
         return SAMPLED if self.is_sampled else GREEDY
 
 
 class Expected(NamedTuple):
-    """The right answer: its text, and how many tokens it has."""
+    """Text of the right answer, and its number of tokens."""
 
     text: str
     num_tokens: int
@@ -88,13 +88,13 @@ class Expected(NamedTuple):
 
 @dataclass(frozen=True)
 class Workload:
-    """What every client asks.
+    """Requests of all clients.
 
     Attributes:
         cases: prompts, each greedy and sampled.
         expected: the right answers by case.
-        max_new_tokens: of every request.
-        seconds: for which clients go on asking.
+        max_new_tokens: limit of every request.
+        seconds: how long clients send requests.
     """
 
     cases: list[Case]
@@ -110,23 +110,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", nargs="+", type=int, default=[64, 1])
     parser.add_argument("--policies", nargs="+", default=["latency", "throughput", "fair"])
     parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--constrained", action="store_true", help="a third of the requests has a JSON schema")
-    parser.add_argument("--auto", action="store_true", help="steps as large as pay, not 56 guesses a request")
+    parser.add_argument("--constrained", action="store_true", help="give a third of the requests a JSON schema")
+    parser.add_argument("--auto", action="store_true", help="lookahead=auto instead of 56 guesses per request")
 
 
 class Client(threading.Thread):
-    """Asks one thing after another until the workload's time is up.
+    """Thread that sends one request after another until the workload's time is up.
 
     Args:
-        number: of the client; decides where in the cases it begins.
+        number: number of the client; selects its first case.
         url: base URL of the API.
-        workload: what to ask.
+        workload: requests to send.
 
     Attributes:
         latencies: seconds of each request.
         firsts: seconds to the first token of each streamed request.
-        num_tokens: of the right answers to all requests.
-        faults: what was wrong with answers, and errors.
+        num_tokens: tokens of the right answers to all requests.
+        faults: wrong answers and errors.
     """
 
     def __init__(self, number: int, url: str, workload: Workload):
@@ -176,7 +176,7 @@ def resident_mib() -> float:
 
 
 def seconds_until_free(url: str, prompt: str) -> float:
-    """Abandon a stream; return the seconds until /metrics says that nothing runs."""
+    """Abandon a stream; return the seconds until /metrics reports that nothing runs."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     options: dict[str, Any] = {
         "max_tokens": 900,
@@ -192,7 +192,7 @@ def seconds_until_free(url: str, prompt: str) -> float:
 
 
 def percentiles(values: Sequence[float]) -> list[float] | None:
-    """Return the median, 90th and 99th percentile; None of fewer than two values."""
+    """Return the median, 90th and 99th percentile; None for fewer than two values."""
     if len(values) < 2:
         return None
     cuts = statistics.quantiles(values, n=100)
@@ -225,7 +225,7 @@ def serve(config: RuntimeConfig, policy: str, num_clients: int, workload: Worklo
 
 
 def cases_of(prompts: Sequence[str], constrained: bool) -> list[Case]:
-    """Return what is asked of every prompt, greedily and sampled.
+    """Return the cases of every prompt, greedy and sampled.
 
     Args:
         prompts: texts.
@@ -240,7 +240,7 @@ def cases_of(prompts: Sequence[str], constrained: bool) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve with every policy; 1 if any answer is wrong."""
+    """Serve with every policy; return 1 if any answer is wrong."""
     cases = cases_of([prompt.turns[0] for prompt in load_prompts(args)], args.constrained)
     lookahead = LookaheadConfig() if args.auto else FIXED
     config = RuntimeConfig(

@@ -1,10 +1,10 @@
-"""What the machine is and what it reaches: versions, copy bandwidth, matrix products, launches.
+"""Measures the machine: versions, copy bandwidth, matrix products, kernel launches.
 
     python benchmarks/micro.py machine
 
-Bandwidth counts bytes read and written. `product` is a square product in bfloat16 of random numbers. `launch` is the
-time until a kernel of one element, given to an idle device, is known to have ended; `in a graph` is what each of 1,000
-such kernels takes in a replayed CUDA graph.
+Bandwidth counts bytes read and written. `product` is a square product of random numbers in bfloat16. `launch` is the
+time from giving a kernel of one element to an idle device until its end is known; `in a graph` is the time of each of
+1,000 such kernels in a replayed CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from lp_runtime.replica.loading import choose_device
 
 PACKAGES = ("torch", "triton", "transformers", "numba", "numpy", "hydra-core", "pytest")
 NUM_TIMES = 10
-NUM_KERNELS = 1000  # of the graph
+NUM_KERNELS = 1000  # in the graph
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--copy-mib", type=int, default=4096, help="bytes of the copy, beyond any cache")
+    parser.add_argument("--copy-mib", type=int, default=4096, help="size of the copy, larger than any cache")
     parser.add_argument("--product", type=int, default=8192, help="rows and columns of the product")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what results depend on, and of the driver."""
+    """Return the versions of the packages that results depend on, and of the driver."""
     found = {"Python": platform.python_version(), "CUDA": torch.version.cuda or "none"}
     for name in PACKAGES:
         try:
@@ -64,20 +64,20 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def copy_rate(num_bytes: int, device: torch.device) -> float:
-    """Return the bytes a second, read and written, of a copy on the device."""
+    """Return the bytes per second, read and written, of a copy on the device."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def product_rate(size: int, device: torch.device) -> float:
-    """Return the operations a second of a square product of random numbers in bfloat16."""
+    """Return the operations per second of a square product of random numbers in bfloat16."""
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     return 2 * size**3 / seconds_of(lambda: a @ b, device)
 
 
 def replay_of_small_kernels(device: torch.device) -> Callable[[], None]:
-    """Return what replays a captured graph of NUM_KERNELS kernels of one element."""
+    """Return a function that replays a captured graph of NUM_KERNELS kernels of one element."""
     one = torch.zeros(1, device=device)
     one.add_(1)
     graph = torch.cuda.CUDAGraph()

@@ -1,12 +1,12 @@
-"""Host time of a constraint in a step: the masks of a tree, what they prune, and what is forced.
+"""Times a constraint's host work in a step: the masks of a tree, pruning, and forced tokens.
 
     python benchmarks/micro.py masks --model DIR                   # V of the model's tokenizer
     python benchmarks/micro.py masks --model DIR --vocabulary 131072
 
-`masks` fills the masks of all nodes of a tree whose branches are allowed: behind the launch of the forward pass, of the
-nodes that a replica owns. `examine` asks which nodes are allowed and what must follow them; `forced` asks that of the
-root; `advance` advances by five tokens. `tree` is all that the drafter full does for a tree under a constraint, before
-the pass, beside `plain`, the same tree without one. Medians over --repeats, in microseconds.
+`masks` fills the masks of all nodes of a tree whose branches are allowed. In a step, this happens after the launch of
+the forward pass, for the nodes that a replica owns. `examine` finds which nodes are allowed and what must follow them;
+`forced` does that for the root; `advance` advances by five tokens. `tree` is all work of the drafter `full` for a tree
+under a constraint, before the pass; `plain` is the same without a constraint. Medians over --repeats, in microseconds.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ TABLES_BYTES = 1 << 22
 
 
 class LargerVocabulary(Grammars):
-    """Grammars of a tokenizer whose vocabulary is made larger by pairs of its tokens.
+    """Grammars of a tokenizer whose vocabulary is enlarged by pairs of its tokens.
 
     Args:
-        tokenizer: the model's.
-        size: of the vocabulary.
+        tokenizer: tokenizer of the model.
+        size: size of the vocabulary.
     """
 
     def __init__(self, tokenizer: Any, size: int):
@@ -67,7 +67,7 @@ class LargerVocabulary(Grammars):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", help="directory; the demo model if not given")
-    parser.add_argument("--vocabulary", type=int, help="size of the vocabulary, by pairs of tokens")
+    parser.add_argument("--vocabulary", type=int, help="size of the vocabulary, enlarged by pairs of tokens")
     parser.add_argument("--nodes", nargs="+", type=int, default=[16, 64])
     parser.add_argument("--repeats", type=int, default=200)
 

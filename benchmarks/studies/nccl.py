@@ -1,11 +1,11 @@
-"""What NCCL does on one GPU that a runtime must be able to rely on, with a communicator of one rank, part by part.
+"""Checks, part by part, what a runtime relies on NCCL for: one GPU, a communicator of one rank.
 
     python benchmarks/resilience.py nccl
 
-Forming it, a gather, a captured graph that is replayed before and behind a gather, an abort by another thread while
-this thread goes on, leaving, and forming it again. Each part is a row with its milliseconds as soon as it is done; a
-part that does not end in time is what the call is for: the process ends itself with status 3 and names it. The exit
-status is 1 if a part fails.
+The parts are: forming the communicator, a gather, a captured graph that is replayed before and after a gather, an abort
+by another thread while this thread continues, leaving, and forming it again. Each part is a row with its milliseconds
+as soon as it is done. If a part does not end in time, the process names it and ends with status 3: finding such parts
+is the purpose of this study. The exit status is 1 if a part fails.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from lp_runtime.errors import first_line
 from lp_runtime.replica.loading import choose_device
 
-NUM_INTEGERS = 64 * 5  # of a step's row, about
+NUM_INTEGERS = 64 * 5  # about as many as in the row of a step
 NUM_REPLAYS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--backend", default="nccl", choices=["nccl", "gloo"], help="gloo where there is no GPU")
-    parser.add_argument("--part-seconds", type=float, default=30.0, help="that a part may take")
+    parser.add_argument("--backend", default="nccl", choices=["nccl", "gloo"], help="gloo if there is no GPU")
+    parser.add_argument("--part-seconds", type=float, default=30.0, help="time limit of a part")
 
 
 class Communicator:
-    """A process group of one rank, formed anew as often as is asked.
+    """Process group of one rank, which can be formed repeatedly.
 
     Args:
         backend: nccl or gloo.
-        device: of the tensors.
+        device: device of the tensors.
     """
 
     def __init__(self, backend: str, device: torch.device):
@@ -55,7 +55,7 @@ class Communicator:
         self._counted = torch.zeros(1, device=device)
 
     def form(self) -> None:
-        """Form the group, under a name of its own."""
+        """Form the group under a new name."""
         dist.init_process_group(
             self._backend,
             store=PrefixStore(str(next(self._numbers)), self._store),
@@ -73,18 +73,18 @@ class Communicator:
         assert torch.equal(self._gathered, self._row)
 
     def capture(self) -> None:
-        """Capture a graph of this thread's own kernels while the group is there."""
+        """Capture a graph of this thread's own kernels while the group exists."""
         if self._device.type != "cuda":
             self._replay = lambda: self._counted.add_(1)
             return
         self._counted.add_(1)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's own thread asks its events meanwhile
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's thread queries its events meanwhile
             self._counted.add_(1)
         self._replay = graph.replay
 
     def replay_between_gathers(self) -> None:
-        """Replay the graph before and behind gathers, and count."""
+        """Replay the graph before and after gathers, and count the replays."""
         assert self._replay is not None
         self._counted.zero_()
         for _ in range(NUM_REPLAYS):
@@ -99,7 +99,7 @@ class Communicator:
 
         def abort() -> None:
             try:
-                if self._backend == "nccl":  # gloo has nothing that could be aborted
+                if self._backend == "nccl":  # gloo has nothing to abort
                     world = dist.group.WORLD
                     assert world is not None
                     world.abort()
@@ -123,7 +123,7 @@ class Communicator:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every part; 1 if one fails."""
+    """Run every part; return 1 if one fails."""
     device = choose_device("auto", 0)
     if args.backend == "nccl" and device.type != "cuda":
         raise SystemExit("--backend nccl: needs a GPU")

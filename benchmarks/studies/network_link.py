@@ -1,7 +1,7 @@
-"""A link between two network namespaces of this machine that delays and loses packets, or is cut.
+"""Link between two network namespaces of this machine that delays or loses packets, or is cut.
 
 Each namespace has a TUN device; a thread passes packets between the two. This needs no kernel module for emulation, but
-root (CAP_NET_ADMIN and CAP_SYS_ADMIN), /dev/net/tun and the command `ip`.
+it needs root (CAP_NET_ADMIN and CAP_SYS_ADMIN), /dev/net/tun and the command `ip`.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ TUN_SET_INTERFACE = 0x400454CA  # TUNSETIFF of linux/if_tun.h
 IS_TUN, NO_HEADER = 0x0001, 0x1000
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET of linux/sched.h
 MAX_PACKET_BYTES = 1 << 16
-POLL_SECONDS = 0.05  # limit of one wait, so that the end of the link is noticed
+POLL_SECONDS = 0.05  # maximum of one wait, so that the thread notices the end of the link
 
 
 class LinkError(Exception):
-    """This machine does not allow such a link; the message says why."""
+    """Raised if this machine does not allow such a link; the message says why."""
 
 
 class Link:
     """Two namespaces, numbered 0 and 1, and the link between them. Use it in a `with` block.
 
     Attributes:
-        delay_ms: milliseconds that every packet takes.
+        delay_ms: delay of every packet in milliseconds.
         loss: share of packets that are lost, 0 to 1.
         is_cut: whether all packets are lost.
-        num_lost: packets that were lost so far.
+        num_lost: packets lost so far.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Link:
         self._thread = threading.Thread(target=self._pass_packets, name="lp-link", daemon=True)
 
     def heal(self) -> None:
-        """Pass all packets at once again."""
+        """Stop delaying and losing packets."""
         self.delay_ms, self.loss = 0.0, 0.0
         self.is_cut = False
 
@@ -84,7 +84,7 @@ class Link:
 
     @contextlib.contextmanager
     def entered(self, side: int) -> Iterator[None]:
-        """Let this thread, and the processes and threads that it starts, use the network of one side."""
+        """Move this thread, and processes and threads that it starts, into the network of one side."""
         with open(f"/proc/self/task/{threading.get_native_id()}/ns/net") as old:
             with open(f"/run/netns/{self._names[side]}") as new:
                 _enter(new.fileno())
@@ -95,7 +95,7 @@ class Link:
 
     def _pass_packets(self) -> None:
         rng, number = random.Random(0), 0
-        waiting: list[tuple[float, int, int, bytes]] = []  # (when it is due, number, device, packet)
+        waiting: list[tuple[float, int, int, bytes]] = []  # (due time, number, device, packet)
         while not self._has_ended:
             timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else POLL_SECONDS
             for device in select.select(self._devices, [], [], min(timeout, POLL_SECONDS))[0]:
@@ -111,7 +111,7 @@ class Link:
 
 
 def _ip(arguments: str) -> None:
-    """Run the command `ip`; OSError if it fails."""
+    """Run the command `ip`; raise OSError if it fails."""
     done = subprocess.run(["ip", *arguments.split()], capture_output=True, text=True, check=False)
     if done.returncode:
         raise OSError(f"ip {arguments}: {done.stderr.strip()}")

@@ -1,15 +1,15 @@
-"""How good the partition is: what the busiest replica feeds, beside the proven optimum and the reference's split.
+"""Compares the partition's busiest replica with the proven optimum and with the reference's split.
 
     python benchmarks/micro.py partition                         # (15, 5, 15) on 1, 2, 3, 4, 8 and 16 replicas
     python benchmarks/micro.py partition --W 7 --N 5 --G 7 --gpus 2 4
 
 The tree is the largest of the drafter `paper`: the root alone is pending, the window is full, and G guesses share no
-prefix: W(N-1) + G(N-1) tokens. Its leaves are the feet of the W columns and of the G guesses, so a share with the
+prefix: W(N-1) + G(N-1) tokens. Its leaves are the ends of the W columns and of the G guesses, so a share with the
 columns S and g guesses feeds
 
     1 + max(S) + (N-2) |S| + (N-1) g      (root, level 0 down to the last column, the columns below it, the guesses)
 
-tokens, and the least possible largest share is found exactly, see `optimum`.
+tokens. The least possible largest share is computed exactly: see `optimum`.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ def full_tree(W: int, N: int, G: int) -> TokenTree:
 
 
 def ours(W: int, N: int, G: int, num_replicas: int) -> tuple[int, float]:
-    """Return the tokens that the busiest replica feeds under `partition`, and the mean."""
+    """Return the tokens that the busiest replica feeds under `partition`, and the mean over replicas."""
     loads = [len(share.nodes) for share in partition(full_tree(W, N, G), [1.0] * num_replicas)]
     return max(loads), sum(loads) / num_replicas
 
 
 def is_possible(W: int, N: int, G: int, num_replicas: int, cap: int) -> bool:
-    """Return whether some partition feeds no replica more than `cap` tokens; exact, by a search over all partitions.
+    """Return whether some partition feeds no replica more than `cap` tokens; searches all partitions.
 
-    Columns are handed out from the last (the dearest chain) to the first. The first column that a replica gets fixes
-    its chain; with how many columns it will take in all, that fixes how many guesses still fit. Which of the open
-    replicas takes a later column makes no other difference, so only the sum of their free places is kept.
+    Columns are assigned from the last (the most expensive chain) to the first. The first column that a replica gets
+    determines its chain. Together with the total number of columns that the replica will get, that determines how many
+    guesses still fit. It does not matter which of the open replicas gets a later column, so only the sum of their free
+    places is kept.
     """
 
     @lru_cache(None)
@@ -73,8 +74,8 @@ def is_possible(W: int, N: int, G: int, num_replicas: int, cap: int) -> bool:
 def optimum(W: int, N: int, G: int, num_replicas: int) -> int:
     """Return the least number of tokens that the busiest replica must feed: the smallest possible cap.
 
-    What is possible under a cap is possible under a larger one, so the first one found is the least. N >= 3, so that
-    every column has a foot of its own.
+    A partition that is possible under a cap is possible under a larger one, so the first cap found is the least. N >= 3
+    gives every column a separate end.
     """
     assert W >= 1 and N >= 3
     cap = 1
@@ -84,10 +85,10 @@ def optimum(W: int, N: int, G: int, num_replicas: int) -> int:
 
 
 def reference(W: int, N: int, G: int, num_replicas: int) -> int:
-    """Return what lade's busiest worker feeds, after its lade/decoding.py (GitHub, commit 0e9f02d, DIST_WORKERS > 1).
+    """Return the tokens that the busiest worker of lade feeds.
 
-    Columns and guesses are each cut into runs of ceil(count / workers); every worker feeds level 0 up to the end of
-    its run (the root counts as its first column).
+    Follows lade/decoding.py (GitHub, commit 0e9f02d, DIST_WORKERS > 1). Columns and guesses are each cut into runs of
+    ceil(count / workers); every worker feeds level 0 up to the end of its run (the root counts as its first column).
     """
     columns, guesses = -(-W // num_replicas), -(-G // num_replicas)
     loads = []

@@ -1,11 +1,10 @@
-"""Code edits with and without the file as predicted output: tokens per second and S.
+"""Compares code edits with and without the file as predicted output: tokens per second and S.
 
     python benchmarks/speed.py prediction --model DIR --prompts classeval.jsonl:prompt --limit 100
 
 The model is asked to rename one method of a class and to answer with the whole class. The class is in the prompt, as
 clients send it; a model without a chat template gets it as text. Each edit is decoded without and with `prediction`, in
-turns, in alternating order. S = new tokens / steps, the prefill's step included. The exit status is 1 if any two texts
-differ.
+alternating order. S = new tokens / steps, the prefill's step included. The exit status is 1 if any two texts differ.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ HOW = ("without", "with")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     add_prompt_arguments(parser, limit=100, max_new_tokens=192)
-    parser.add_argument("--edits", type=int, default=20, help="of the shortest classes")
+    parser.add_argument("--edits", type=int, default=20, help="number of edits, of the shortest classes")
 
 
 def edits(classes: Iterable[str], num: int) -> list[tuple[str, str]]:
@@ -43,10 +42,10 @@ def edits(classes: Iterable[str], num: int) -> list[tuple[str, str]]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every edit in both ways; 1 if any text differs."""
+    """Decode every edit in both ways; return 1 if any text differs."""
     torch.set_num_threads(1)
     done: dict[str, list[Generation]] = {how: [] for how in HOW}
-    apart = LookaheadConfig(draft_tables="request")  # or the second of two answers would know the first
+    apart = LookaheadConfig(draft_tables="request")  # else the second answer would draft from the first
     with LookaheadRuntime(args.model, device="cpu", dtype="float32", lookahead=apart) as runtime:
         runtime.generate("x", 16)  # warm up
         classes = [each.turns[0] for each in load_prompts(args)]

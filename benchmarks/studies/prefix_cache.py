@@ -1,10 +1,10 @@
-"""The prefix cache: how many tokens turns of conversations feed, that outputs stay, and that memory is bounded.
+"""Checks the prefix cache: fewer tokens fed, equal outputs, bounded memory.
 
     python benchmarks/correctness.py prefix_cache --system-tokens 1500 --prompts 500
 
-Conversations of three turns stand behind one system prompt; every turn is decoded with a prefix cache and without. Then
-many different prompts pass through an engine whose cache is small. The exit status is 1 if an output differs, a later
-turn feeds more than 0.15 of what the first turn has fed, or the cache holds more than it may.
+Conversations of three turns share one system prompt. Every turn is decoded with a prefix cache and without. Then many
+different prompts pass through an engine whose cache is small. The exit status is 1 if an output differs, a later turn
+feeds more than 0.15 of the tokens that the first turn fed, or the cache holds more than its limit.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from lp_runtime.request.request import Request
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 NUM_TURNS = 3
-MAX_SHARE = 0.15  # of the first turn's tokens that a later turn may feed
-MAX_KEPT_TOKENS = 4000  # of the small cache
+MAX_SHARE = 0.15  # of the first turn's fed tokens; a later turn may feed no more
+MAX_KEPT_TOKENS = 4000  # capacity of the small cache
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,14 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _decode(engine: Engine, model: ModelRunner, request: Request) -> tuple[list[int], Report, int]:
-    """Return new tokens, the report, and how many tokens of the prompt were fed."""
+    """Return new tokens, the report, and the number of prompt tokens that were fed."""
     before = model.num_prefilled_tokens
     token_ids, report = tokens_and_report(engine.run(request))
     return token_ids, report, model.num_prefilled_tokens - before
 
 
 def _runner(args: argparse.Namespace, max_bytes_in_tokens: int | None) -> ModelRunner:
-    """Return a runner of the model; its cache holds so many tokens, None for no cache."""
+    """Return a runner of the model whose prefix cache has a capacity of some tokens; None for no cache."""
     model = ModelRunner(load_model(ModelConfig(args.model), torch.device("cpu"), "float32"), 2048, own_attention=True)
     with model.slots.borrowed() as slot:
         model.begin(slot, 8)
@@ -62,7 +62,7 @@ def _runner(args: argparse.Namespace, max_bytes_in_tokens: int | None) -> ModelR
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode the conversations and the prompts; 1 if anything is not as it must be."""
+    """Decode the conversations and the prompts; return 1 if any check fails."""
     rng = random.Random(0)
     model, plain = _runner(args, 10**6), _runner(args, None)
     engine, plain_engine = engine_of(model), engine_of(plain)
@@ -100,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _pass_many(args: argparse.Namespace, draw, make_engine) -> int:
-    """Pass different prompts through a small cache; return how often it held too much or an output was wrong."""
+    """Pass different prompts through a small cache; return how often it overflowed or an output was wrong."""
     model, plain = _runner(args, MAX_KEPT_TOKENS), _runner(args, None)
     engine, plain_engine = make_engine(model), make_engine(plain)
     cache, limit = model.slots.prefixes, MAX_KEPT_TOKENS * model.cache_bytes_per_token
@@ -109,7 +109,7 @@ def _pass_many(args: argparse.Namespace, draw, make_engine) -> int:
     kept = Request(draw(120), FIXED, 2)
     for _ in range(args.prompts):
         request = replace(kept, prompt_ids=draw(120))
-        for each in (request, kept):  # one prompt stays in use, and must stay in the cache
+        for each in (request, kept):  # a prompt that is used again and again must stay in the cache
             tokens, report, _ = _decode(engine, model, each)
         num_wrong += cache.num_bytes > limit
         most = max(most, cache.num_bytes)

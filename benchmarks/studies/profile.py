@@ -1,10 +1,10 @@
-"""Which kernels a step consists of: torch's profiler over one step, once it is captured.
+"""Lists the kernels of a step: torch's profiler over one step, after its capture.
 
     python benchmarks/micro.py profile --model 7b --tokens 1 128 --dtype bfloat16
 
-A row for each kernel, the dearest first: how often a step launches it, and the microseconds of all launches together.
-`a step` is the median of steps that are not profiled, from the first input to the last result on the host; `all
-kernels` is their sum, and `gaps` is what a step takes besides. On a CPU the rows are torch's operations.
+There is a row for each kernel, the most expensive first: its launches per step, and the microseconds of all launches
+together. `a step` is the median of steps that are not profiled, from the first input to the last result on the host.
+`all kernels` is the sum of the kernels, and `gaps` the rest of the step. On a CPU the rows are torch's operations.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 from studies.floor import NUM_WARM_UPS, drafted_tree, synchronize
 
-MAX_NAME = 90  # characters of a kernel's name that are shown
-NUM_STEPS = 5  # profiled
+MAX_NAME = 90  # shown characters of a kernel's name
+NUM_STEPS = 5  # profiled steps
 
 
 @dataclass(frozen=True)
 class KernelTime:
-    """What a kernel takes.
+    """Time of a kernel.
 
     Attributes:
-        name: of the kernel.
-        launches: mean number of launches in what was profiled.
-        microseconds: mean of all its launches together.
+        name: name of the kernel.
+        launches: mean number of launches per profiled call.
+        microseconds: mean time of all its launches of a call together.
     """
 
     name: str
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", default="demo", help="demo, a shape, experts, or a directory")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 128])
-    parser.add_argument("--vocabulary", type=int, default=None, help="to which embedding and head are padded")
+    parser.add_argument("--vocabulary", type=int, default=None, help="size to which embedding and head are padded")
     parser.add_argument("--compile", default="auto", choices=["off", "auto", "full"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
@@ -61,13 +61,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def device_times(work: Callable[[], object], device: torch.device) -> list[KernelTime]:
-    """Return the kernels of some work, the dearest first.
+    """Return the kernels of some work, the most expensive first.
 
-    On a CPU those are torch's operations; empty for a GPU that torch's profiler does not see, as a simulated one.
+    On a CPU those are torch's operations; empty for a GPU that torch's profiler does not see, such as a simulated one.
 
     Args:
         work: gives the device something to do; called several times.
-        device: is waited for after each call.
+        device: synchronized after each call.
     """
     on_gpu = device.type == "cuda"
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
@@ -87,10 +87,10 @@ def device_times(work: Callable[[], object], device: torch.device) -> list[Kerne
 
 
 class OneStep:
-    """A step of decoding that can be repeated: forward pass, successors and candidates back on the host.
+    """Repeatable decoding step: forward pass, successors and candidates back on the host.
 
     Args:
-        model: what decodes.
+        model: model that decodes.
         tokens: T.
         context: committed tokens.
     """
@@ -116,7 +116,7 @@ class OneStep:
 
 
 def median_us(step: OneStep, device: torch.device) -> float:
-    """Return the median microseconds of a step that is not profiled."""
+    """Return the median microseconds of a step without profiling."""
     times = []
     for number in range(NUM_WARM_UPS + 20):
         synchronize(device)

@@ -1,4 +1,4 @@
-"""Greedy decoding of random models whose attention is configured at random, against transformers' `generate`.
+"""Compares models with randomly configured attention, decoded greedily, with transformers' `generate`.
 
     python benchmarks/correctness.py random_configs                     # 300 configurations of ten families
     python benchmarks/correctness.py random_configs --number 2000 --seed 7
@@ -25,19 +25,19 @@ from support.random_configs import FAMILIES, random_fields
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--number", type=int, default=300, help="configurations; families take turns")
-    parser.add_argument("--seed", type=int, default=0, help="of the configurations, weights and prompts")
+    parser.add_argument("--number", type=int, default=300, help="number of configurations; families take turns")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the configurations, weights and prompts")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try every configuration; 1 if any output differs, or a model is refused."""
+    """Try every configuration; return 1 if any output differs, or a model is refused."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     results = Results("random_configs", args.output)
     found: dict[str, Counter[str]] = {family: Counter() for family in FAMILIES}
     rng = random.Random(args.seed)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's
+        warnings.simplefilter("ignore")  # those of transformers
         for number in range(args.number):
             family = list(FAMILIES)[number % len(FAMILIES)]
             fields, seed = random_fields(family, rng), rng.randrange(1 << 30)

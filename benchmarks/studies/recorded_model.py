@@ -1,12 +1,13 @@
-"""A model that is asked once: what it says behind the nodes of a prompt's trees is kept, in memory and in a file.
+"""A model that is queried once per node: its answers are kept in memory and in a file.
 
-Drafters that are compared on one prompt propose many of the same nodes, since all follow the same text. What a node's
-successor and likeliest tokens are depends on the tokens on the way to it alone, so the answer that one drafter's tree
-got is the one that another's gets: a step feeds the nodes that nobody has proposed before, with their ancestors, and
-none if there are no such nodes. So a drafter sees for every node of its tree, on the text's path or off it, what it
-would see live, but for float32's rounding, which depends on what else is in a forward pass.
+Drafters that are compared on one prompt propose many of the same nodes, since all follow the same text. A node's
+successor and likeliest tokens depend only on the tokens on the path to it. So an answer to one drafter's tree is valid
+for another's: a step feeds the nodes that no drafter has proposed before, with their ancestors, and feeds nothing if
+there are none. A drafter therefore sees for every node of its tree, on the text's path or off it, the same answer as
+live, except for float32's rounding, which depends on the other tokens of a forward pass.
 
-The text of one token a step is never taken from a recording: it is decoded apart, and each drafter's is compared to it.
+The text of one token per step is never taken from a recording: it is decoded separately, and each drafter's text is
+compared with it.
 Letters: T nodes in the tree, n of them from the root on, V vocabulary.
 """
 
@@ -30,22 +31,22 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
 
-ROOM = 1200  # tokens of a slot beside the prompt's: the new ones, and the largest tree
+ROOM = 1200  # tokens of a slot in addition to the prompt's: the new ones, and the largest tree
 
 
 class Recording:
-    """What a model has said behind the continuations of one prompt, by one way of sampling.
+    """Answers of a model after the continuations of one prompt, for one way of sampling.
 
     Args:
-        path: file that keeps it; None for memory alone.
+        path: file that keeps it; None to keep it in memory only.
 
     Attributes:
-        text: new tokens of one token a step; None before they were decoded.
+        text: new tokens of one token per step; None until they are decoded.
     """
 
     def __init__(self, path: Path | None):
         self._path = path
-        self._nodes: dict[tuple[int, int], int] = {}  # (node, token) of each node but the first, the prompt's end
+        self._nodes: dict[tuple[int, int], int] = {}  # by (parent, token); the first node, 0, is the prompt's end
         self._rows: dict[int, np.ndarray] = {}
         self.text: list[int] | None = None
         if path is not None and path.exists():
@@ -57,31 +58,31 @@ class Recording:
                 self.text = kept["text"].tolist()
 
     def child(self, node: int, token: int) -> int:
-        """Return the node behind another one."""
+        """Return the node after another one."""
         return self._nodes.setdefault((node, token), len(self._nodes) + 1)
 
     def walk(self, tokens: Sequence[int]) -> int:
-        """Return the node behind the prompt and some tokens."""
+        """Return the node after the prompt and some tokens."""
         node = 0
         for token in tokens:
             node = self.child(node, token)
         return node
 
     def row(self, node: int) -> np.ndarray | None:
-        """Return what was said behind a node; None if nobody has asked."""
+        """Return the answer after a node; None if the model was not queried yet."""
         return self._rows.get(node)
 
     def asked(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ([n, 2] each node's parent and token, [n, width] what was said behind it); the first has (-1, -1)."""
+        """Return ([n, 2] parent and token, [n, width] answer) of each node; the first is (-1, -1)."""
         rows = [self._rows[node] for node in range(len(self._nodes) + 1)]
         return np.array([(-1, -1), *self._nodes]), np.array(rows)
 
     def keep(self, node: int, row: np.ndarray) -> None:
-        """Keep what was said behind a node."""
+        """Keep the answer after a node."""
         self._rows[node] = row
 
     def save(self) -> None:
-        """Write the file, if there is to be one."""
+        """Write the file, if the recording has one."""
         if self._path is None or self.text is None:
             return
         nodes = np.array(list(self._nodes), np.int64).reshape(-1, 2)
@@ -97,18 +98,18 @@ class Recording:
 
 
 class Answers:
-    """What a step's nodes were answered.
+    """The model's answers for a step's nodes.
 
     Args:
-        rows: [n, width + 2 NUM_SHOWN] int64: what travels of each node, its likeliest tokens, the bits of their logits.
-        width: integers that travel of a node with all top-k candidates.
+        rows: [n, width + 2 NUM_SHOWN] int64: exchanged integers of each node, its likeliest tokens, their logits' bits.
+        width: exchanged integers per node with all top-k candidates.
     """
 
     def __init__(self, rows: np.ndarray, width: int):
         self._rows, self._width = rows, width
 
     def values(self, root: int, width: int) -> np.ndarray:
-        """Return [T, width] int64 what all replicas sample, -1 before the root."""
+        """Return [T, width] int64 samples of all replicas, -1 before the root."""
         values = np.full((root + len(self._rows), width), -1, np.int64)
         values[root:] = self._rows[:, :width]
         return values
@@ -128,20 +129,20 @@ class RecordedModel:
     """Answers for one prompt.
 
     Args:
-        model: feeds what is not known.
+        model: feeds nodes that are not recorded.
         prompt: token ids.
-        name: of the model, part of the files' names.
-        folder: gets the files; None for memory alone.
+        name: name of the model, part of the files' names.
+        folder: gets the files; None to keep everything in memory only.
 
     Attributes:
-        num_fed: nodes that were not known and so were fed, one token a step excluded.
+        num_fed: nodes that were not recorded and therefore fed, one token per step excluded.
     """
 
     def __init__(self, model: ModelRunner, prompt: Sequence[int], name: str, folder: Path | None):
         self._model, self._prompt = model, list(prompt)
         self._name, self._folder = name, folder
         self._slot: CacheSlot | None = None
-        self._last_logits: torch.Tensor | None = None  # [1, V] behind the prompt
+        self._last_logits: torch.Tensor | None = None  # [1, V] after the prompt
         self._shown: tuple[np.ndarray, np.ndarray] | None = None
         self._recordings: dict[str, Recording] = {}
         self.num_fed = 0
@@ -159,12 +160,12 @@ class RecordedModel:
         return self._recordings[sampling]
 
     def recordings(self) -> Iterator[Recording]:
-        """Yield what is kept, by way of sampling."""
+        """Yield the recordings of all ways of sampling."""
         return iter(self._recordings.values())
 
     @torch.inference_mode()
     def shown_of_prompt(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return (ids, logits) of the likeliest tokens behind each of the prompt's tokens, [n, NUM_SHOWN] each."""
+        """Return (ids, logits) of the likeliest tokens after each of the prompt's tokens, [n, NUM_SHOWN] each."""
         file = self._file("prompt")
         if self._shown is None and file is not None and file.exists():
             with np.load(file) as kept:
@@ -177,7 +178,7 @@ class RecordedModel:
         return self._shown
 
     def _prefilled(self) -> CacheSlot:
-        """Return the prompt's slot, which is filled when it is first needed."""
+        """Return the prompt's slot; it is filled when first needed."""
         if self._slot is None:
             self._slot = self._model.slots.acquire()
             self._model.begin(self._slot, len(self._prompt) + ROOM)
@@ -185,7 +186,7 @@ class RecordedModel:
         return self._slot
 
     def prefill(self, decoder: Decoder, step: Step, sampler: Sampler, recording: Recording | None) -> Answers:
-        """Answer the prefill's step. Arguments as in `answer`."""
+        """Answer the prefill's step. Arguments are those of `answer`."""
         row = None if recording is None else recording.row(0)
         if row is None:
             self._prefilled()
@@ -199,10 +200,10 @@ class RecordedModel:
         """Answer a step's nodes from the root on.
 
         Args:
-            decoder: the request's.
+            decoder: decoder of the request.
             step: the step.
-            sampler: of the request, with all top-k candidates.
-            recording: of the request's way of sampling; None to ask the model for every node.
+            sampler: sampler of the request, with all top-k candidates.
+            recording: recording of the request's way of sampling; None to query the model for every node.
         """
         tree = step.tree
         if recording is None:
@@ -220,7 +221,7 @@ class RecordedModel:
         return Answers(np.array([recording.row(place) for place in places]), sampler.width)
 
     def _ask(self, decoder: Decoder, tree: TokenTree, nodes: list[int], sampler: Sampler) -> np.ndarray:
-        """Feed nodes with their ancestors, behind what the slot holds of the text; return their rows."""
+        """Feed nodes with their ancestors, after the part of the text in the slot; return their rows."""
         slot, tokens = self._prefilled(), decoder.state.tokens
         num_cached = len(os.path.commonprefix([slot.tokens, tokens[:-1]]))
         slot.cache.truncate(num_cached)
@@ -244,7 +245,7 @@ class RecordedModel:
 def _rows(
     logits: torch.Tensor, tree: TokenTree, nodes: Sequence[int], tokens: Sequence[int], sampler: Sampler
 ) -> np.ndarray:
-    """Return the rows of `Answers` of some nodes of a tree, from their logits, [n, V] float32."""
+    """Return the rows of `Answers` for some nodes of a tree, from their logits, [n, V] float32."""
     packed, _ = sampler.sample(StepLogits(logits), tree, nodes, tokens)
     values, ids = logits.float().topk(NUM_SHOWN)
     bits = values.contiguous().view(torch.int32).long()

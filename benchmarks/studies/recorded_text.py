@@ -1,6 +1,6 @@
-"""Records what a model says behind every node of its drafted trees, for tests that decode a real model's text.
+"""Records a model's answer after every node of its drafted trees, for tests with a real model's text.
 
-The file is that of tests/support/recorded.py, which says what is in it.
+tests/support/recorded.py reads the file and documents its contents.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from studies.drafting_bench import Bench
 
 
 def save_texts(path: Path, bench: Bench) -> None:
-    """Write what was recorded of all prompts so far, and what the vocabulary prior says of its tokens.
+    """Write the recordings of all prompts so far, and the vocabulary prior's entries for their tokens.
 
     Args:
-        path: of the file.
+        path: the file.
         bench: has decoded its prompts greedily, and in no other way.
     """
     vocabulary = bench.calibration.vocabulary()

@@ -1,8 +1,8 @@
-"""A device that is none: forward passes that take an assumed time and bring results that were recorded before.
+"""Simulated device: forward passes take an assumed time and return results that were recorded before.
 
-An engine with the parts of this module runs its host work as beside an accelerator, and is one of R replicas of which
-the others do not exist.
-Letters: R replicas, T nodes in the tree, M tokens that a replica's time is known for at most.
+An engine with the parts of this module does the same host work as with an accelerator. It is one of R replicas; the
+others do not exist.
+Letters: R replicas, T nodes in the tree, M largest number of tokens with a known time.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import interpolate
 from lp_runtime.sizing.learned_costs import LearnedCosts
 
-MAX_COMMITTED = 64  # tokens that a step commits, and that are pending in the next
+MAX_COMMITTED = 64  # tokens that a step may commit; they are pending in the next step
 
 
 class AssumedCalibration(Calibration):
-    """Replicas whose forward passes take an assumed time.
+    """Calibration with assumed times of forward passes.
 
     Args:
-        model: any replica's; asked for the vocabulary prior.
+        model: any replica's model; queried for the vocabulary prior.
         num_replicas: R.
-        curve: seconds of a pass by its number of tokens; between the numbers times are interpolated.
-        known: what was measured before in this process; filled in.
+        curve: seconds of a pass by its number of tokens; times in between are interpolated.
+        known: earlier measurements of this process; filled in.
 
     Attributes:
-        seconds: [M + 1] seconds of a pass of so many tokens.
+        seconds: [M + 1] seconds of a pass by its number of tokens.
     """
 
     def __init__(self, model: ModelRunner, num_replicas: int, curve: Mapping[int, float], known: Measured):
@@ -67,12 +67,12 @@ class AssumedCalibration(Calibration):
 
 
 class AssumedClocks:
-    """What the replicas of a group tell of their times while one request is decoded.
+    """Times that the replicas of a group report while one request is decoded.
 
     Args:
-        seconds: [M + 1] seconds of a pass of so many tokens.
-        host_us: microseconds of a step's other work, and
-        node_us: for each node of the tree.
+        seconds: [M + 1] seconds of a pass by its number of tokens.
+        host_us: microseconds of a step's other work.
+        node_us: microseconds added to `host_us` for each node of the tree.
     """
 
     def __init__(self, seconds: np.ndarray, host_us: float, node_us: float):
@@ -80,7 +80,7 @@ class AssumedClocks:
         self._before: list[int] | None = None
 
     def __call__(self, shares: Shares) -> list[int]:
-        """Return [R] clocks of the step before, as StepTimer.packed has them; keep those of the step with `shares`."""
+        """Return [R] clocks of the previous step, packed like StepTimer.packed; keep those of this step."""
         before = self._before or [0] * len(shares)
         other = int(self._host_us + self._node_us * len(shares.owner))
         self._before = [int(1e6 * self._seconds[size]) << 31 | other for size in shares.sizes]
@@ -88,12 +88,12 @@ class AssumedClocks:
 
 
 class SettledEngine(Engine):
-    """An engine on which every request begins as if plain steps had been timed already, and nothing else was learned.
+    """Engine whose requests begin as if plain steps had been timed, and nothing else had been learned.
 
     Args:
-        model: the first replica's.
+        model: the first replica's model.
         num_replicas: R.
-        calibration: of the replicas.
+        calibration: calibration of the replicas.
         make_exchange: see Engine.
     """
 
@@ -108,7 +108,7 @@ class SettledEngine(Engine):
         self._num_replicas, self._assumed = num_replicas, calibration
 
     def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
-        """Return a decoder whose budget starts afresh; arguments as in Engine."""
+        """Return a decoder whose budget starts from the initial costs; arguments are those of Engine."""
         decoder = super().open_decoder(request, spec, stop, tag)
         is_auto = request.lookahead.is_auto
         if not is_auto:
@@ -121,13 +121,13 @@ class SettledEngine(Engine):
 
 
 class ReplayDevice:
-    """Times forward passes that do not happen; a model's timer, too (see lp_runtime/model/forward/pass_timer.py).
+    """Times simulated forward passes; also a model's timer (lp_runtime/model/forward/pass_timer.py).
 
     Args:
-        seconds: [M + 1] seconds of a pass of so many tokens.
+        seconds: [M + 1] seconds of a pass by its number of tokens.
 
     Attributes:
-        values: [T, width] what all replicas sample in the step under way.
+        values: [T, width] samples of all replicas in the current step.
         gaps: seconds between the end of each pass and the launch of the next.
         sizes: (tokens fed by the first replica, nodes of the tree) of each pass.
     """
@@ -135,7 +135,7 @@ class ReplayDevice:
     def __init__(self, seconds: np.ndarray):
         self._seconds = seconds
         self._last_seconds = 0.0
-        self._done = 0.0  # when the pass under way ends
+        self._done = 0.0  # end of the current pass
         self._steps: Iterator[np.ndarray] = iter(())
         self.values = np.zeros((0, 1), np.int64)
         self.gaps: list[float] = []
@@ -145,14 +145,14 @@ class ReplayDevice:
         """Begin a request.
 
         Args:
-            steps: [T, width] what all replicas sample, by step, the prefill's first.
+            steps: [T, width] samples of all replicas, by step, the prefill's first.
         """
         self._steps = iter(steps)
         self.values = next(self._steps)
         self._done = 0.0
 
     def launch(self, num_tokens: int, num_nodes: int) -> None:
-        """Launch a pass of the first replica's tokens; its tree has so many nodes."""
+        """Launch a pass of `num_tokens` tokens of the first replica, from a tree of `num_nodes` nodes."""
         now = time.perf_counter()
         if self._done:
             self.gaps.append(max(0.0, now - self._done))
@@ -162,7 +162,7 @@ class ReplayDevice:
         self.sizes.append((num_tokens, num_nodes))
 
     def wait(self) -> None:
-        """Wait until the pass under way has ended."""
+        """Wait until the current pass has ended."""
         while time.perf_counter() < self._done:
             pass
 
@@ -170,7 +170,7 @@ class ReplayDevice:
         """Do nothing: a pass begins with its launch."""
 
     def stop(self) -> None:
-        """Do nothing: when a pass ends is known at its launch."""
+        """Do nothing: the end of a pass is known at its launch."""
 
     def seconds(self) -> float:
         """Return the duration of the last pass, in seconds."""
@@ -178,13 +178,13 @@ class ReplayDevice:
 
 
 class ReplayPasses(PassSet):
-    """Writes the inputs of passes of fixed sizes, and launches them on a device that is none.
+    """Writes the inputs of passes of fixed sizes, and launches them on the simulated device.
 
     Args:
-        runner: whose shares are fed.
+        runner: runner whose shares are fed.
 
     Attributes:
-        inputs: what is fed next.
+        inputs: inputs of the next pass.
     """
 
     def __init__(self, runner: ReplayRunner):
@@ -209,11 +209,11 @@ class ReplayPasses(PassSet):
 
 
 class ReplayRunner(ModelRunner):
-    """A model that feeds prompts itself, and whose trees a device that is none takes.
+    """Model that feeds prompts itself, and sends trees to a simulated device.
 
     Args:
         model: the runner of a real model, with the attention of attention/tree_attention.py.
-        device: takes the trees.
+        device: simulates the passes of trees.
 
     Attributes:
         replay_device: `device`.
@@ -227,17 +227,17 @@ class ReplayRunner(ModelRunner):
         self.fixed_passes = FixedPasses(self.passes, self.feed)
 
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
-        """Launch a pass of a share; its results were recorded. Arguments as in ModelRunner."""
+        """Launch a pass of a share, with recorded results. Arguments are those of ModelRunner."""
         self._replayed.inputs = inputs
         return super().forward(inputs, commit, any_size)
 
 
 class ReplayTransport(Transport):
-    """Brings what replicas that do not exist would have sent.
+    """Returns the messages that the simulated replicas would have sent.
 
     Args:
-        num_replicas: the first one, whose rows are its own, included.
-        device: knows what all replicas sample, and when.
+        num_replicas: R, including the first replica, which sends real rows.
+        device: knows the samples of all replicas, and when they are available.
     """
 
     def __init__(self, num_replicas: int, device: ReplayDevice):
@@ -247,7 +247,7 @@ class ReplayTransport(Transport):
         self._shares: Shares | None = None
 
     def expect(self, shares: Shares, told: list[int]) -> None:
-        """Note the next exchange: everyone's share, and what all replicas tell of their times."""
+        """Note the next exchange: the shares and the reported times of all replicas."""
         self._shares, self._told = shares, told
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
@@ -262,26 +262,26 @@ class ReplayTransport(Transport):
         self._replay_device.wait()
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
-        """Return the first replica's own bytes: the others do not exist."""
+        """Return the first replica's own bytes: there are no other replicas."""
         assert data is not None
         return data
 
     def abort(self) -> None:
-        """Nothing waits for anybody."""
+        """Do nothing: no replica waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resources are held."""
 
 
 class ReplayExchange(Exchange):
-    """The first replica's exchange with replicas that do not exist.
+    """The first replica's exchange with simulated replicas.
 
     Args:
-        group: of the first replica.
+        group: group of the first replica.
         capacity: see Exchange.
         width: see Exchange.
-        device: knows what all replicas sample, and when.
-        clocks: what all replicas tell of their times.
+        device: knows the samples of all replicas, and when they are available.
+        clocks: times that all replicas report.
     """
 
     def __init__(self, group: Group, capacity: int, width: int, device: ReplayDevice, clocks: AssumedClocks):
@@ -290,13 +290,13 @@ class ReplayExchange(Exchange):
         self._replay_device, self._clocks = device, clocks
 
     def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
-        """Begin an exchange, with an assumed clock in place of `clock`; arguments as in Exchange."""
+        """Begin an exchange with an assumed clock instead of `clock`; arguments are those of Exchange."""
         told = self._clocks(shares)
         self._transport.expect(shares, told)
         super().start(shares, values, digest, control, told[0])
 
     def finish(self) -> Outcome:
-        """Wait for the device, and for what the other replicas would have sent."""
+        """Wait for the device, and for the rows of the simulated replicas."""
         if self.group.is_alone:
             self._replay_device.wait()
         return super().finish()

@@ -1,13 +1,13 @@
-"""Whole requests under conditions that lp-bench does not vary: nucleus sampling, long prefixes, batches.
+"""Times whole requests under conditions that lp-bench does not vary: nucleus, long prefixes, batches.
 
     python benchmarks/speed.py requests --model 7b --dtype bfloat16 --prefixes 4096 32768 --batch 8
 
-A row for each condition and method, shown as soon as it is measured: `plain` is one token a step, `default` is what a
-caller gets who sets nothing. The prefill is apart: `prefill ms`; all other figures are of the steps behind it.
-`tokens/s` of a batch is of all its requests together, and `over plain` is over one plain request alone. `host us` is
-what a step takes beside forward pass and exchange. Prompts are built in, and --prompts adds others; a prefix is a text
-repeated until it is long enough. The exit status is 1 if a greedy output of `default` differs from `plain`'s in
-float32; in half precision the column says how many do.
+There is a row for each condition and method, shown as soon as it is measured: `plain` is one token per step, `default`
+the default settings. `prefill ms` is the prefill; all other figures are of the steps after it. `tokens/s` of a batch is
+of all its requests together, and `over plain` compares it with one plain request alone. `host us` is the time of a step
+without forward pass and exchange. Prompts are built in, and --prompts adds others; a prefix is a text repeated until it
+is long enough. The exit status is 1 if a greedy output of `default` differs from `plain`'s in float32. In half
+precision the column counts such outputs.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ METHODS = {"plain": PLAIN, "default": LookaheadConfig()}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", default="demo", help="demo, a shape, experts, or a directory")
-    parser.add_argument("--vocabulary", type=int, default=None, help="to which embedding and head are padded")
+    parser.add_argument("--vocabulary", type=int, default=None, help="size to which embedding and head are padded")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile", default="auto", choices=["off", "auto", "full"])
     parser.add_argument("--conditions", nargs="+", default=["greedy", "nucleus", "prefix", "batch"])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[4096, 32768], help="tokens")
     parser.add_argument("--batch", type=int, default=8, help="requests that are decoded together")
-    parser.add_argument("--prompts", nargs="+", default=[], metavar="FILE:FIELD", help="beside the built-in ones")
+    parser.add_argument("--prompts", nargs="+", default=[], metavar="FILE:FIELD", help="added to the built-in ones")
     parser.add_argument("--limit", type=int, default=3, help="prompts of each file, and of the built-in ones")
     parser.add_argument("--max-new-tokens", type=int, default=128)
 
@@ -63,7 +63,7 @@ class Decoded:
 
     Attributes:
         outputs: new tokens of each.
-        reports: what each took.
+        reports: report of each.
         seconds: from the end of the last prefill to the last token, of all together.
     """
 
@@ -73,7 +73,7 @@ class Decoded:
 
     @property
     def rate(self) -> float:
-        """Tokens a second, without those of the prefills."""
+        """Tokens per second, without those of the prefills."""
         return sum(len(each) - 1 for each in self.outputs) / self.seconds
 
 
@@ -81,7 +81,7 @@ class Requests:
     """A model and its engine.
 
     Args:
-        args: of the study.
+        args: arguments of the study.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -101,16 +101,16 @@ class Requests:
         ]
 
     def prefix(self, length: int) -> tuple[int, ...]:
-        """Return a prompt of so many tokens: the prompts one after another, again and again."""
+        """Return a prompt of `length` tokens: the prompts one after another, repeatedly."""
         whole = [token for prompt in self.prompts for token in prompt]
         return tuple((whole * (length // len(whole) + 1))[:length])
 
     def request(self, prompt: Sequence[int], lookahead: LookaheadConfig, sampling: SamplingConfig) -> Request:
-        """Return a request that ends at its length only."""
+        """Return a request that ends only at its length."""
         return Request(tuple(prompt), lookahead, self._num_new, sampling=sampling)
 
     def one_by_one(self, requests: Sequence[Request]) -> Decoded:
-        """Decode requests one after another; the first twice, as its first time compiles and measures."""
+        """Decode requests one after another; the first twice, as its first run compiles and measures."""
         outputs: list[list[int]] = []
         reports: list[Report] = []
         for request in [requests[0], *requests]:
@@ -121,7 +121,7 @@ class Requests:
         return Decoded(outputs[1:], reports[1:], seconds)
 
     def together(self, requests: Sequence[Request]) -> Decoded:
-        """Decode requests in common forward passes; all twice, as the first time compiles and captures."""
+        """Decode requests in common forward passes; all twice, as the first run compiles and captures."""
         for _ in range(2):
             decoded = self._batch(requests)
         return decoded

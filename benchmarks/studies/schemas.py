@@ -1,10 +1,10 @@
-"""JSON schemas with characters of all Unicode planes are exact in every path that takes one.
+"""Checks JSON schemas with characters of all Unicode planes in every path that takes a schema.
 
     python benchmarks/correctness.py schemas --schemas 300
 
 Random schemas are decoded with the demo model's vocabulary through formats, tools and structural tags, greedily or
-sampled, by 1 to 3 replicas. The exit status is 1 if a text differs from that of masking one token a step, or does not
-satisfy its schema by jsonschema.
+sampled, by 1 to 3 replicas. The exit status is 1 if a text differs from that of masked decoding of one token per step,
+or does not satisfy its schema by jsonschema.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
-NUM_REPLICAS = (1, 1, 2, 3)  # of a request, chosen at random
-# Added to logits, so that texts of a random model end: of tokens that end a value, and of white space.
+NUM_REPLICAS = (1, 1, 2, 3)  # one is chosen at random per request
+# Added to the logits of tokens that end a value, and of white space, so that texts of a random model end.
 CLOSING_BIAS, WHITESPACE_BIAS = 20.0, -10.0
 BATCH = 15  # schemas whose requests are sent to replicas together
 
@@ -64,7 +64,7 @@ def grammars() -> Grammars:
 
 @functools.cache
 def runner() -> ModelRunner:
-    """Return a small random model with that vocabulary."""
+    """Return a small random model with the vocabulary of `grammars`."""
     size = grammars().vocabulary(True).size
     model = random_model(
         "Llama", seed=1, initializer_range=0.3, vocab_size=size, max_position_embeddings=512, num_hidden_layers=1
@@ -111,7 +111,7 @@ def decode_all(group: Group, requests: Sequence[Request]) -> list[tuple[list[int
 
 
 def compare(found: Sequence[Case], num_replicas: int) -> Counter[str]:
-    """Decode cases on a number of replicas; return counts, those of errors among them."""
+    """Decode cases on a number of replicas; return counts, including those of errors."""
     counts: Counter[str] = Counter(cases=len(found))
     requests = [case.request for case in found]
     ranks = run_ranks(decode_all, num_replicas, requests) if num_replicas > 1 else [decode_all(Group.alone(), requests)]
@@ -134,7 +134,7 @@ def compare(found: Sequence[Case], num_replicas: int) -> Counter[str]:
 
 
 def _problem(case: Case, tokens: Sequence[int]) -> str | None:
-    """Say why a text that has ended does not satisfy its schema; None if it does."""
+    """Return why a text that has ended does not satisfy its schema; None if it does."""
     path = PATHS[case.path](case.schema)
     texts = texts_of(grammars().vocabulary(path.constraint.kind == "structural_tag"))
     content = b"".join(texts[token] for token in tokens if token not in case.request.eos_token_ids)
@@ -155,7 +155,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Decode every schema through all paths; 1 if a text differs from masked decoding or breaks its schema."""
+    """Decode every schema through all paths; return 1 after a mismatch or an invalid text."""
     torch.set_num_threads(1)
     counts = {num_replicas: Counter[str]() for num_replicas in sorted(set(NUM_REPLICAS))}
     for start in range(0, args.schemas, BATCH):

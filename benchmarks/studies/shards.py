@@ -1,13 +1,13 @@
-"""What slicing a model saves while it loads, and what sums and sampling between shards take.
+"""Measures memory and disk reads of loading a sliced model, and times sums and sampling of shards.
 
     python benchmarks/micro.py shards --model DIR --shards 1 2
 
-For each number of shards P, in new processes: the largest shard's weights, how much its own memory grew at most while
-it loaded and looked at every weight, the same with mapped pages of the checkpoint, which are the page cache's and leave
-when memory is short, and what it read from the disk (the page cache is emptied of the checkpoint before, as far as the
-system does that). Then the time of a sum of [tokens, hidden size] float32 between P processes, over shared memory and
-over gloo; and of sampling so many tokens' successors with K top-k candidates, greedily and with noise, from logits that
-are put together and from slices of the vocabulary. Medians in turns.
+The study starts new processes for each number of shards P. It measures the largest shard's weights; the peak growth of
+its own memory while it loads and reads every weight; the same with mapped pages of the checkpoint, which belong to the
+page cache and are evicted when memory is short; and its reads from the disk. Before, the checkpoint is dropped from the
+page cache, if the system does that. Then it times a sum of [tokens, hidden size] float32 between P processes, over
+shared memory and over gloo; and sampling of the successors of --tokens tokens with K top-k candidates, greedily and
+with noise, from logits that are put together and from slices of the vocabulary. Medians of alternating turns.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def empty_page_cache(folder: Path) -> None:
-    """Have the next reader of a checkpoint read it from the disk."""
+    """Drop a checkpoint from the page cache, so that its next reader reads it from the disk."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -84,7 +84,7 @@ def empty_page_cache(folder: Path) -> None:
 
 
 def in_processes(num_shards: int, *arguments: object) -> list[dict[str, float]]:
-    """Return what `measure` returns on each shard."""
+    """Return the results of `_measure` on each shard."""
     context = multiprocessing.get_context("spawn")
     segment, results = new_segment_name(), context.Queue()
     places = [ShardPlace(shard, num_shards, segment, TIMEOUT_SECONDS) for shard in range(num_shards)]
@@ -99,11 +99,11 @@ def in_processes(num_shards: int, *arguments: object) -> list[dict[str, float]]:
 
 def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens: list[int]) -> None:
     torch.set_num_threads(1)
-    importlib.import_module("transformers.distributed.tensor_parallel")  # what is imported takes memory, too
+    importlib.import_module("transformers.distributed.tensor_parallel")  # before measuring: imports take memory, too
     process = psutil.Process()
 
     def resident() -> tuple[int, int]:
-        """Return bytes of its own, and with mapped files' pages."""
+        """Return the process's bytes without and with mapped files' pages."""
         memory = process.memory_info()
         return memory.rss - memory.shared, memory.rss
 
@@ -121,7 +121,7 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     if link is not None:
         slice_model(model, link)
     for weight in model.parameters():
-        weight.sum()  # of a mapped file only what is looked at is read
+        weight.sum()  # a mapped file is only read where it is accessed
     is_done.set()
     sampler.join()
     weights = {each.data_ptr(): each.numel() * each.element_size() for each in model.parameters()}
@@ -131,7 +131,7 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     if link is not None:
         found |= sums(link, model.config.get_text_config().hidden_size, tokens)
         found |= samples(place, model.get_output_embeddings(), tokens)
-        link.smallest(0)  # nobody leaves before all have ended
+        link.smallest(0)  # no shard leaves before all have finished
         link.close()
     results.put(found)
 
@@ -152,7 +152,7 @@ def sums(link: ShardLink, size: int, tokens: list[int]) -> dict[str, float]:
 
 
 def samples(place: ShardPlace, head: GatheredLinear, tokens: list[int]) -> dict[str, float]:
-    """Return the median time of sampling by tokens, noise and way, in microseconds."""
+    """Return the median time of sampling by tokens, noise and method, in microseconds."""
     vocabulary, size = VocabularySlice(place.shard, head.sizes, CPU), head.sizes[place.shard]
     tasks: dict[str, Callable[[], object]] = {}
     for num_tokens in tokens:
@@ -176,7 +176,7 @@ def samples(place: ShardPlace, head: GatheredLinear, tokens: list[int]) -> dict[
 def sample_together(
     place: ShardPlace, head: GatheredLinear, part: torch.Tensor, sampler: Sampler, tree: TokenTree, nodes: list[int]
 ) -> None:
-    """Put logits together on every shard, and sample from them on the first."""
+    """Gather whole logits on every shard, and sample from them on the first."""
     logits = head.put_together(part)
     if place.is_leader:
         sampler.sample(StepLogits(logits), tree, nodes, [0])
@@ -185,7 +185,7 @@ def sample_together(
 def sample_slices(
     place: ShardPlace, head: GatheredLinear, vocabulary: VocabularySlice, part: torch.Tensor, draw: SampleRequest
 ) -> None:
-    """Find in each slice what sampling needs, and put that together on the first shard."""
+    """Find candidates of the sampler in each slice, and merge them on the first shard."""
     found = head.gather(vocabulary.find(part, draw))
     if place.is_leader:
         vocabulary.pack(found, draw)

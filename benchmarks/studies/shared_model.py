@@ -1,10 +1,10 @@
-"""One model object under several threads, and under interrupts: is every output right, and the model as it was?
+"""Uses one model in several threads, with interrupts: are outputs right and the model unchanged?
 
     python benchmarks/correctness.py shared_model                       # 1,000 calls from 4 threads, 200 interrupts
 
 Calls are drawn from the drop-in with exactness=fast and strict, sampled, and plain `generate`, on one random model.
 An interrupt is Ctrl-C at a random moment of a call. The exit status is 1 if any output differs from that of one thread,
-any call fails, or anything of the model is not as it was found.
+any call fails, or the model is changed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ PROMPT = [3, 5, 7, 11, 3, 5]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--calls", type=int, default=1000, help="of all threads together")
+    parser.add_argument("--calls", type=int, default=1000, help="calls of all threads together")
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--interrupts", type=int, default=200, help="half of them with exactness=fast, half strict")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run threads, then interrupts; 1 if anything went wrong."""
+    """Run threads, then interrupts; return 1 if anything went wrong."""
     torch.set_num_threads(1)
     model = random_model(seed=3, initializer_range=0.3)
     before, results = state_of(model), Results("shared_model", args.output)

@@ -1,13 +1,13 @@
-"""What each split of a machine's GPUs would take, on paper: no GPU is needed, and nothing is loaded.
+"""Estimates the step time of each split of a machine's GPUs on paper: needs no GPU, loads nothing.
 
     python benchmarks/speed.py splits_on_paper --gpus 8 --hbm 3350 --link 450 --compression 1:2.4 2:2.7 4:3.0
     python benchmarks/speed.py splits_on_paper --gpus 8 --hbm 3350 --link 50 --compression 1:2.4 2:2.7 4:3.0    # PCIe
 
-R x P: R replicas of P GPUs. Without --model it is Llama 3 70B in bfloat16. Bytes of weights and of keys and values are
-those that gpus_per_replica=auto counts. A step reads all weights on a GPU but the embedding, and the keys and values of
-the context; it sums two outputs a layer and the embeddings of T tokens among P GPUs, each of which sends 2 (P - 1) / P
-of their bytes, and gathers T rows of logits. Every collective takes --collective-us besides, and so does the exchange
-of R replicas. Left out: what is computed (as if memory were the limit), and the host. S is given, by R.
+R x P means R replicas of P GPUs. Without --model the model is Llama 3 70B in bfloat16. Weights, keys and values have
+the bytes that gpus_per_replica=auto counts. A step reads all weights on a GPU except for the embedding, and the keys
+and values of the context. It sums two outputs per layer and the embeddings of T tokens among P GPUs; each sends
+2 (P - 1) / P of their bytes. It gathers T rows of logits. Every collective takes --collective-us in addition, and so
+does the exchange of R replicas. Computation (as if memory were the limit) and the host are left out. S is given, by R.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ LLAMA_3_70B = {
 
 
 class Machine(NamedTuple):
-    """What a step is computed with.
+    """Machine that computes a step.
 
     Attributes:
-        hbm: bytes that a GPU reads from its memory, a second.
-        link: bytes that a GPU sends to the others, a second.
-        collective: seconds that a collective takes besides.
-        memory: bytes that are free on a GPU.
+        hbm: bytes per second that a GPU reads from its memory.
+        link: bytes per second that a GPU sends to the others.
+        collective: additional seconds of a collective.
+        memory: free bytes on a GPU.
     """
 
     hbm: float
@@ -54,14 +54,14 @@ class Machine(NamedTuple):
 
 
 class Cost(NamedTuple):
-    """What a step takes.
+    """Cost of a step.
 
     Attributes:
         held: bytes of weights on a GPU.
         read: bytes that a GPU reads from its memory.
         sent: bytes that a GPU sends.
-        collectives: how many there are.
-        seconds: of the step.
+        collectives: number of collectives.
+        seconds: duration of the step.
         fits: whether the replica fits into its GPUs' memory.
     """
 
@@ -74,15 +74,15 @@ class Cost(NamedTuple):
 
 
 def cost_of_step(size: ModelSize, replicas: int, shards: int, tokens: int, context: int, machine: Machine) -> Cost:
-    """Return what a step takes on R x P GPUs.
+    """Return the cost of a step on R x P GPUs.
 
     Args:
-        size: of the model.
+        size: size of the model.
         replicas: R.
         shards: P.
         tokens: T, that a replica feeds in a step.
         context: tokens whose keys and values are read.
-        machine: what it is computed with.
+        machine: the machine.
     """
     text: PreTrainedConfig = size.config.get_text_config()
     dtype = text.dtype
@@ -112,8 +112,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--hbm", type=float, default=3350.0, help="GB/s that a GPU reads; an H100's by default")
     parser.add_argument("--link", type=float, default=450.0, help="GB/s that a GPU sends; NVLink's by default")
-    parser.add_argument("--collective-us", type=float, default=10.0, help="microseconds of a collective besides")
-    parser.add_argument("--memory", type=float, default=79.0, help="GiB that are free on a GPU")
+    parser.add_argument("--collective-us", type=float, default=10.0, help="additional microseconds of a collective")
+    parser.add_argument("--memory", type=float, default=79.0, help="free GiB on a GPU")
     parser.add_argument("--tokens", type=int, default=32, help="T, tokens that a replica feeds in a step")
     parser.add_argument("--context", type=int, default=2048, help="tokens whose keys and values a step reads")
     parser.add_argument(

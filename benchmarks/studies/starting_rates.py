@@ -1,9 +1,10 @@
-"""Fits the rates that estimates start from (lp_runtime/lookahead/drafters/best_first/starting_rates.py).
+"""Fits the rates that estimates start from.
 
-A feature's starting rate is how often a candidate with it came, over all that requests have counted, each model's
-requests with equal weight. Features that were hardly ever seen keep what is assumed here. The calibration is what was
-observed beside what estimates added up to, by level and by how many features agreed. Estimates start from the rates, so
-the study is run again with what it has written until that does not change.
+They are in lp_runtime/lookahead/drafters/best_first/starting_rates.py. A feature's starting rate is the fraction of
+candidates with it that came, over all counts of requests; each model's requests have equal weight. Features that were
+hardly ever seen keep the rates assumed here. The calibration is the observed number of candidates that came over the
+sum of their estimates, by level and by how many features agreed. Estimates start from the rates, so the study is run
+again with its own result until the rates do not change.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, Starti
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS
 from lp_runtime.lookahead.top_k import K
 
-# Of an entry's first token by its margin, from wide to narrow; of the other tokens by their margin, from none to wide,
-# and by rank; times a factor by order, the vocabulary behind the orders, and then the orders of the prompt.
+# Rates of an entry's first token by its margin, from wide to narrow; of the other tokens by their margin, from none to
+# wide, and by rank; times a factor by order. The vocabulary comes after the orders, then the orders of the prompt.
 BY_MARGIN_FIRST = (0.9, 0.85, 0.75, 0.6, 0.45, 0.35, 0.3, 0.3, 0.3)
 BY_MARGIN = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
 BY_RANK = (1.0, 1.0, 0.7, 0.4)
@@ -29,13 +30,13 @@ BY_ORDER = (0.55, 0.7, 0.8, 0.85)
 OF_VOCABULARY = 0.2
 OF_ALTERNATIVES = (0.1, 0.06)  # one and two positions back
 MIN_RATE = 0.003
-ASSUMED_WEIGHT = 4  # observations that what is assumed counts for
-MODEL_TOKENS = 1000.0  # expected tokens that each model's requests count for in the calibration
-LINE = 15  # numbers of a line of the written file
+ASSUMED_WEIGHT = 4  # weight of an assumed rate, in observations
+MODEL_TOKENS = 1000.0  # weight of each model's requests in the calibration, in expected tokens
+LINE = 15  # numbers per line of the written file
 
 
 def assumed_rates() -> np.ndarray:
-    """Return [F] what is assumed of features that were never seen."""
+    """Return [F] assumed rates of features that were never seen."""
     by_margin = np.multiply.outer(BY_RANK, BY_MARGIN)
     by_margin[0] = BY_MARGIN_FIRST
     top_k = np.maximum(np.multiply.outer((*BY_ORDER, OF_VOCABULARY, *BY_ORDER), by_margin), MIN_RATE)
@@ -46,10 +47,10 @@ def assumed_rates() -> np.ndarray:
 
 
 def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:
-    """Return [CORPUS_FEATURES] how often candidates came, by feature; those of a corpus, the last, are not fitted.
+    """Return [CORPUS_FEATURES] acceptance rates by feature; the last ones, of a corpus, are not fitted.
 
     Args:
-        models: what each request of each model has counted.
+        models: counts of each request of each model.
     """
     tried = [np.sum([rates.tried[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
     accepted = [np.sum([rates.accepted[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
@@ -59,11 +60,11 @@ def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:
 
 
 def fit_factors(models: Sequence[Sequence[Rates]], prefix: str = "") -> np.ndarray:
-    """Return observed over expected, by what factors depend on.
+    """Return observed over expected, by the cells that factors depend on.
 
     Args:
-        models: what each request of each model has counted.
-        prefix: of the names of what was counted, "" for the calibration, "share_" for shares.
+        models: counts of each request of each model.
+        prefix: prefix of the counts' names: "" for the calibration, "share_" for shares.
     """
     num_cells = len(getattr(models[0][0], f"{prefix}expected"))
     expected, observed = (np.full(num_cells, float(ASSUMED_WEIGHT)) for _ in range(2))
@@ -76,13 +77,13 @@ def fit_factors(models: Sequence[Sequence[Rates]], prefix: str = "") -> np.ndarr
 
 
 def summed(requests: Sequence[Rates]) -> Rates:
-    """Return what all requests of a model have counted together; what is estimated from that is left at 0."""
+    """Return the summed counts of all requests of a model; estimates derived from counts stay 0."""
     names = ("tried", "accepted", "expected", "observed", "share_expected", "share_observed")
     return make_rates()._replace(**{name: np.sum([getattr(each, name) for each in requests], axis=0) for name in names})
 
 
 def save_counted(path: Path, counted: Mapping[str, Rates]) -> None:
-    """Write what was counted of a model, by name, GREEDY and SAMPLED; `load_counted` reads it."""
+    """Write the counts of a model, by name, GREEDY and SAMPLED; `load_counted` reads them."""
     np.savez(
         path,
         **{f"{name}.{field}": values for name, rates in counted.items() for field, values in rates._asdict().items()},
@@ -90,14 +91,14 @@ def save_counted(path: Path, counted: Mapping[str, Rates]) -> None:
 
 
 def load_counted(path: Path) -> dict[str, Rates]:
-    """Return what `save_counted` has written."""
+    """Return the counts that `save_counted` has written."""
     with np.load(path) as file:
         names = dict.fromkeys(key.partition(".")[0] for key in file)
         return {name: Rates(**{field: file[f"{name}.{field}"] for field in Rates._fields}) for name in names}
 
 
 def fit(models: Sequence[Sequence[Rates]]) -> StartingRates:
-    """Return starting rates, rounded; arguments as in `fit_rates`."""
+    """Return starting rates, rounded; arguments are those of `fit_rates`."""
     fitted = (fit_rates(models), fit_factors(models), fit_factors(models, "share_"))
     return StartingRates(*(tuple(np.rint(values * UNIT).astype(int).tolist()) for values in fitted))
 
@@ -107,7 +108,7 @@ def source_of(fitted: Mapping[str, StartingRates], about: str) -> str:
 
     Args:
         fitted: by name, GREEDY and SAMPLED.
-        about: what they were fitted on.
+        about: the data that they were fitted on.
     """
     head = Path(starting_rates.__file__).read_text().split("# Fitted")[0]
     parts = [f"{head}# Fitted by benchmarks/studies/starting_rates.py, {about}.\n# fmt: off\n"]
@@ -122,7 +123,7 @@ def source_of(fitted: Mapping[str, StartingRates], about: str) -> str:
 
 
 def promised_and_accepted(requests: Sequence[Rates]) -> list[tuple[float, int]]:
-    """Return, for each level of an estimate, what best estimates added up to, and how many of the candidates came."""
+    """Return for each level of estimates the sum of the best estimates, and how many candidates came."""
     expected = np.sum([rates.expected for rates in requests], axis=0).reshape(-1, NUM_LEVELS).sum(axis=0) / ONE
     observed = np.sum([rates.observed for rates in requests], axis=0).reshape(-1, NUM_LEVELS).sum(axis=0)
     return list(zip(expected.tolist(), observed.tolist(), strict=True))

@@ -1,9 +1,9 @@
-"""Where a step's time goes: forward pass, exchange, everything else; by setting and number of replicas.
+"""Splits a step's time into forward pass, exchange and the rest; by setting and number of replicas.
 
     python benchmarks/micro.py step --prompts humaneval.jsonl:prompt --limit 10 --gpus 1 2
 
-Milliseconds a step of rank 0, medians over the prompts; the prefill's step is left out. `exchange` includes waiting for
-slower replicas; `else` is proposing, partitioning and advancing. Runs alternate between the settings.
+Figures are milliseconds per step of rank 0, medians over the prompts, without the prefill's step. `exchange` includes
+waiting for slower replicas; `else` is proposing, partitioning and advancing. Runs alternate between the settings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def breakdown(generations: Sequence[Generation]) -> dict[str, float]:
-    """Return the median milliseconds a step of forward pass, exchange, else and all, and the percentage of else."""
+    """Return the median milliseconds per step of forward, exchange, else and all, and else's percentage."""
     parts = [
         [1000 * getattr(each.times, part) / (each.steps - 1) for each in generations]
         for part in ("forward", "exchange", "other")

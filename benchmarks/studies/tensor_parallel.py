@@ -1,10 +1,11 @@
-"""Lookahead parallelism beside transformers' tensor parallelism, on the same ranks, alternating prompt by prompt.
+"""Compares lookahead parallelism with transformers' tensor parallelism on the same ranks.
 
     torchrun --nproc-per-node 2 benchmarks/speed.py tensor_parallel --model DIR --prompts FILE:FIELD ... --limit 2
 
-Greedy, past any end of text. `hf` is transformers' greedy decoding on one rank while the others wait, `hf tensor
-parallel` splits the weights over all ranks (`tp_plan="auto"`), `plain` and `default` are this runtime on all ranks.
-Medians over prompts. In float32 the outputs must be equal; how many are not is in the table.
+Decoding is greedy and continues past any end of text; the methods alternate prompt by prompt. `hf` is transformers'
+greedy decoding on one rank while the others wait, `hf tensor parallel` splits the weights over all ranks
+(`tp_plan="auto"`), `plain` and `default` are this runtime on all ranks. Figures are medians over prompts. In float32
+the outputs must be equal; the table counts those that are not.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load(path: str, dtype: str, device: str, **options: Any) -> PreTrainedModel:
-    """Return a model as transformers loads it; `options` are those of `from_pretrained`."""
+    """Load a model with transformers; `options` are those of `from_pretrained`."""
     with QUIET:
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options)
         return model.to(device).eval()
@@ -47,10 +48,10 @@ def write(
     """Show and write the results.
 
     Args:
-        args: of the study.
-        seconds: by method, a value a prompt.
+        args: arguments of the study.
+        seconds: by method, a value per prompt.
         outputs: new tokens by method and prompt.
-        about: what holds for all rows.
+        about: text above the table.
     """
     results = Results("tensor_parallel", args.output)
     for name, times in seconds.items():
@@ -62,7 +63,7 @@ def write(
 
 
 def wait_for_all() -> None:
-    """Wait until all ranks are here; transformers makes their group, unless there is only one rank."""
+    """Wait for all ranks; transformers makes their group, unless there is only one rank."""
     if dist.is_initialized():
         dist.barrier()
 

@@ -1,12 +1,12 @@
-"""Text of random tokens, for every kind of tokenizer, against transformers' decode and StopStringCriteria.
+"""Compares texts of random tokens with transformers' decode and StopStringCriteria, by tokenizer kind.
 
     python benchmarks/correctness.py text                              # 2,000 sequences of each kind and check
     REAL_MODELS=/tmp/lp_models/real python benchmarks/correctness.py text --kinds real_real
 
-Prompt, new tokens and steps are drawn at random: texts, bytes, special tokens, and tokens that make no text. Checks:
-deltas join to the text that decode gives; texts of tokens join to it, and do not depend on steps; bytes of tokens join
-to its UTF-8; stop strings end it where it first contains one. StopStringCriteria gets a tenth of the sequences. The
-table counts failures; the smallest inputs go to stderr. The exit status is 1 if there are any.
+Prompt, new tokens and steps are drawn at random: texts, bytes, special tokens, and tokens that decode to no text.
+Checks: deltas join to the text that decode gives; texts of tokens join to it, and do not depend on steps; bytes of
+tokens join to its UTF-8; stop strings end it where it first contains one. StopStringCriteria gets a tenth of the
+sequences. The table counts failures; the smallest failing inputs go to stderr. The exit status is 1 if a check failed.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from support.text_checks import CHECKS, criteria_fault, fault_of, kinds_of, smal
 from support.token_sequences import RandomTokens
 from support.tokenizer_kinds import KINDS, tokenizer_of
 
-NUM_SHRUNK = 5  # faults of a kind and check whose smallest input is looked for
+NUM_SHRUNK = 5  # faults per kind and check whose input is shrunk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--sequences", type=int, default=2000, help="of each kind and check")
+    parser.add_argument("--sequences", type=int, default=2000, help="sequences per kind and check")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), metavar="KIND")
     parser.add_argument("--checks", nargs="+", choices=CHECKS, default=list(CHECKS))
     parser.add_argument("--seed", type=int, default=0)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check every kind; 1 if any check failed."""
+    """Check every kind; return 1 if any check failed."""
     results, num_bad = Results("text", args.output), 0
     for kind in args.kinds:
         row: dict[str, str | int | None] = {"kind": kind}
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def faults_of(kind: str, name: str, args: argparse.Namespace) -> list[str]:
-    """Return a check's faults with a kind; the first ones with their smallest inputs."""
+    """Return the faults of a check with a kind; the inputs of the first ones are shrunk."""
     tokenizer, check = tokenizer_of(kind), CHECKS[name]
     source = RandomTokens(tokenizer, random.Random(f"{kind} {name} {args.seed}"))
     faults: list[str] = []

@@ -1,24 +1,24 @@
-"""transformers' own generation tests, with `lookahead_generate` behind every greedy or sampled call of `generate`.
+"""Runs transformers' generation tests with `generate` routed to `lookahead_generate`.
 
     git clone --depth 1 --branch v5.23.0 https://github.com/huggingface/transformers FOLDER
     python benchmarks/correctness.py transformers_tests --tests FOLDER
 
-FOLDER is a checkout of transformers that matches the installed version (`pip show transformers`); of it, tests/, utils/
+FOLDER is a checkout of transformers that matches the installed version (`pip show transformers`); its tests/, utils/
 and src/ are used. The tests need the packages httpx, parameterized and pytest. With RUN_SLOW=1 in the environment the
 slow ones run, too.
 
-The tests are those of `GenerationTesterMixin` for the model families that are named. Each runs twice: as it is, and
-with model classes whose `generate` takes `custom_generate=lookahead_generate` where the call asks for greedy search or
-sampling. The tests compare as they always do. Beyond that, every greedy call is made again without lookahead_generate,
-and the token ids, scores and logits of the two outputs are compared. Of a batch padded on the right each row is decoded
-as if alone, by design: such a call is compared with its mask turned round. Attentions and hidden states are those of a
-tree, and refused: a call that asks for them is made without, and the test gets transformers' output after it.
+The tests are those of `GenerationTesterMixin` for the given model families. Each runs twice: unchanged, and with model
+classes whose `generate` uses `custom_generate=lookahead_generate` if the call asks for greedy search or sampling. The
+tests compare as they always do. In addition, every greedy call is repeated without lookahead_generate, and the token
+ids, scores and logits of the two outputs are compared. By design, each row of a batch padded on the right is decoded as
+if alone: such a call is compared with its mask reversed. Attentions and hidden states are those of a tree, and
+therefore refused: a call that asks for them is made without, and the test then gets transformers' output.
 
-A sampled call is held to what the test says about it only: lookahead_generate samples from the same distribution with
-noise of its own, so samples never equal those that transformers draws from torch's generator.
+A sampled call is only checked by the test itself: lookahead_generate samples from the same distribution with separate
+noise, so samples never equal those that transformers draws from torch's generator.
 
-Outcomes: passed; refused (with a line that lookahead_generate gives as the reason); left out (NO_SENSE says why, the
-test is skipped by transformers, it makes no greedy or sampled call, or it fails without lookahead_generate, too);
+Outcomes: passed; refused (with the one-line reason of lookahead_generate); left out (NO_SENSE gives the reason, the
+test is skipped by transformers, it makes no greedy or sampled call, or it also fails without lookahead_generate);
 FAILED. The exit status is 1 if a test failed.
 """
 
@@ -49,11 +49,11 @@ from lp_runtime.errors import LookaheadError, first_line
 
 FAMILIES = ("llama", "qwen3", "mistral", "gemma3", "mixtral", "gpt2")
 MODES = (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
-STATES = ("output_attentions", "output_hidden_states")  # a tree's are not those of the text: refused
-ATOL = {torch.float32: 1e-4}  # between scores of two outputs; of narrower types only token ids are compared
+STATES = ("output_attentions", "output_hidden_states")  # refused: those of a tree are not those of the text
+ATOL = {torch.float32: 1e-4}  # between scores of two outputs; narrower types: only token ids are compared
 
 NO_CALL = "calls the model or a helper, not generate"
-# Why tests make no sense with lookahead_generate, and the beginnings of their names.
+# Reasons why tests make no sense with lookahead_generate, and prefixes of the tests' names.
 REASONS = {
     "assisted decoding: lookahead_generate is a way of speculative decoding itself": (
         "assisted_decoding prompt_lookup_decoding generate_with_mtp"
@@ -81,11 +81,11 @@ NO_SENSE = {f"test_{name}": reason for reason, names in REASONS.items() for name
 
 @dataclass
 class Calls:
-    """The calls of `generate` that a test made.
+    """Calls of `generate` that a test made.
 
     Attributes:
-        greedy: calls that lookahead_generate did, greedily.
-        sampled: calls that lookahead_generate did, sampling.
+        greedy: greedy calls that lookahead_generate served.
+        sampled: sampled calls that lookahead_generate served.
         differences: a line for each greedy call whose output differed from transformers' own.
         setting: keywords for lookahead_generate.
     """
@@ -96,18 +96,18 @@ class Calls:
     setting: dict[str, int] = field(default_factory=dict)
 
     def compare(self, ours: Any, theirs: Any) -> None:
-        """Note how two outputs of `generate` differ, if they do.
+        """Note the difference between two outputs of `generate`, if there is one.
 
         Args:
             ours: [B, L] token ids, or an output object, of lookahead_generate.
-            theirs: what transformers returned for equal arguments.
+            theirs: output of transformers for equal arguments.
         """
         found = difference(ours, theirs)
         self.differences += [found] if found else []
 
 
 class Outcome(NamedTuple):
-    """How a test ended: passed, refused, left out or FAILED, and a line that says more."""
+    """Outcome of a test: passed, refused, left out or FAILED, with a line that explains it."""
 
     kind: str
     reason: str
@@ -117,7 +117,7 @@ class Recorder(unittest.TestResult):
     """Keeps the last problem of a test.
 
     Attributes:
-        error: what the test raised, in a subtest or outside; None if nothing.
+        error: exception that the test raised, in a subtest or outside; None if it raised none.
         skipped_because: the reason why the test was skipped; None if it was not.
     """
 
@@ -138,7 +138,7 @@ class Recorder(unittest.TestResult):
             self.error = err[1]
 
     def addSkip(self, test: unittest.TestCase, reason: str) -> None:
-        """Keep why the test was skipped."""
+        """Keep the reason why the test was skipped."""
         self.skipped_because = reason
 
 
@@ -147,13 +147,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tests", type=Path, required=True, metavar="FOLDER", help="a checkout of transformers")
     parser.add_argument("--families", nargs="+", default=FAMILIES, help="folders of tests/models")
     parser.add_argument("--only", default="", help="run the tests whose names contain this")
-    parser.add_argument("--all", action="store_true", help="run the tests of NO_SENSE, too: what does happen?")
+    parser.add_argument("--all", action="store_true", help="also run the tests of NO_SENSE, to see what happens")
     parser.add_argument("--setting", default="7,5,7", metavar="W,N,G")
-    parser.add_argument("--max-new-tokens", type=int, default=12, help="of tests that leave it to the mixin (3)")
+    parser.add_argument("--max-new-tokens", type=int, default=12, help="for tests that leave it to the mixin (3)")
 
 
 def mode_of(model: PreTrainedModel, given: Mapping[str, Any]) -> GenerationMode:
-    """Return the way to generate that a call of the model's `generate` with these keywords asks for."""
+    """Return the generation mode of a call of the model's `generate` with these keywords."""
     config = given.get("generation_config") or model.generation_config
     assert isinstance(config, GenerationConfig)
     config = copy.deepcopy(config)
@@ -162,11 +162,11 @@ def mode_of(model: PreTrainedModel, given: Mapping[str, Any]) -> GenerationMode:
 
 
 def difference(ours: Any, theirs: Any) -> str | None:
-    """Return a line that says how two outputs of `generate` differ, or None if they do not.
+    """Return a line that describes how two outputs of `generate` differ, or None if they do not.
 
     Args:
         ours: [B, L] token ids, or an output object.
-        theirs: what transformers returned for equal arguments.
+        theirs: output of transformers for equal arguments.
     """
     if isinstance(ours, torch.Tensor) or isinstance(theirs, torch.Tensor):
         return None if type(ours) is type(theirs) and torch.equal(ours, theirs) else "token ids differ"
@@ -184,7 +184,7 @@ def difference(ours: Any, theirs: Any) -> str | None:
 
 
 def turned_round(mask: Any) -> torch.Tensor | None:
-    """Return an attention mask, [B, L], with its padding on the left if it is on the right; else None."""
+    """Return an attention mask, [B, L], with right padding moved to the left; None if it has none."""
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2 or not (mask[:, 1:] < mask[:, :-1]).any():
         return None
     return mask.flip(-1)
@@ -200,17 +200,18 @@ def copied(given: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def routed(model_class: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a subclass, of equal name, whose greedy and sampled calls of `generate` go to lookahead_generate.
+    """Return a subclass of the same name whose greedy and sampled `generate` calls use lookahead_generate.
 
     Args:
-        model_class: of a test. The subclass gets an attribute `calls`, to be set before a test, which counts the calls.
+        model_class: model class of a test. The subclass gets an attribute `calls`, set before a test, which counts
+            the calls.
     """
 
     class Routed(model_class):  # type: ignore[misc, valid-type]
         calls = Calls()
 
         def generate(self, *args: Any, **given: Any) -> Any:
-            """Generate as the parent class does, by lookahead_generate where the call allows it."""
+            """Generate like the parent class, with lookahead_generate if the call allows it."""
             calls = Routed.calls
             mode = mode_of(self, given)
             if mode not in MODES or "custom_generate" in given:
@@ -245,7 +246,7 @@ def with_routed_models(case: type[Any], calls: Calls, max_new_tokens: int) -> ty
     Args:
         case: a subclass of GenerationTesterMixin.
         calls: gets the calls of `generate` that the test makes.
-        max_new_tokens: how many the mixin's helpers ask for.
+        max_new_tokens: number of new tokens that the mixin's helpers request.
     """
 
     class WithRoutedModels(case):  # type: ignore[misc]
@@ -263,14 +264,14 @@ def with_routed_models(case: type[Any], calls: Calls, max_new_tokens: int) -> ty
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what transformers and the tests print from the terminal."""
+    """Suppress the output of transformers and the tests."""
     logging.set_verbosity_error()
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         yield
 
 
 def run_test(case: type[unittest.TestCase], name: str) -> Recorder:
-    """Run a test by its name and return what came of it."""
+    """Run a test by its name and return its result."""
     recorder = Recorder()
     torch.manual_seed(0)
     with quiet():
@@ -279,12 +280,12 @@ def run_test(case: type[unittest.TestCase], name: str) -> Recorder:
 
 
 def outcome_of(case: type[Any], name: str, max_new_tokens: int, setting: dict[str, int]) -> Outcome:
-    """Run a test as it is and with routed models; return how it ended.
+    """Run a test unchanged and with routed models; return its outcome.
 
     Args:
         case: the family's test case.
-        name: of the test.
-        max_new_tokens: how many the mixin's helpers ask for.
+        name: name of the test.
+        max_new_tokens: number of new tokens that the mixin's helpers request.
         setting: keywords for lookahead_generate.
     """
     alone = run_test(case, name)
@@ -316,12 +317,12 @@ def test_cases(families: list[str], mixin: type) -> Iterator[tuple[str, type[Any
 
 
 def no_sense(name: str) -> str | None:
-    """Return the beginning of a test's name that NO_SENSE has, or None."""
+    """Return the prefix in NO_SENSE that matches a test's name, or None."""
     return next((beginning for beginning in NO_SENSE if name.startswith(beginning)), None)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every test of every family; 1 if any failed."""
+    """Run every test of every family; return 1 if any failed."""
     sys.path[:0] = [str(args.tests)]
     mixin = importlib.import_module("tests.generation.test_utils").GenerationTesterMixin
     names = [name for name in dir(mixin) if name.startswith("test_") and args.only in name]

@@ -1,13 +1,13 @@
-"""Every type of model in transformers' causal LM mapping: is it decoded as `generate` decodes it, or refused?
+"""Checks every type of transformers' causal LM mapping: is it decoded like `generate`, or refused?
 
     python benchmarks/correctness.py types                                   # 189 types, about 10 minutes on a core
     python benchmarks/correctness.py types --only doge llama4_text --seeds 5
     python benchmarks/correctness.py types --markdown types.md               # the table of docs/models.md
 
-Each type is tried with small random models in float32: with its default fields, with every field that may be a length
-over positions or keys set below and above the prompt of the self-check, one at a time, and with layers that share
-keys. A model decodes prompts of 1, 12 and 70 tokens, 48 tokens each, greedily, by `generate` and by the drop-in with
-W=7, N=5, G=7. The exit status is 1 if any output is wrong, or if the drop-in fails otherwise than by one line.
+Each type is tried with small random models in float32: with its default fields; with every field that may be a length
+over positions or keys set below and above the prompt of the self-check, one at a time; and with layers that share keys.
+A model decodes prompts of 1, 12 and 70 tokens, 48 tokens each, greedily, by `generate` and by the drop-in with W=7,
+N=5, G=7. The exit status is 1 if any output is wrong, or if the drop-in fails with anything but a one-line error.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from common import Results
 from support.causal_configs import DEFAULT, SHORT_TOKENS, TYPES, variants_of
 from support.causal_types import KINDS, Outcome, outcome_of
 
-ORDER = tuple(reversed(KINDS))  # the worst first
+ORDER = tuple(reversed(KINDS))  # from the worst to the best
 BAD = ("wrong", "error")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="model types; all")
+    parser.add_argument("--only", nargs="+", choices=TYPES, default=TYPES, metavar="TYPE", help="model types")
     parser.add_argument("--seeds", type=int, default=3, help="models of a variant with a length above the self-check's")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of types by outcome there")
 
@@ -45,8 +45,8 @@ def outcome_of_variant(model_type: str, variant: str, num_seeds: int) -> Outcome
     Args:
         model_type: one of TYPES.
         variant: a key of `variants_of`.
-        num_seeds: models that are tried where the self-check's shortest prompt does not reach the length that the
-            variant sets; others are tried once.
+        num_seeds: number of models to try if the self-check's shortest prompt does not reach the length that the
+            variant sets; other variants are tried once.
     """
     changes = variants_of(model_type)[variant]
     outcomes = []
@@ -59,7 +59,7 @@ def outcome_of_variant(model_type: str, variant: str, num_seeds: int) -> Outcome
 
 
 def general_reason(model_type: str, reason: str) -> str:
-    """Return a reason without what is of one type or one prompt only, so that types with one reason stand together."""
+    """Return a reason without parts specific to one type or prompt, to group types with the same reason."""
     reason = re.sub(
         rf"^({re.escape(model_type)}\w*|{re.escape(model_type.split('_')[0])}\w*|[A-Z]\w+)(:| )", "", reason
     )
@@ -68,11 +68,7 @@ def general_reason(model_type: str, reason: str) -> str:
 
 
 def markdown(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """Return a table of the types by the outcome of their default variant, and one of the variants that differ from it.
-
-    Args:
-        outcomes: by type and variant.
-    """
+    """Return a table of types by the outcome of their default variant, and one of variants that differ."""
     groups: dict[tuple[str, str], list[str]] = {}
     differing = ["| type | variant | outcome |", "| --- | --- | --- |"]
     for (model_type, variant), outcome in outcomes.items():
@@ -88,7 +84,7 @@ def markdown(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
 
 
 def summary(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
-    """Return how many types and variants have each outcome; a type has the worst of its variants."""
+    """Return the number of types and variants by outcome; a type has the worst outcome of its variants."""
     worst: dict[str, str] = {}
     for (model_type, _), outcome in outcomes.items():
         worst[model_type] = min(worst.get(model_type, outcome.kind), outcome.kind, key=ORDER.index)
@@ -104,7 +100,7 @@ def summary(outcomes: Mapping[tuple[str, str], Outcome]) -> str:
 
 
 def try_types(types: Sequence[str], num_seeds: int, results: Results) -> dict[tuple[str, str], Outcome]:
-    """Return the outcomes by type and variant; a row of results is added for each as it is known.
+    """Return the outcomes by type and variant; add a row of results as soon as each is known.
 
     Args:
         types: model types.
@@ -121,12 +117,12 @@ def try_types(types: Sequence[str], num_seeds: int, results: Results) -> dict[tu
 
 
 def run(args: argparse.Namespace) -> int:
-    """Try every type; 1 if any output is wrong or the drop-in fails otherwise than by one line."""
+    """Try every type; return 1 if any output is wrong or the drop-in fails without a one-line error."""
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     results = Results("types", args.output)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the library's, of foreign models
+        warnings.simplefilter("ignore")  # those of transformers about foreign models
         outcomes = try_types(args.only, args.seeds, results)
     results.finish(summary(outcomes))
     if args.markdown is not None:

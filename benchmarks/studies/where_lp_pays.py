@@ -1,20 +1,20 @@
-"""S and step time by LP degree, where tokens are cheap and where they are not: dense, experts, quantized, prefixes.
+"""Measures S and step time by LP degree: dense and expert models, quantized weights, long prefixes.
 
     python experiments/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --out 1b
     python experiments/inflate_model.py --from REAL --shape 1b --kv-heads 16 --heads 32 --experts 8 --out 1b_experts
     python benchmarks/speed.py where_lp_pays --models dense=1b experts=1b_experts int8=1b int4=1b \\
         --prompts humaneval.jsonl:prompt --limit 4 --prefixes 512 8000 --degrees 1 2 4 8 --processes
 
-A row for each model, prefix and degree, by critical path: every replica's share of a step is run alone, in turn, and
-the slowest counts. `forward ms` is the slowest share's forward pass, the mean over steps; `tokens/s` is of decoding,
-the prefill excluded, with an exchange of --exchange-us in every step. With --budget every replica feeds so many tokens
-at every degree; without it lookahead=auto chooses. A model whose name begins with int8 or int4 is quantized while it is
-loaded (weights alone, by torchao, the extra `quantized`; its int4 weights of CPUs are stored in bytes). With
---processes, one and two real processes stand beside the critical paths of one and two. Each of --limit prompts is
---prefixes tokens of all the files' texts, one behind the other, from another place for each prompt. Outputs are
-compared with one token a step; the exit status is 1 if any differs.
+There is a row for each model, prefix and degree, measured by critical path: every replica's share of a step runs alone,
+one after the other, and the slowest counts. `forward ms` is the slowest share's forward pass, averaged over steps.
+`tokens/s` is of decoding, the prefill excluded, with an exchange of --exchange-us in every step. With --budget every
+replica feeds that many tokens at every degree; without it lookahead=auto chooses. A model whose name begins with int8
+or int4 is quantized while it is loaded (weights only, by torchao, the extra `quantized`; its int4 weights of CPUs are
+stored in bytes). With --processes, there are also rows of one and two real processes, to compare with the critical
+paths of one and two. Each of --limit prompts has --prefixes tokens of the concatenated texts of all files, each from
+another place. Outputs are compared with one token per step; the exit status is 1 if any differs.
 
-Nothing else must run on the machine, and one thread a process must do as much beside another as alone.
+Nothing else must run on the machine, and a process of one thread must be as fast next to another as alone.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ class Path:
     Attributes:
         num_tokens: new tokens.
         num_steps: steps, prefills included.
-        num_fed: tokens that the busiest replica fed, over all steps without the prefills'.
-        forward_seconds: of the slowest shares; 0 where they are not known.
-        decode_seconds: of all steps without the prefills'.
+        num_fed: tokens that the busiest replica fed, over all steps except the prefills'.
+        forward_seconds: time of the slowest shares; 0 if unknown.
+        decode_seconds: time of all steps except the prefills'.
         texts: the new tokens of each prompt.
     """
 
@@ -85,7 +85,7 @@ class Path:
         self.texts += (tuple(token_ids),)
 
     def row(self, num_prompts: int) -> dict[str, Value]:
-        """Return the row's figures; decoding begins behind the first token."""
+        """Return the row's figures; decoding begins after the first token."""
         num_steps = max(1, self.num_steps - num_prompts)
         return {
             "S": self.num_tokens / self.num_steps,
@@ -102,23 +102,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prefixes", nargs="+", type=int, default=[512], help="tokens of a prompt")
     parser.add_argument("--degrees", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument(
-        "--budget", type=int, default=None, help="tokens a replica and step; lookahead=auto if not given"
+        "--budget", type=int, default=None, help="tokens per replica and step; lookahead=auto if not given"
     )
     parser.add_argument("--exchange-us", type=float, default=100.0)
-    parser.add_argument("--processes", action="store_true", help="one and two real processes, too")
+    parser.add_argument("--processes", action="store_true", help="also measure one and two real processes")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--device", default="cpu")
 
 
 def prefixes_of(text_ids: Sequence[int], length: int, num_prompts: int) -> list[tuple[int, ...]]:
-    """Return prompts of a length from a text, which is repeated where it is too short."""
+    """Return prompts of a length from a text, which is repeated if it is too short."""
     repeated = [*text_ids] * (1 + length // max(1, len(text_ids)) + 1)
     stride = max(1, len(text_ids) // num_prompts)
     return [tuple(repeated[number * stride :][:length]) for number in range(num_prompts)]
 
 
 def quantization_of(name: str) -> str | None:
-    """Return the key in QUANTIZATIONS of a variant that is quantized; None for others."""
+    """Return the key in QUANTIZATIONS of a quantized variant; None for others."""
     return next((kind for kind in QUANTIZATIONS if name.startswith(kind)), None)
 
 
@@ -129,7 +129,7 @@ def check_packages(name: str) -> None:
 
 
 def config_of(name: str, location: str, args: argparse.Namespace, gpus: int) -> RuntimeConfig:
-    """Return the settings that a variant is loaded with."""
+    """Return the settings for loading a variant."""
     kind = quantization_of(name)
     quantization = None if kind is None else {"quant_method": "torchao", "quant_type": {"default": QUANTIZATIONS[kind]}}
     model = ModelConfig(path=location or args.model, quantization_config=quantization)
@@ -139,7 +139,7 @@ def config_of(name: str, location: str, args: argparse.Namespace, gpus: int) -> 
 def critical_paths(
     config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[str, Path]]:
-    """Yield (label, sums) of one token a step, and of each degree."""
+    """Yield (label, sums) of one token per step, and of each degree."""
     model, _ = ready_model(config, choose_device(args.device, 0))
     calibration = Calibration(model, Group.alone(), config.cache_dir)
     for degree in [0, *args.degrees]:
@@ -155,7 +155,7 @@ def critical_paths(
 
 
 def processes(config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence[tuple[int, ...]], num: int) -> Path:
-    """Return the sums of so many real processes."""
+    """Return the sums of `num` real processes."""
     path = Path()
     with LookaheadRuntime.from_config(config) as runtime:
         for prompt in prompts:

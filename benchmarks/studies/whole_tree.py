@@ -1,7 +1,7 @@
-"""Decodes a request on one model as R replicas would: every step's tree is fed whole, in one forward pass.
+"""Decodes a request on one model as R replicas would, with one pass of the whole tree per step.
 
-Trees, shares and so the number of steps are those of R replicas; only the time of a forward pass is not. The loop is
-the engine's own (`Engine._step`).
+Trees, shares and therefore the number of steps are those of R replicas; only the time of a forward pass is not. The
+loop is the engine's own (`Engine._step`).
 Letters: R replicas, T nodes in the tree, n of them from the root on, V vocabulary.
 """
 
@@ -26,15 +26,15 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.step_logits import StepLogits
 from studies.replay import SettledEngine
 
-# What all replicas report of their times in the exchange of a step with these shares: [R] integers of pack_clock.
+# Returns the times that all replicas report in the exchange of a step with these shares: [R] integers of pack_clock.
 Clocks = Callable[[Shares], list[int]]
 
 
 class WholeTree(LocalRequest):
-    """A request whose trees rank 0 feeds whole, and whose nodes it samples for all ranks.
+    """Request whose trees rank 0 feeds whole, and whose nodes it samples for all ranks.
 
     Attributes:
-        steps: [T, width] what all ranks sampled, by step, the prefill's first; -1 before the root.
+        steps: [T, width] samples of all ranks, by step, the prefill's first; -1 before the root.
     """
 
     def __init__(self, report_times: Clocks, *args: Any):
@@ -62,7 +62,7 @@ class WholeTree(LocalRequest):
 
 
 class WholeTreeEngine(SettledEngine):
-    """An engine that feeds whole trees, with assumed times; it keeps its requests."""
+    """Engine that feeds whole trees, with assumed times; it keeps its requests."""
 
     def __init__(self, make_times: Callable[[], Clocks], *args: Any):
         super().__init__(*args)

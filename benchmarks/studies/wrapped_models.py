@@ -1,17 +1,18 @@
-"""`lookahead_generate` on models that other libraries have wrapped, and with caches and arguments that it does not use.
+"""Checks `lookahead_generate` on wrapped models, and with caches and arguments that it does not use.
 
     python benchmarks/correctness.py wrapped_models
 
-Small random models in float32 on the CPU. Every case makes one call of `generate` twice, without and with
-`custom_generate=lookahead_generate`, greedily, and compares token ids and what the call left behind. Outcomes:
+Models are small, random, in float32, and on the CPU; other libraries have wrapped some of them. Every case makes one
+call of `generate` twice, without and with `custom_generate=lookahead_generate`, greedily, and compares token ids and
+the state after the call. Outcomes:
 
 exact
 refused               by lookahead_generate, with the line
 refused by generate   transformers raised before it called lookahead_generate
-cannot be compared    the call fails without lookahead_generate, too
-WRONG                 another output, or an error that is no refusal in one line
+cannot be compared    the call also fails without lookahead_generate
+WRONG                 a different output, or an error that is not a one-line refusal
 
-A case whose library is not installed (peft, optimum-quanto, accelerate) is left out and says so. The exit status is 1
+A case whose library is not installed (peft, optimum-quanto, accelerate) is reported as left out. The exit status is 1
 if a case is WRONG.
 """
 
@@ -67,7 +68,7 @@ SIZES = ("hidden_size", "intermediate_size", "num_attention_heads")
 VISION = {name: TEXT[name] for name in SIZES} | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
 PROMPT = torch.tensor([[1, 17, 23, 42, 17, 23, 42, 17, 9, 30, 77, 5]])
 
-Call = Callable[[dict[str, Any]], Any]  # makes the case's call of `generate` with the keywords; returns its output
+Call = Callable[[dict[str, Any]], Any]  # calls `generate` for a case with some keywords; returns its output
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,12 +78,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def small(model_class: type[PreTrainedModel], model_type: str, **fields: Any) -> Any:
-    """Return a random model in eval mode, equal at every call.
+    """Return a random model in eval mode; every call returns an equal one.
 
     Args:
-        model_class: of the model.
-        model_type: as AutoConfig knows it.
-        fields: of the config.
+        model_class: class of the model.
+        model_type: its type in AutoConfig.
+        fields: fields of the config.
     """
     torch.manual_seed(0)
     model: Any = model_class(AutoConfig.for_model(model_type, **fields))
@@ -99,9 +100,9 @@ def caller(model: Any, prompt: torch.Tensor = PROMPT, **given: Any) -> Call:
     """Return a Call of a model's `generate`.
 
     Args:
-        model: anything with `generate`.
+        model: any object with `generate`.
         prompt: [1, L] token ids.
-        given: keywords of every call. Callables with the name `fresh` are called for the value.
+        given: keywords of every call. A callable named `fresh` is called, and its result passed instead.
     """
 
     def call(keywords: dict[str, Any]) -> Any:
@@ -114,7 +115,7 @@ def caller(model: Any, prompt: torch.Tensor = PROMPT, **given: Any) -> Call:
 
 
 def peft_cases() -> Iterator[tuple[str, Call]]:
-    """Yield the cases of PEFT: adapters on, off, switched, and prompts that are learned."""
+    """Yield the cases of PEFT: adapters on, off, switched, and learned prompts."""
     import peft
 
     def lora(seed: int) -> Any:
@@ -163,7 +164,7 @@ def peft_cases() -> Iterator[tuple[str, Call]]:
 
 
 def filled_cache(model: Any) -> Callable[[], DynamicCache]:
-    """Return a function that makes a cache with all tokens of PROMPT but the last."""
+    """Return a function that makes a cache with all tokens of PROMPT except the last."""
 
     def fresh() -> DynamicCache:
         cache = DynamicCache(config=model.config)
@@ -175,7 +176,7 @@ def filled_cache(model: Any) -> Callable[[], DynamicCache]:
 
 
 def cache_cases() -> Iterator[tuple[str, Call]]:
-    """Yield the cases of caches that the caller asks for or brings."""
+    """Yield the cases of caches that the caller requests or passes."""
     model = llama()
     for name in ("dynamic", "static", "offloaded", "offloaded_static", "quantized"):
         yield f"cache_implementation={name}", caller(model, cache_implementation=name)
@@ -192,7 +193,7 @@ def cache_cases() -> Iterator[tuple[str, Call]]:
 
 
 def family_cases() -> Iterator[tuple[str, Call]]:
-    """Yield encoder-decoder models, and vision-language models that are given text alone."""
+    """Yield encoder-decoder models, and vision-language models with text only."""
     sizes = {"vocab_size": VOCABULARY_SIZE, "d_model": 32, "decoder_start_token_id": 0, "eos_token_id": None}
     heads = {"d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     layers = {f"{half}_{name}": 2 for half in ("encoder", "decoder") for name in ("layers", "attention_heads")}
@@ -269,14 +270,14 @@ def accelerate_cases() -> Iterator[tuple[str, Call]]:
 def characters() -> PreTrainedTokenizerFast:
     """Return a tokenizer of printable ASCII: token n is the character n + 30, and the last one is "#$"."""
     vocabulary = {"<pad>": 0, "<s>": 1} | {chr(token + 30): token for token in range(2, VOCABULARY_SIZE - 1)}
-    vocabulary["#$"] = VOCABULARY_SIZE - 1  # token 5, the last one of PROMPT, is its beginning
+    vocabulary["#$"] = VOCABULARY_SIZE - 1  # begins with token 5, the last one of PROMPT
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[("#", "$")]))
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", pad_token="<pad>")
 
 
 def tokenizer_cases() -> Iterator[tuple[str, Call]]:
-    """Yield what a generation config asks of a tokenizer."""
+    """Yield cases of generation arguments that need a tokenizer."""
     model, tokenizer = llama(), characters()
     plain = model.generate(PROMPT, max_new_tokens=20, do_sample=False)[0].tolist()
     stop = [str(tokenizer.decode(plain[-8:-6]))]
@@ -293,12 +294,7 @@ def tokenizer_cases() -> Iterator[tuple[str, Call]]:
 
 
 def attempt(call: Call, keywords: dict[str, Any]) -> tuple[list[int] | None, str, BaseException | None]:
-    """Return the token ids of a call, a note that it left, and what it raised.
-
-    Args:
-        call: of the case.
-        keywords: for `generate`.
-    """
+    """Return the token ids of a call, the note that it returned, and its exception."""
     try:
         torch.manual_seed(0)
         output = call(keywords)
@@ -309,7 +305,7 @@ def attempt(call: Call, keywords: dict[str, Any]) -> tuple[list[int] | None, str
 
 
 def outcome(call: Call, max_new_tokens: int) -> dict[str, str]:
-    """Return a row: what transformers gives, what lookahead_generate gives, and whether they are equal."""
+    """Return a row: the results of transformers and lookahead_generate, and whether they are equal."""
     asked = {"max_new_tokens": max_new_tokens, "do_sample": False}
     theirs, note, _ = attempt(call, asked)
     ours, our_note, error = attempt(call, asked | SETTING | {"custom_generate": lookahead_generate})
@@ -333,7 +329,7 @@ def outcome(call: Call, max_new_tokens: int) -> dict[str, str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run every case; 1 if any is wrong."""
+    """Run every case; return 1 if any is wrong."""
     logging.set_verbosity_error()
     results = Results("wrapped_models", args.output)
     for make_cases in (peft_cases, cache_cases, family_cases, wrapper_cases, accelerate_cases, tokenizer_cases):
