@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lp_runtime import LookaheadRuntime, Scheduler
 
-MAX_AHEAD = 16  # requests in the scheduler's queue: enough that no replica waits for the file
+MAX_AHEAD = 16  # requests in the scheduler's queue, so that no replica waits for the file
 
 
 def done_before(output: Path) -> set[int]:

@@ -17,7 +17,7 @@ PROMPT = "def fibonacci(n):\n"
 def main(model_path: str) -> None:
     """Print the text of `generate` with lookahead, and whether plain `generate` gives the same tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")  # in 16 bits texts may differ at ties
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype="float32")  # 16-bit types may differ at near ties
     inputs = tokenizer(PROMPT, return_tensors="pt")
     with_lookahead = model.generate(**inputs, max_new_tokens=64, do_sample=False, custom_generate=lookahead_generate)
     plain = model.generate(**inputs, max_new_tokens=64, do_sample=False)

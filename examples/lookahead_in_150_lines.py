@@ -60,7 +60,7 @@ class Lookahead:
         return self.tokens[len(self.prompt) :]
 
     def step(self, num_left: int) -> None:
-        """Feed both branches once; commit what the verification branch confirms and one token more."""
+        """Feed both branches once; commit the tokens that the verification branch confirms, and one more."""
         root, max_depth = len(self.tokens) - 1, num_left - 1  # nothing deeper could be committed
         tokens, parents = list(self.tokens), list(range(-1, root))
 
@@ -103,7 +103,7 @@ class Lookahead:
         self.window = [self.refill(level[num_committed:]) for level in levels]
 
     def refill(self, level: Sequence[int | None]) -> list[int]:
-        """Return a level of W tokens, with what followed last, or a random prompt token, in its empty places."""
+        """Return a level of W tokens; fill empty places from the pool, or with a random prompt token."""
         filled: list[int] = []
         for token in [*level, *[None] * (self.W - len(level))]:
             if token is None:

@@ -10,7 +10,7 @@ from lp_runtime import LauncherConfig, LookaheadRuntime
 
 
 def main(gpus: int, address: str | None = None) -> None:
-    """Print an answer. Without an address the cluster is that of this machine or job, else a new one."""
+    """Print an answer. Without an address, use the cluster of this machine or job, else start one."""
     launcher = LauncherConfig(name="ray", placement="spread", address=address)
     with LookaheadRuntime(gpus=gpus, launcher=launcher) as runtime:
         generation = runtime.generate("def fibonacci(n):\n", max_new_tokens=64)

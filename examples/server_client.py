@@ -13,7 +13,7 @@ from openai import OpenAI
 
 
 def main(url: str) -> None:
-    """Print a streamed answer with its number of tokens, then one with what was drafted for it."""
+    """Print a streamed answer with its number of tokens, then one with its drafting metrics."""
     client = OpenAI(base_url=f"{url}/v1", api_key=os.environ.get("LP_KEY", "none"))
     model = client.models.list().data[0].id
     stream = client.completions.create(

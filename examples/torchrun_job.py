@@ -3,14 +3,14 @@
 torchrun --standalone --nproc-per-node 2 examples/torchrun_job.py
 torchrun --nnodes 2 --node-rank 0 --master-addr HOST --nproc-per-node 8 examples/torchrun_job.py
 
-The second command is for two machines; on the other one it has --node-rank 1.
+The second command is for two machines; use --node-rank 1 on the other one.
 """
 
 from lp_runtime import LookaheadRuntime
 
 
 def main() -> None:
-    """Print the text on rank 0. The other ranks serve its requests until it leaves the block."""
+    """Print the text on rank 0; the other ranks serve its requests until it leaves the block."""
     with LookaheadRuntime() as runtime:
         if runtime.is_leader:
             generation = runtime.generate("def fibonacci(n):\n", max_new_tokens=64)

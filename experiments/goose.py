@@ -1,15 +1,18 @@
-"""Goose (arXiv 2604.02047) as a drafter of this runtime, after the rules of its published code
-(github 2kinto/GOOSE_Speculative_Decoding, goose/). Section numbers are the paper's.
+"""Goose (arXiv 2604.02047) as a drafter of this runtime.
 
-- Spine (4.1): what followed the first earlier occurrence of the text's last 5, else 4, else 3 tokens, at most 20.
-- Branches: two tables of a context's last top-10 candidates with their softmax over these ten, by the last token and,
-  asked first, by the last two. All positions enter them, the prompt's, too. A tree's root enters the first table only.
-- Confidence (4.3): 1.0 where two or more occurrences of the context all go on alike; else 0.6 x length / 8 of a chain
-  below 8 tokens, 0.7 + 0.2 x (length - 8) / 12, at most 0.9, of a longer one. Above 0.6 the chain is continued by
-  further matches to 100 x confidence tokens. Confidence adds up to 100 - budget nodes, and gives the spine more.
-- Tree (algorithm 1): the spine gets a half of the budget, 0.3 or 0.15 where the moving average of accepted spine tokens
-  is below 0.4 or 0.2; half of the rest hangs off the root, half off the spine by 1/i; what is left extends branches.
-- Without candidates behind the last token, the chain is verified alone (4.2).
+Follows the rules of its published code (github 2kinto/GOOSE_Speculative_Decoding, goose/). Section numbers are the
+paper's.
+
+- Spine (4.1): at most 20 tokens that followed the first earlier occurrence of the text's last 5, else 4, else 3 tokens.
+- Branches: two tables of a context's last top-10 candidates with their softmax over these ten: by the last two tokens,
+  queried first, and by the last token. All positions enter them, the prompt's, too. A tree's root enters only the table
+  by the last token.
+- Confidence (4.3): 1.0 if two or more occurrences of the context all continue equally; else 0.6 x length / 8 for a
+  chain below 8 tokens, 0.7 + 0.2 x (length - 8) / 12, at most 0.9, for a longer one. Above 0.6, further matches
+  continue the chain to 100 x confidence tokens. Confidence adds up to 100 - budget nodes, and gives the spine more.
+- Tree (algorithm 1): the spine gets half of the budget, or 0.3 or 0.15 if the moving average of accepted spine tokens
+  is below 0.4 or 0.2. Half of the rest branches off the root, half off the spine by 1/i; what is left extends branches.
+- Without candidates after the last token, the chain is verified alone (4.2).
 """
 
 from __future__ import annotations
@@ -26,23 +29,23 @@ from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
-NGRAMS = (5, 4, 3)  # tokens of the contexts that are matched, the longest first
-MAX_CHAIN = 20  # tokens that a match copies
-MAX_EXTENDED = 100  # tokens of a chain that further matches continue, and nodes of a tree
-LONG_MATCH = 8  # tokens of a chain that makes confident
-EXTENDS_ABOVE = 0.6  # confidence
+NGRAMS = (5, 4, 3)  # tokens per matched context, the longest first
+MAX_CHAIN = 20  # tokens copied from a match
+MAX_EXTENDED = 100  # tokens of a chain continued by further matches, and nodes of a tree
+LONG_MATCH = 8  # tokens of a chain with high confidence
+EXTENDS_ABOVE = 0.6  # confidence above which a chain is extended
 MIN_SCORE = 0.01  # of a branch
 TOP_K = 10  # candidates of a context
 MAX_BRANCH_DEPTH = 6
-SPINE_SHARE = 0.5  # of the budget of branches, that hangs off the spine
-SPINE_RATIOS = (0.15, 0.30, 0.50)  # of the budget, by the average acceptance: below 0.2, below 0.4, above
+SPINE_SHARE = 0.5  # of the branches' budget: the part that branches off the spine
+SPINE_RATIOS = (0.15, 0.30, 0.50)  # of the budget, for average acceptance below 0.2, below 0.4, above
 ALPHA = 0.3  # of the moving average
 
 Candidates = list[tuple[int, float]]  # (token id, score), the likeliest first
 
 
 class Draft(NamedTuple):
-    """A tree as lists; the first node is the root, and the spine follows it.
+    """Tree as lists; the first node is the root, and the spine follows it.
 
     Attributes:
         tokens: token ids.
@@ -63,17 +66,17 @@ class Branches:
         self._by_two: dict[tuple[int, int], Candidates] = {}
 
     def note(self, tokens: Sequence[int], previous: Sequence[int | None], ids: np.ndarray, logits: np.ndarray) -> None:
-        """Enter what follows each of n tokens.
+        """Enter the candidates after each of n tokens.
 
         Args:
             tokens: [n] token ids.
-            previous: [n] the token before each; None where the table by two tokens is not to learn it.
+            previous: [n] the token before each; None to leave it out of the table by two tokens.
             ids: [n, TOP_K] candidates.
             logits: [n, TOP_K] of the candidates.
         """
         scores = np.exp(logits - logits.max(axis=1, keepdims=True))
         scores /= scores.sum(axis=1, keepdims=True)
-        halves = scores.astype(np.float16).astype(np.float64)  # as the published table by one token keeps them
+        halves = scores.astype(np.float16).astype(np.float64)  # precision of the published table by one token
         for place, (token, before) in enumerate(zip(tokens, previous, strict=True)):
             row = ids[place].tolist()
             self._by_last[token] = list(zip(row, halves[place].tolist(), strict=True))
@@ -81,28 +84,28 @@ class Branches:
                 self._by_two[before, token] = list(zip(row, scores[place].tolist(), strict=True))
 
     def after(self, token: int, previous: int | None) -> Candidates:
-        """Return what may follow a token; empty where that was never seen."""
+        """Return the candidates after a token; empty if it was never seen."""
         found = None if previous is None else self._by_two.get((previous, token))
         return self._by_last.get(token, []) if found is None else found
 
 
 class Matcher:
-    """The places of all contexts in the text."""
+    """Positions of all contexts in the text."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
-        self._places: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens behind each n-gram
+        self._places: dict[tuple[int, ...], list[int]] = {}  # indices of the tokens after each n-gram
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
         start = len(self._tokens)
         self._tokens += tokens
-        for size in NGRAMS:  # the n-gram at the very end has nothing behind it yet
+        for size in NGRAMS:  # no token follows the n-gram at the very end yet
             for place in range(max(0, start - size), len(self._tokens) - size):
                 self._places.setdefault(tuple(self._tokens[place : place + size]), []).append(place + size)
 
     def _occurrences(self, tokens: Sequence[int]) -> list[int]:
-        """Return the indices behind the occurrences of the longest context at the end of `tokens` that has any."""
+        """Return the indices after the occurrences of the longest context at the end of `tokens` that has any."""
         for size in NGRAMS:
             places = self._places.get(tuple(tokens[-size:])) if len(tokens) >= size else None
             if places:
@@ -115,7 +118,7 @@ class Matcher:
         return self._tokens[places[0] : places[0] + MAX_CHAIN] if places else []
 
     def confidence(self, tokens: Sequence[int], chain: Sequence[int]) -> float:
-        """Return how far a chain that continues `tokens` is trusted, 0.0 to 1.0."""
+        """Return the confidence in a chain that continues `tokens`, 0.0 to 1.0."""
         places = set(self._occurrences(tokens))
         if chain and len(places) >= 2 and len({self._tokens[place] for place in places}) == 1:
             return 1.0
@@ -125,7 +128,7 @@ class Matcher:
 
 
 def extended(matcher: Matcher, tokens: Sequence[int], chain: list[int], confidence: float) -> list[int]:
-    """Return a chain continued by further matches, while a chain of full confidence finds others."""
+    """Return a chain continued by further matches; at confidence 1.0, stop after a less certain match."""
     drafted = [*tokens, *chain]
     while len(drafted) - len(tokens) < int(MAX_EXTENDED * confidence):
         more = matcher.chain(drafted)
@@ -144,7 +147,7 @@ class Grower:
     Args:
         branches: the tables.
         anchor: the root's token.
-        previous: the token before it.
+        previous: the token before the root.
         budget: nodes, the root included.
     """
 
@@ -169,7 +172,7 @@ class Grower:
         return node
 
     def _fork(self, node: int, num: int, on_spine: int | None) -> None:
-        """Hang branches off a node of the spine or the root, but not the spine's own next token."""
+        """Add branches to a node of the spine or the root, except for the spine's own next token."""
         for token, score in self._candidates(node):
             if num <= 0 or score < MIN_SCORE:
                 break
@@ -182,7 +185,7 @@ class Grower:
 
         Args:
             chain: the spine's tokens; empty for a tree of branches alone.
-            ratio: part of the budget that the spine may have.
+            ratio: maximum share of the budget for the spine.
         """
         spine = list(chain[: int(self._budget * ratio)])
         node = 0
@@ -197,7 +200,7 @@ class Grower:
         return self.draft._replace(num_spine=len(spine))
 
     def _extend(self) -> None:
-        """Extend the branches, breadth first, as long as there is budget."""
+        """Extend the branches, breadth first, while there is budget."""
         left = self._budget - len(self.draft.tokens)
         while self._frontier and left > 0:
             node, score = self._frontier.popleft()
@@ -223,7 +226,7 @@ def harmonic(budget: int, num_places: int) -> list[int]:
 
 
 class GooseDrafter(Peer):
-    """Goose.
+    """Drafter of Goose.
 
     Args:
         budget: nodes of a tree, the root included, before confidence adds some; 60 in the published code.
@@ -234,18 +237,18 @@ class GooseDrafter(Peer):
 
     def __init__(self, budget: int = 60):
         super().__init__("spine", "branch")
-        self.max_nodes = max(budget, MAX_EXTENDED) + 1  # the root comes on top of a spine that has it all
+        self.max_nodes = max(budget, MAX_EXTENDED) + 1  # the root is added to a spine that uses the whole budget
         self.max_committed = self.max_nodes
         self._budget = budget
         self._branches = Branches()
         self._matcher = Matcher()
         self._num_spine = 0  # nodes of the last tree's spine
-        self._is_chain = False  # whether the last tree was a chain without branches, because nothing was known of them
+        self._is_chain = False  # whether the last tree was a chain because the tables had no branches
         self._before_root: int | None = None
         self.average = 0.5
 
     def begin(self, tokens: Sequence[int]) -> None:
-        self._matcher, self.average = Matcher(), 0.5  # the spine's text and the average are one request's
+        self._matcher, self.average = Matcher(), 0.5  # the spine's text and the average belong to one request
         self._matcher.extend(tokens)
 
     def note_prompt(self, tokens: Sequence[int], ids: np.ndarray, logits: np.ndarray) -> None:
@@ -279,7 +282,7 @@ class GooseDrafter(Peer):
         return tree
 
     def draft(self, tokens: Sequence[int]) -> Draft:
-        """Return the tree behind a text."""
+        """Return the tree after a text."""
         anchor, self._before_root = tokens[-1], tokens[-2] if len(tokens) > 1 else None
         chain = self._matcher.chain(tokens)
         self._is_chain = not self._branches.after(anchor, self._before_root)
@@ -292,7 +295,7 @@ class GooseDrafter(Peer):
         budget = self._budget + int(confidence * max(0, MAX_EXTENDED - self._budget))
         grower = Grower(self._branches, anchor, self._before_root, budget)
         draft = grower.grow(chain, ratio + confidence * (1 - ratio))
-        self._is_chain = len(draft.tokens) < 2  # an ordinary step, which the published code counts with the chains
+        self._is_chain = len(draft.tokens) < 2  # an ordinary step; the published code counts it as a chain
         return draft
 
     def advance(

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make, from a small Llama-architecture model, a big one that computes the same function.
+"""Makes a big model from a small Llama-architecture model; both compute the same function.
 
     python experiments/inflate_model.py --shape 300m --out work/300m
     python experiments/inflate_model.py --from DIR --out DIR --hidden 2048 --layers 24 --intermediate 5632 --heads 16 \\
@@ -8,24 +8,23 @@
     python experiments/inflate_model.py --shape 300m --experts 8 --out work/300m_experts
     python experiments/inflate_model.py --shape 300m --attention-every 3 --out work/300m_hybrid
 
-So that real acceptance behaviour can be measured at a real model's cost, with no download: the text is the small
-model's, the price is the big one's. Every weight that is read in a step is there and is dense; what is new is random
-and of full rank. Only what would reach the result is zero: rows and columns of output projections (attention's, the
-MLP's, the embedding's) that lead from new units, or to new places of the residual stream, which stay zero throughout.
-RMSNorm's weights and epsilon make up for the larger mean. Where heads grow, the new rows of the small model's own
-queries are zero, too, so that its scores stay, and its rotary pairs move to where the larger head has their frequency.
-The vocabulary stays.
+This measures real acceptance behavior at a real model's cost, without a download: the text is the small model's, the
+cost the big one's. Every weight that a step reads exists and is dense; new weights are random and of full rank. Only
+weights that would change the result are zero: rows and columns of output projections (attention's, the MLP's, the
+embedding's) that lead from new units, or to new places of the residual stream, which stay zero throughout. RMSNorm's
+weights and epsilon compensate for the changed mean. If heads grow, the new rows of the small model's own queries are
+zero, too, which keeps its scores, and its rotary pairs move to the place of their frequency in the larger head. The
+vocabulary does not change.
 
-With --experts E the big model is a mixture of experts of Mixtral's architecture that computes the same function: each
-MLP is there E times, with storage of its own, and a random router sends each token to --experts-per-token of them, by
-what the token is. The weights that it gives them add up to 1, so the sum of equal experts is one expert's output, but
-for rounding.
+With --experts E the big model is a mixture of experts of Mixtral's architecture that computes the same function. Each
+MLP exists E times, with separate storage. A random router sends each token to --experts-per-token of them, depending on
+the token. The router's weights add up to 1, so the sum of equal experts is one expert's output, up to rounding.
 
-With --attention-every K the big model is a hybrid of Granite 4's architecture: the last of K layers has attention, and
-the others carry a Mamba 2 state from token to token, which is computed in full and adds nothing.
+With --attention-every K the big model is a hybrid of Granite 4's architecture. The last of every K layers has
+attention. The others carry a Mamba 2 state from token to token, which is computed in full and adds nothing.
 
-Weights are made and written one layer at a time, so a 34B model needs little memory; on a GPU, where there is one, as
-a CPU takes minutes to draw so many numbers. Names of shapes: see SHAPES.
+Weights are made and written one layer at a time, so a 34B model needs little memory. They are made on a GPU if there is
+one, because a CPU takes minutes to draw the random numbers. Names of shapes: see SHAPES.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ COPIED = (
 
 
 class SmallModel:
-    """A checkpoint's weights, read when asked for, to a device."""
+    """A checkpoint's weights, read to a device on demand."""
 
     def __init__(self, folder: Path, device: torch.device):
         files = sorted(folder.glob("*.safetensors"))
@@ -81,7 +80,7 @@ class SmallModel:
 
 
 def big_config(small, shape: Shape, dtype: str, kind: Kind = None) -> dict:
-    """The big model's config.json."""
+    """Return the big model's config.json."""
     config = small.to_dict() | {
         "hidden_size": shape.hidden,
         "num_hidden_layers": shape.layers,
@@ -110,7 +109,7 @@ def big_config(small, shape: Shape, dtype: str, kind: Kind = None) -> dict:
 def weights(
     small: SmallModel, shape: Shape, dtype: torch.dtype, kind: Kind = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The big model's weights, a layer at a time; the small model's layers are the first, in order."""
+    """Yield the big model's weights, one layer at a time; the small model's layers come first, in order."""
     inflation = Inflation(shape_of(small.config), shape, dtype, small.device, kind=kind)
     head = "lm_head.weight" if "lm_head.weight" in small else "model.embed_tokens.weight"
     yield {"model.embed_tokens.weight": inflation.embedding(small["model.embed_tokens.weight"])}
@@ -128,10 +127,10 @@ def weights(
 
 
 def inflated(source: Path, shape: Shape, dtype: str, device: torch.device, kind: Kind = None) -> PreTrainedModel:
-    """The big model, made where it is to run; nothing is written.
+    """Return the big model, made on the device where it will run; nothing is written.
 
     Raises:
-        InflateError: if the small model is not one that fits.
+        InflateError: the small model does not fit.
     """
     small = SmallModel(source, device)
     settings = big_config(small.config, shape, dtype, kind)
@@ -140,13 +139,13 @@ def inflated(source: Path, shape: Shape, dtype: str, device: torch.device, kind:
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     for part in weights(small, shape, getattr(torch, dtype), kind):
         model.load_state_dict(part, strict=False, assign=True)
-    with device:  # no checkpoint has these
+    with device:  # not part of a checkpoint
         model.model.rotary_emb = type(model.model.rotary_emb)(config)
     return model.eval()
 
 
 def choose_device() -> torch.device:
-    """Where the weights are made, if they are written."""
+    """Return the device on which weights are made before they are written."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -158,10 +157,10 @@ def inflate(
     device: torch.device | None = None,
     kind: Kind = None,
 ) -> int:
-    """Write the big model, its config.json last. Returns how many parameters it has.
+    """Write the big model, its config.json last; return its number of parameters.
 
     Raises:
-        InflateError: if the small model is not one that fits, or there is a whole model in `out`.
+        InflateError: the small model does not fit, or `out` already has a model.
     """
     if (out / "config.json").exists():
         raise InflateError(f"--out={out}: has a model in it; must be another folder")
@@ -187,7 +186,7 @@ def inflate(
 
 
 def kind_of(args: argparse.Namespace) -> Kind:
-    """What the big model is, by the command line.
+    """Return the kind of the big model that the command line asks for.
 
     Raises:
         InflateError: a number is out of range, or two kinds are asked for.
@@ -200,19 +199,15 @@ def kind_of(args: argparse.Namespace) -> Kind:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Inflate a model as the command line says.
-
-    Args:
-        arguments: in place of the command line's.
-    """
+    """Inflate a model; `arguments` replaces the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--from", dest="source", type=Path, default=DEMO_MODEL, help="the small model's directory")
-    parser.add_argument("--out", type=Path, required=True, help="where to write the big one")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the big one")
     parser.add_argument("--shape", choices=SHAPES, default="300m")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     for name in asdict(SHAPES["300m"]):
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=None, help="instead of the shape's")
-    parser.add_argument("--experts", type=int, default=None, help="make a mixture of so many experts of each MLP")
+    parser.add_argument("--experts", type=int, default=None, help="make a mixture of that many experts of each MLP")
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument(
         "--attention-every", type=int, default=None, help="make a hybrid: the other layers have a Mamba 2 state"

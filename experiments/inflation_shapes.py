@@ -1,4 +1,4 @@
-"""Shapes of models that experiments/inflate_model.py makes, and which of them hold the small one."""
+"""Shapes of models that experiments/inflate_model.py makes, and checks that the small model fits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True)
 class Shape:
-    """What a Llama-architecture model's cost depends on."""
+    """Sizes of a Llama-architecture model that its cost depends on."""
 
     hidden: int
     layers: int
@@ -28,11 +28,11 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Mixture:
-    """How many experts each MLP becomes.
+    """Mixture of experts that replaces each MLP.
 
     Attributes:
-        experts: of a layer.
-        per_token: that each token is sent to.
+        experts: experts of a layer.
+        per_token: experts that each token is sent to.
     """
 
     experts: int
@@ -47,10 +47,10 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Which layers have attention; the others carry a recurrent state (Mamba 2).
+    """Layers with attention; the others carry a recurrent state (Mamba 2).
 
     Attributes:
-        attention_every: the last of so many layers has attention, and is one of the small model's.
+        attention_every: n; the last of every n layers has attention, and is one of the small model's.
     """
 
     attention_every: int
@@ -60,23 +60,25 @@ class Hybrid:
             raise InflateError(f"--attention-every={self.attention_every}: must be at least 2")
 
     def has_attention(self, layer: int) -> bool:
-        """Whether a layer has attention."""
+        """Return whether a layer has attention."""
         return layer % self.attention_every == self.attention_every - 1
 
 
-Kind = Mixture | Hybrid | None  # of the big model; None for a Llama
+Kind = Mixture | Hybrid | None  # kind of the big model; None for a Llama
 
 
 def small_layer(number: int, kind: Kind) -> int | None:
-    """Return the small model's layer that a big model's layer computes, which it may not have; None for a recurrent
-    one."""
+    """Return the number of the small model's layer that a layer computes; None for a recurrent layer.
+
+    The small model may have fewer layers.
+    """
     if not isinstance(kind, Hybrid):
         return number
     return number // kind.attention_every if kind.has_attention(number) else None
 
 
 class InflateError(ValueError):
-    """A shape that the small model does not fit into."""
+    """Raised if a setting is invalid or the small model does not fit into a shape."""
 
 
 def shape_of(config) -> Shape:
@@ -91,9 +93,10 @@ def shape_of(config) -> Shape:
 
 
 def check(small: Shape, big: Shape, kind: Kind = None) -> None:
-    """
+    """Check that a shape is valid and holds the small model.
+
     Raises:
-        InflateError: if `small` does not fit into `big`.
+        InflateError: `small` does not fit into `big`.
     """
     if isinstance(kind, Hybrid) and big.layers < small.layers * kind.attention_every:
         least = small.layers * kind.attention_every
@@ -108,7 +111,7 @@ def check(small: Shape, big: Shape, kind: Kind = None) -> None:
             raise InflateError(f"--{name.replace('_', '-')}={asdict(big)[name]}: must be at least {least}")
     if big.heads % big.kv_heads:
         raise InflateError(f"--heads={big.heads}: must be a multiple of --kv-heads={big.kv_heads}")
-    if big.hidden % big.heads:  # transformers insists
+    if big.hidden % big.heads:  # required by transformers
         raise InflateError(f"--hidden={big.hidden}: must be a multiple of --heads={big.heads}")
     if big.head_dim % small.head_dim:
         raise InflateError(f"--head-dim={big.head_dim}: must be a multiple of {small.head_dim}")
@@ -117,9 +120,9 @@ def check(small: Shape, big: Shape, kind: Kind = None) -> None:
 
 
 def head_places(small: Shape, big: Shape) -> list[tuple[int, int]]:
-    """For each head of the small model: the big model's head that takes it, and the key/value head that one reads."""
+    """Return (big model's head, its key/value head) for each head of the small model."""
     group, big_group = small.heads // small.kv_heads, big.heads // big.kv_heads
-    kv_heads_each = -(-group // big_group)  # where groups are smaller, keys and values are there several times
+    kv_heads_each = -(-group // big_group)  # smaller groups need copies of keys and values
     places = []
     for head in range(small.heads):
         which, within = divmod(head, group)

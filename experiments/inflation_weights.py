@@ -1,23 +1,23 @@
-"""Weights of a big model that computes what a small one does; see inflate_model.py."""
+"""Weights of a big model that computes the same function as a small one; see inflate_model.py."""
 
 from __future__ import annotations
 
 import torch
 from inflation_shapes import Hybrid, Kind, Shape, check, head_places
 
-MAMBA_EXPAND, MAMBA_STATE, MAMBA_HEAD_DIM, MAMBA_KERNEL = 2, 128, 64, 4  # Granite 4's
+MAMBA_EXPAND, MAMBA_STATE, MAMBA_HEAD_DIM, MAMBA_KERNEL = 2, 128, 64, 4  # those of Granite 4
 
 
 class Inflation:
-    """The big model's weights, made one after the other.
+    """Makes the big model's weights one after the other.
 
     Args:
         small: the small model's shape.
-        big: the big one's.
-        dtype: of the big model.
-        device: where they are made.
-        seed: of what is random, which is not the same on every device.
-        kind: what the MLPs, or some of the layers, become.
+        big: the big model's shape.
+        dtype: dtype of the big model.
+        device: where the weights are made.
+        seed: seed of random weights, which depend on the device, too.
+        kind: kind of the MLPs, or of some of the layers.
     """
 
     def __init__(
@@ -34,35 +34,35 @@ class Inflation:
         self.small, self.big, self.dtype, self.device = small, big, dtype, device
         self._random = torch.Generator(device).manual_seed(seed)
         self._places = head_places(small, big)
-        # rotary pairs are (i, i + head_dim / 2): pair i of the small head has the frequency of pair i * growth
+        # Rotary pairs are (i, i + head_dim / 2): pair i of the small head has the frequency of pair i * growth.
         growth, half = big.head_dim // small.head_dim, small.head_dim // 2
         pairs = torch.arange(half) * growth
         self._rotary = torch.cat([pairs, pairs + big.head_dim // 2]).to(device)
 
     def noise(self, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns] of the size that keeps a unit input's output about a unit."""
-        # Not float32 for a 34B model's layer: half the memory, and nobody reads these values.
+        """Return [rows, columns] random weights, scaled so that unit inputs give outputs of about unit size."""
+        # `dtype` instead of float32: a 34B model's layer needs half the memory, and the values do not matter.
         drawn = torch.randn(rows, columns, generator=self._random, device=self.device)
         return (drawn * columns**-0.5).to(self.dtype)
 
     def zeros(self, rows: int, columns: int) -> torch.Tensor:
-        """[rows, columns]"""
+        """Return [rows, columns] zeros."""
         return torch.zeros(rows, columns, dtype=self.dtype, device=self.device)
 
     def norm(self, weight: torch.Tensor) -> torch.Tensor:
-        """An RMSNorm's weights: the mean of squares is smaller by the share of places that are zero."""
+        """Return an RMSNorm's weights; zero places reduce the mean of squares by their share."""
         wide = torch.ones(self.big.hidden, device=self.device)
         wide[: len(weight)] = weight.float() * (self.small.hidden / self.big.hidden) ** 0.5
         return wide.to(self.dtype)
 
     def readers(self, weight: torch.Tensor, rows: int) -> torch.Tensor:
-        """A projection that reads the residual stream: all new entries random."""
+        """Return a projection that reads the residual stream; all new entries are random."""
         wide = self.noise(rows, self.big.hidden)
         wide[: weight.shape[0], : weight.shape[1]] = weight.to(self.dtype)
         return wide
 
     def attention(self, small: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The four projections of a layer, from the small layer's."""
+        """Return the four projections of a layer, from the small layer's."""
         big, d, D = self.big, self.small.head_dim, self.big.head_dim
         hidden = self.small.hidden
         query, key, value = (self.noise(n * D, big.hidden) for n in (big.heads, big.kv_heads, big.kv_heads))
@@ -81,7 +81,7 @@ class Inflation:
         return {"q": query, "k": key, "v": value, "o": out}
 
     def layer(self, small: dict[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-        """One decoder layer's weights, by their names in it; a new one, which adds nothing, if there is no small."""
+        """Return one decoder layer's weights by name; without a small layer, one that adds nothing."""
         big = self.big
         width = big.heads * big.head_dim
         kv_width = big.kv_heads * big.head_dim
@@ -103,7 +103,7 @@ class Inflation:
         return weights | {"input_layernorm.weight": norms[0], "post_attention_layernorm.weight": norms[1]}
 
     def recurrent_layer(self) -> dict[str, torch.Tensor]:
-        """The weights of a layer with a Mamba 2 state, which adds nothing, by their names in it."""
+        """Return the weights, by name, of a layer with a Mamba 2 state that adds nothing."""
         big = self.big
         width, heads = MAMBA_EXPAND * big.hidden, MAMBA_EXPAND * big.hidden // MAMBA_HEAD_DIM
         channels = width + 2 * MAMBA_STATE
@@ -120,7 +120,7 @@ class Inflation:
         }
 
     def mlp(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> dict[str, torch.Tensor]:
-        """An MLP's weights, or as many copies of them as there are experts, and a router of random directions."""
+        """Return an MLP's weights, or one copy per expert and a router of random directions."""
         if self._kind is None:
             return {"mlp.gate_proj.weight": gate, "mlp.up_proj.weight": up, "mlp.down_proj.weight": down}
         if isinstance(self._kind, Hybrid):
@@ -133,7 +133,7 @@ class Inflation:
         }
 
     def embedding(self, weight: torch.Tensor) -> torch.Tensor:
-        """The embedding writes to the residual stream: zeros in its new places."""
+        """Return an embedding that writes zeros to new places of the residual stream."""
         wide = self.zeros(len(weight), self.big.hidden)
         wide[:, : weight.shape[1]] = weight.to(self.dtype)
         return wide

@@ -1,10 +1,10 @@
-"""Published drafting methods as drafters of this runtime, after the rules of their code, to compare drafting with.
+"""Published drafting methods as drafters of this runtime, to compare our drafting with.
 
-SAM decoding (arXiv 2411.10666) with a token recycling tree is Spec-Bench's model/samd with its defaults. The longest
-suffix of the text that has occurred before is looked up. If it has 5 tokens or more, 40 tokens from behind its first
-occurrence are copied. Else the tree token_recycle.json is filled from a table of top-k candidates, which the prompt's
-logits enter, too. RACER is in racer.py, Goose in goose.py; token recycling and prompt lookup are drafters of the
-runtime (lp_runtime/lookahead/drafters).
+They follow the rules of their published code. SAM decoding (arXiv 2411.10666) with a token recycling tree is
+Spec-Bench's model/samd with its defaults. It looks up the longest suffix of the text that has occurred before. If the
+suffix has 5 tokens or more, it copies 40 tokens that follow its first occurrence. Otherwise it fills the tree of
+token_recycle.json from a table of top-k candidates, which the prompt's logits enter, too. RACER is in racer.py, Goose
+in goose.py; token recycling and prompt lookup are drafters of the runtime (lp_runtime/lookahead/drafters).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 
-NUM_COPIED = 40  # tokens, model/samd's default
-NUM_SHOWN = 10  # likeliest tokens that peers are shown: Goose's
-MIN_MATCH = 5  # tokens of a suffix, model/samd's default
+NUM_COPIED = 40  # tokens; model/samd's default
+NUM_SHOWN = 10  # likeliest tokens that peers see, as many as Goose uses
+MIN_MATCH = 5  # tokens of a suffix; model/samd's default
 # Number of children of each node that has any, breadth first: token_recycle.json of Spec-Bench.
 NUM_CHILDREN = {
     **{0: 7, 1: 6, 2: 5, 3: 3, 4: 2, 5: 2, 6: 1, 7: 1, 8: 3, 9: 2, 10: 2, 11: 1, 12: 1, 14: 3, 15: 2, 16: 1, 17: 1},
@@ -29,10 +29,10 @@ NUM_CHILDREN = {
 
 
 class Peer(CountingDrafter):
-    """A published method's drafter, which sees more of the model than the runtime's own drafters do.
+    """Drafter of a published method; it sees more of the model than the runtime's own drafters do.
 
-    Whoever decodes shows it the likeliest tokens behind every position of the prompt, before the first token is
-    committed, and behind every node of a step's tree, before `advance`.
+    The decoding loop calls `note_prompt` before the first token is committed, and `note_nodes` for every step's tree
+    before `advance`.
     """
 
     def note_prompt(self, tokens: Sequence[int], ids: np.ndarray, logits: np.ndarray) -> None:
@@ -40,7 +40,7 @@ class Peer(CountingDrafter):
 
         Args:
             tokens: [n] the prompt.
-            ids: [n, NUM_SHOWN] int64 the likeliest tokens behind each, the likeliest first.
+            ids: [n, NUM_SHOWN] int64 the likeliest tokens after each, the likeliest first.
             logits: [n, NUM_SHOWN] float32 their logits.
         """
 
@@ -49,7 +49,7 @@ class Peer(CountingDrafter):
 
         Args:
             tree: the step's tree.
-            ids: [n, NUM_SHOWN] int64 the likeliest tokens behind each node from the root on.
+            ids: [n, NUM_SHOWN] int64 the likeliest tokens after each node from the root on.
             logits: [n, NUM_SHOWN] float32 their logits.
         """
 
@@ -67,7 +67,7 @@ class SamDrafter(Peer):
         self.max_nodes = max(NUM_COPIED, 1 + sum(NUM_CHILDREN.values()))
         self.max_committed = NUM_COPIED
         self._table: dict[int, np.ndarray] = {}
-        self._is_copied = False  # whether the last tree was
+        self._is_copied = False  # whether the last tree was copied from the text
 
     def begin(self, tokens: Sequence[int]) -> None:
         pass
@@ -129,6 +129,6 @@ def longest_match(text: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def first_end(text: Sequence[int], ngram: Sequence[int]) -> int:
-    """Return the index behind the first occurrence of an n-gram in a text; the n-gram must occur."""
+    """Return the index after the first occurrence of an n-gram in a text; the n-gram must occur."""
     size = len(ngram)
     return next(end for end in range(size, len(text) + 1) if list(text[end - size : end]) == list(ngram))

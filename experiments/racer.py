@@ -1,16 +1,17 @@
-"""RACER (arXiv 2604.14885) as a drafter of this runtime, after the rules of its published code (github hkr04/RACER).
+"""RACER (arXiv 2604.14885) as a drafter of this runtime.
 
-Two sources share a tree of `capacity` nodes, the root included. Section and algorithm numbers are the paper's.
+Follows the rules of its published code (github hkr04/RACER). Two sources share a tree of `capacity` nodes, the root
+included. Section and algorithm numbers are the paper's.
 
-- Retrieval tree (3.2, E.2 to E.4): an Aho-Corasick automaton over all 10-grams of the text, at most 10,000 states, the
-  least recently used leaf dropped first. Of the states that end with the last token and match 2 tokens or more, the
-  most frequent continuations enter the tree. Failure links are made once, after the prompt; states that are met later,
-  or were used, fall back to the root.
+- Retrieval tree (3.2, E.2 to E.4): an Aho-Corasick automaton over all 10-grams of the text, with at most 10,000 states;
+  the least recently used leaf is dropped first. Of the states that end with the last token and match 2 tokens or more,
+  the most frequent continuations enter the tree. Failure links are made once, after the prompt; states that are met
+  later, or were used, fall back to the root.
 - Logits tree (3.1, equation 3, algorithm 1): a table of every token's last top-8 candidates, which the prompt's
-  positions enter, too, fills what is left breadth first: the root has 8 children, a node's first child half of the
-  node's breadth, each further child half of the one before it, at least 1. A node that is there already costs nothing.
+  positions enter, too. It fills the rest of the tree breadth first: the root has 8 children, a node's first child has
+  half of the node's breadth, each further child half of the one before it, at least 1. An existing node costs nothing.
 
-The published code leaves the order of equally frequent states to addresses in memory. Here the one met first stays.
+In the published code, memory addresses decide the order of equally frequent states. Here the state met first wins.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.guide import Guide
 from lp_runtime.lookahead.tree import TokenTree
 
-NGRAM = 10  # tokens of the n-grams of the automaton, the published default
-MAX_STATES = 10_000  # of the automaton, the published default
-BREADTH = 8  # top-k candidates of a token, the published default
-MIN_MATCH = 2  # tokens that a state must match to be continued
+NGRAM = 10  # tokens per n-gram of the automaton; the published default
+MAX_STATES = 10_000  # of the automaton; the published default
+BREADTH = 8  # top-k candidates of a token; the published default
+MIN_MATCH = 2  # minimum tokens of a matching state to continue it
 
 
 class State:
-    """A state of an automaton: the n-gram on the way from the root.
+    """State of an automaton: the n-gram on the path from the root.
 
     Attributes:
-        children: states one token further.
-        fail: the state of the longest suffix, or the root where that is not known.
-        parent: the state one token shorter; None for the root and for states that were dropped.
+        children: states one token longer.
+        fail: state of the longest suffix; the root if that is unknown.
+        parent: state one token shorter; None for the root and for dropped states.
         token: the last token; -1 for the root.
-        frequency: how often the n-gram was inserted.
+        frequency: number of insertions of the n-gram.
         depth: tokens of the n-gram.
     """
 
@@ -53,10 +54,10 @@ class State:
 
 
 class Trie:
-    """States by their n-grams, the least recently used first to be dropped.
+    """States by their n-grams; the least recently used one is dropped first.
 
     Args:
-        max_states: the root included.
+        max_states: limit of states, the root included.
     """
 
     def __init__(self, max_states: int):
@@ -73,7 +74,7 @@ class Trie:
         self._recency.move_to_end(state)
 
     def child(self, state: State, token: int) -> State:
-        """Return the state one token further, and make it if it is not there, in place of the oldest where all are."""
+        """Return the state one token longer; if it is missing, make it, replacing the oldest of a full trie."""
         child = state.children.get(token)
         if child is None:
             child = self._new_state()
@@ -84,7 +85,7 @@ class Trie:
     def _new_state(self) -> State:
         if len(self) < self._max_states:
             state = State()
-        else:  # the published code clears a state and uses it again, whatever still points to it
+        else:  # like the published code, reuse a state even if others still point to it
             state, _ = self._recency.popitem(last=False)
             if state.parent is not None and state.parent.children.get(state.token) is state:
                 del state.parent.children[state.token]
@@ -93,7 +94,7 @@ class Trie:
         return state
 
     def insert(self, ngram: Sequence[int], frequency: int = 1) -> None:
-        """Insert an n-gram, and count it and its beginnings."""
+        """Insert an n-gram; increase the frequency of it and its prefixes."""
         state = self.root
         state.frequency += frequency
         for token in ngram:
@@ -104,13 +105,13 @@ class Trie:
 
 
 class Automaton(Trie):
-    """An Aho-Corasick automaton, and the state that matches the text's end.
+    """Aho-Corasick automaton, with the state that matches the text's end.
 
     Args:
-        max_states: the root included.
+        max_states: limit of states, the root included.
 
     Attributes:
-        current: the state behind the text so far.
+        current: the state after the text so far.
     """
 
     def __init__(self, max_states: int):
@@ -132,7 +133,7 @@ class Automaton(Trie):
                 queue.append(child)
 
     def _touch_path(self, state: State) -> None:
-        """Make a state and those before it the most recently used; their failure links fall back to the root."""
+        """Make a state and its ancestors the most recently used; reset their failure links to the root."""
         step: State | None = state
         while step is not None:
             step.fail = self.root
@@ -140,7 +141,7 @@ class Automaton(Trie):
             step = step.parent
 
     def follow(self, tokens: Iterable[int]) -> None:
-        """Go on from the current state by tokens (E.3, algorithm 3)."""
+        """Advance the current state by tokens (E.3, algorithm 3)."""
         state = self.current
         for token in tokens:
             self.touch(state)
@@ -153,8 +154,11 @@ class Automaton(Trie):
         self.current = state
 
     def borders(self, token: int) -> list[State]:
-        """Return the states of MIN_MATCH tokens or more that end with the text and then `token`, the longest first; go
-        on to the longest of any length. With none, the current state stays."""
+        """Return the states that match the text followed by `token`, the longest first.
+
+        Only states of MIN_MATCH tokens or more are returned. The longest match of any length becomes the current state;
+        without a match the current state does not change.
+        """
         found: list[State] = []
         state = self.current
         while True:
@@ -175,9 +179,9 @@ class Automaton(Trie):
 def most_frequent(borders: Sequence[State], num: int) -> list[tuple[State, State]]:
     """Return (state, its border) of the most frequent states at and below some borders (3.2, E.4).
 
-    Levels below the borders are looked at one after the other, until none of a level's states is frequent enough.
+    Visits level after level below the borders, until no state of a level is frequent enough.
     """
-    chosen: list[tuple[int, int, State, State]] = []  # (-frequency, depth, state, border), the first to go last
+    chosen: list[tuple[int, int, State, State]] = []  # (-frequency, depth, state, border); the last is dropped first
     level = [(border, border) for border in borders]
     while level:
         was_updated = False
@@ -194,7 +198,7 @@ def most_frequent(borders: Sequence[State], num: int) -> list[tuple[State, State
 
 
 class RacerDrafter(Peer):
-    """RACER.
+    """Drafter of RACER.
 
     Args:
         capacity: nodes of a tree, the root included.
@@ -246,7 +250,7 @@ class RacerDrafter(Peer):
 
     def merge(self, token: int) -> Trie:
         """Return the tree below a token as a trie: the retrieval tree, filled up with the logits tree."""
-        merged = Trie(self.max_nodes + 1)  # with a root above the token
+        merged = Trie(self.max_nodes + 1)  # one more for a root above the token
         chosen = most_frequent(self.automaton.borders(token), self.max_nodes)
         kept = {(id(state), id(border)) for state, border in chosen}
         for state, border in chosen:
@@ -288,7 +292,7 @@ class RacerDrafter(Peer):
 
 
 def _path(state: State, border: State) -> list[int]:
-    """Return the tokens on the way from a border, excluded, down to a state below it, included."""
+    """Return the tokens on the path from a border (excluded) down to a state below it (included)."""
     tokens = []
     while state is not border:
         tokens.append(state.token)

@@ -1,9 +1,10 @@
-"""SuffixDecoding (arXiv 2411.04975) as a drafter of this runtime, after the rules of vLLM's method `suffix`.
+"""SuffixDecoding (arXiv 2411.04975) as a drafter of this runtime.
 
-Two trees count how often each n-gram has occurred: one those of the request's prompt and answer, one those of all
-answers. Every suffix of the text is looked up in both. A suffix of n tokens is continued by at most n tokens, each the
-most frequent one after those before it, as long as the product of relative frequencies is 0.1 or more. The continuation
-with the largest sum of these products is proposed, as a chain. Defaults are vLLM's; answers are never evicted here.
+Follows the rules of vLLM's method `suffix`. Two trees count the occurrences of n-grams: one in the request's prompt and
+answer, one in all answers. Every suffix of the text is looked up in both. A suffix of n tokens is continued by at most
+n tokens, each the most frequent one after those before it, while the product of relative frequencies is 0.1 or more.
+The continuation with the largest sum of these products is proposed, as a chain. Defaults are vLLM's; answers are never
+evicted here.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ MIN_PROBABILITY = 0.1  # of a proposed token: suffix_decoding_min_token_prob
 
 
 class _Node:
-    """An n-gram: how often it has occurred, and the n-grams with one token more."""
+    """Count of an n-gram, and the n-grams with one token more."""
 
     __slots__ = ("children", "count")
 
@@ -36,10 +37,10 @@ class SuffixTree:
 
     def __init__(self) -> None:
         self._root = _Node()
-        self._ends: deque[_Node] = deque(maxlen=MAX_DEPTH)  # of the text's suffixes, the longest first
+        self._ends: deque[_Node] = deque(maxlen=MAX_DEPTH)  # nodes of the text's suffixes, the longest first
 
     def begin_text(self) -> None:
-        """Begin a new text; n-grams do not extend into the text before it."""
+        """Begin a new text; n-grams do not extend into the previous text."""
         self._ends.clear()
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -62,7 +63,7 @@ class SuffixTree:
             if node is None:
                 break
             found = _continue(node, min(length, MAX_DEPTH))
-            best = found if found[0] >= best[0] else best  # of equal scores the longer suffix's
+            best = found if found[0] >= best[0] else best  # at equal scores prefer the longer suffix
         return best
 
 
@@ -81,7 +82,7 @@ def _continue(node: _Node, max_tokens: int) -> tuple[float, list[int]]:
 
 
 class SuffixDrafter(Peer):
-    """SuffixDecoding; its tree of answers outlives requests."""
+    """Drafter of SuffixDecoding; its tree of answers outlives requests."""
 
     def __init__(self) -> None:
         super().__init__("text", "answers")
