@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Health check of the image: status 0 if lp-serve can answer requests, 1 while it loads and if no replica is up.
+"""Check the health of the image: status 0 if lp-serve can answer, 1 if it is loading or has no replica.
 
-python launch/healthcheck.py [COMMAND LINE]      by default that of process 1, with its port and certificate
+python launch/healthcheck.py [COMMAND LINE]      default: the command line of process 1, with its port and certificate
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ TIMEOUT_SECONDS = 4
 
 
 def health_url(arguments: list[str]) -> str:
-    """Return the URL of /health of an lp-serve with these arguments; the last of a setting counts."""
+    """Return the URL of /health of an lp-serve with these arguments; the last value of a setting counts."""
     settings = dict(argument.partition("=")[::2] for argument in arguments)
     scheme = "https" if "ssl_certfile" in settings else "http"
     return f"{scheme}://127.0.0.1:{settings.get('port', '8000')}/health"
@@ -24,10 +24,10 @@ def health_url(arguments: list[str]) -> str:
 def main() -> None:
     arguments = sys.argv[1:] or Path("/proc/1/cmdline").read_text().split("\0")
     trust = ssl.create_default_context()
-    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE  # the certificate is that of a public name
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE  # the certificate has a public name
     try:
         urllib.request.urlopen(health_url(arguments), timeout=TIMEOUT_SECONDS, context=trust)
-    except OSError as error:  # includes every status but 200
+    except OSError as error:  # includes every status except 200
         sys.exit(f"{health_url(arguments)}: {error}")
 
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# lp-generate as a job of a running Ray cluster: uploads this repository, runs the command on the cluster, shows its
+# Runs lp-generate as a job of a running Ray cluster: uploads this repository, runs the command there, shows its
 # output, and ends with status 0, or 1 if the job failed.
 #
 #   ray start --head                                              a cluster of one machine, if there is none yet
@@ -8,13 +8,13 @@
 #
 # The arguments are lp-generate's overrides; launcher=ray is added. The address is that of the cluster's dashboard
 # (default http://127.0.0.1:8265), so the cluster's head needs ray[default]. The nodes need the dependencies of
-# pyproject.toml in the Python that ray was started with; JOB_PYTHON=/path/on/the/nodes/python names another.
+# pyproject.toml in the Python that ray was started with; JOB_PYTHON=/path/on/the/nodes/python selects another.
 #
-# A cluster that asks for a token gets the one that Ray's own clients use: RAY_AUTH_TOKEN, the file that
+# A cluster that requires a token gets the one that Ray's own clients use: RAY_AUTH_TOKEN, the file that
 # RAY_AUTH_TOKEN_PATH names, or ~/.ray/auth_token. RAY_AUTH_MODE=disabled sends none.
 #
 # The job runs in a copy of the repository on a node of the cluster, so model.path, prompts and output must be absolute
-# paths that the nodes see. What .gitignore and .rayignore name is not uploaded, nor are .git and .venv.
+# paths that the nodes see. Files in .gitignore and .rayignore are not uploaded, nor are .git and .venv.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

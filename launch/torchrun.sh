@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# lp-generate under torchrun: one process a replica, on this machine or on several.
+# Runs lp-generate under torchrun: one process per replica, on this machine or on several.
 #
-# One machine, 4 replicas (without NPROC: one a GPU, or 2 on a machine without GPUs):
+# One machine, 4 replicas (without NPROC: one per GPU, or 2 on a machine without GPUs):
 #
 #   NPROC=4 launch/torchrun.sh prompt="def fib(n):" max_new_tokens=128
 #
-# Several machines: the same command on each, with the number of machines, which one this is (0 is the one that prints
-# and writes; MASTER_ADDR is its address as the others reach it) and a free port of machine 0:
+# Several machines: the same command on each, with the number of machines, the rank of this machine (machine 0 prints
+# and writes; MASTER_ADDR is its address for the others) and a free port of machine 0:
 #
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
 #   NNODES=2 NODE_RANK=1 MASTER_ADDR=10.0.0.1 MASTER_PORT=29511 NPROC=4 launch/torchrun.sh prompt="def fib(n):"
 #
-# MAX_RESTARTS=3 starts all ranks again when one fails, 3 times at most; a file of prompts then goes on where it stopped.
-# With NNODES=1:4 that happens on the machines that are left, of 4; the same command on each, without NODE_RANK, and
-# MASTER_ADDR is where they meet (its loss ends all). The output must be on a file system that all see:
+# MAX_RESTARTS=3 restarts all ranks when one fails, at most 3 times; a file of prompts then continues where it stopped.
+# With NNODES=1:4 the remaining ones of 4 machines are restarted. Run the same command on each, without NODE_RANK;
+# they meet at MASTER_ADDR, whose loss ends all. The output must be on a file system that all machines see:
 #
 #   NNODES=1:4 MASTER_ADDR=10.0.0.1 MAX_RESTARTS=3 launch/torchrun.sh prompts=/shared/in.jsonl output=/shared/out.jsonl
 #
-# All machines need the model at the same model.path. The arguments are lp-generate's overrides; gpus= may be left out,
-# it is NNODES x NPROC. The Python is that of .venv (scripts/setup.sh makes it), else the one on the PATH; PYTHON=...
-# names another. Needs no Ray.
+# All machines need the model at the same model.path. The arguments are lp-generate's overrides; gpus= defaults to
+# NNODES x NPROC. The Python is that of .venv (scripts/setup.sh makes it), else the one on the PATH; PYTHON=...
+# selects another. Needs no Ray.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# See to it that there is a headless Chromium for tests/server/test_page.py, which is skipped without one: the machine's
-# own, else @sparticuz/chromium of the npm registry (70 MB), unpacked into .venv/chromium.
+# Provide a headless Chromium for tests/server/test_page.py, which is skipped without one: use the machine's, or fetch
+# @sparticuz/chromium of the npm registry (70 MB) and unpack it into .venv/chromium.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

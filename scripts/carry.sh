@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# For a machine that has torch and transformers and reaches no package registry: what else is needed, as one archive.
+# Pack all other needed packages into one archive, for a machine with torch and transformers but no package registry.
 #
-#   scripts/carry.sh OUT.tar.xz               here, where a registry is reached: Hydra and what it needs, about 0.3 MiB
-#   scripts/carry.sh OUT.tar.xz gguf numba    and these packages, with the versions of .venv where it has them
+#   scripts/carry.sh OUT.tar.xz               here, with a registry: Hydra and its dependencies, about 0.3 MiB
+#   scripts/carry.sh OUT.tar.xz gguf numba    also these packages, in the versions of .venv if it has them
 #   SITE=OUT.tar.xz scripts/gpu.sh OUT A      there, in a copy of this repository
 #
-# For Linux, x86-64, and the Python that VERSION names, 3.12 by default. A benchmark's prompts must be brought along, too.
+# For Linux, x86-64, and Python VERSION, 3.12 by default. A benchmark's prompts must be copied separately.
 set -euo pipefail
 out="$(realpath -m "$1")"
 shift
@@ -19,7 +19,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def pinned(name: str) -> str:
-    """Return NAME==VERSION of what is installed here; the name alone of what is not."""
+    """Return NAME==VERSION of an installed package, else the name alone."""
     try:
         return f"{name}=={version(name)}"
     except PackageNotFoundError:
@@ -29,7 +29,7 @@ def pinned(name: str) -> str:
 print(*map(pinned, sys.argv[1:]))
 END
 )
-parser="antlr4-python3-runtime==4.9.*" # hydra's; registries have no wheel of it
+parser="antlr4-python3-runtime==4.9.*" # needed by hydra; registries have no wheel of it
 pip=("$python" -m pip --disable-pip-version-check -q)
 folder="$(mktemp -d)"
 trap 'rm -rf "$folder"' EXIT

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Set up what is missing, then run the gates that are not tests: style, types, settings page, docs.
+# Complete the setup, then run the gates that are not tests: style, types, settings page, docs.
 #
-#   scripts/check.sh          all of them; .ci/run and the pre-commit file call this
+#   scripts/check.sh          all of them; .ci/run and the pre-commit file call it
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

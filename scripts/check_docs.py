@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Check what the documentation refers to: links, anchors, figures, files, settings, lengths of tables, and spelling.
+"""Check references in the documentation: links, figures, files and settings; also tables and spelling.
 
-    python scripts/check_docs.py        prints FILE:LINE: what is wrong; exits with 1 if anything is
+    python scripts/check_docs.py        prints FILE:LINE: complaint; exits with 1 if there are any
 
-Pages are TOP_PAGES and docs/**/*.md. Checked in them:
+Pages are TOP_PAGES and docs/**/*.md. The rules:
 
 - a relative link or figure leads to a file of the repository, and an anchor to a heading of that file;
-- a path in `code` or in a code block that begins with a folder of the repository (FOLDERS) is there;
-- a setting in `code`, or in a command in a code block, is one that the command takes (not in CHANGELOG.md, which names
-  old ones);
-- a table of docs/results/ has ten rows at most, and README.md 120 lines;
-- words are spelled as codespell, where it is installed, thinks they should be ([tool.codespell] in pyproject.toml).
+- a path in `code` or in a code block that begins with a folder of the repository (FOLDERS) exists;
+- a setting in `code`, or in a command in a code block, is one that the command takes (not in CHANGELOG.md, which has
+  old names);
+- a table of docs/results/ has at most ten rows, and README.md at most 120 lines;
+- words are spelled as codespell expects, if it is installed ([tool.codespell] in pyproject.toml).
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ MAX_README_LINES = 120
 COMMANDS = {"lp-generate": GenerateConfig, "lp-chat": ChatConfig, "lp-serve": ServeConfig, "lp-bench": BenchConfig}
 LIKE_GENERATE = ("-m lp_runtime ", "scripts/demo.sh", "launch/torchrun.sh", "launch/ray_job.sh", "launch/slurm.sbatch")
 LIKE_SERVE = ("lp_runtime.server.ray_serve:build",)
-# In `code` NAME= may be an argument of Python's or of another program's, too.
+# In `code`, NAME= may also be an argument of Python or of another program.
 OTHER_ARGUMENTS = {
     *("custom_generate", "do_sample", "launcher", "num_samples", "seed", "share_ranks", "tp_plan"),
     *("last_call_timeout",),
 }
-# In `code` a dot may also be Python's, behind an object that is called like a group.
+# In `code`, a dot may also be an attribute access in Python, on an object with the name of a group.
 OTHER_ATTRIBUTES = {"model.generate", "model.forward", "sampling.sampler"}
 
 
@@ -55,7 +55,7 @@ class Line:
     Attributes:
         number: the line's number, from 1.
         text: the line.
-        is_code: whether the line stands in a code block, fenced or indented.
+        is_code: whether the line is in a code block, fenced or indented.
     """
 
     number: int
@@ -64,7 +64,7 @@ class Line:
 
 
 def read_lines(text: str) -> list[Line]:
-    """Return a page's lines; continuation lines (a trailing backslash in a code block) are joined to the first one."""
+    """Return a page's lines; join continuation lines (after a trailing backslash in a code block)."""
     lines: list[Line] = []
     fence, after_blank = None, True
     for number, raw in enumerate(text.splitlines(), 1):
@@ -82,7 +82,7 @@ def read_lines(text: str) -> list[Line]:
 
 
 def join_continued(lines: list[Line]) -> list[Line]:
-    """Return the lines with each line of code that ends in a backslash joined to the code below it."""
+    """Return the lines; each line of code that ends in a backslash is joined with the code below it."""
     joined: list[Line] = []
     for line in lines:
         last = joined[-1] if joined else None
@@ -94,7 +94,7 @@ def join_continued(lines: list[Line]) -> list[Line]:
 
 
 def code_spans(line: Line) -> list[str]:
-    """Return what stands between backticks in a line of prose."""
+    """Return the texts between backticks in a line of prose."""
     return [] if line.is_code else re.findall(r"`([^`]+)`", line.text)
 
 
@@ -113,7 +113,7 @@ def anchors(text: str) -> set[str]:
 
 
 def check_links(page: Path, lines: list[Line]) -> Iterator[tuple[int, str]]:
-    """Yield (line number, complaint) for links and figures that lead nowhere. Other sites are not asked."""
+    """Yield (line number, complaint) for broken links and figures. Links to other sites are not checked."""
     for line in lines:
         if line.is_code:
             continue
@@ -131,7 +131,7 @@ def check_links(page: Path, lines: list[Line]) -> Iterator[tuple[int, str]]:
 
 
 def check_paths(lines: list[Line], root: Path = ROOT) -> Iterator[tuple[int, str]]:
-    """Yield (line number, complaint) for paths of the repository, in code, that are not there."""
+    """Yield (line number, complaint) for paths of the repository, in code, that do not exist."""
     begins = re.compile(rf"(?:{'|'.join(map(re.escape, FOLDERS))})/[\w./*-]*")
     for line in lines:
         words = line.text.split() if line.is_code else [word for span in code_spans(line) for word in span.split()]
@@ -146,7 +146,7 @@ def check_paths(lines: list[Line], root: Path = ROOT) -> Iterator[tuple[int, str
 
 
 def keys_of(schema: type, prefix: str = "") -> set[str]:
-    """Return every key of a settings class: fields, fields of groups with dots, and groups, which choose a preset."""
+    """Return every key of a settings class: fields, fields of groups with dots, and groups (presets)."""
     hints = get_type_hints(schema)
     keys = set()
     for item in fields(schema):
@@ -162,7 +162,7 @@ GROUPS = {key.partition(".")[0] for key in ALL_KEYS if "." in key}
 
 
 def command_of(text: str) -> str | None:
-    """Return which of our commands a line of a code block runs, if any."""
+    """Return which of our commands a line of a code block runs, or None."""
     for command in COMMANDS:
         if re.search(rf"(?:^|[\s/]){command}\s", text):
             return command
@@ -172,7 +172,7 @@ def command_of(text: str) -> str | None:
 
 
 def check_settings(lines: list[Line]) -> Iterator[tuple[int, str]]:
-    """Yield (line number, complaint) for settings that no command, or not the command of the line, takes."""
+    """Yield (line number, complaint) for settings that the line's command, or any command, does not take."""
     dotted = re.compile(rf"(?<![\w./-])((?:{'|'.join(sorted(GROUPS))})\.[A-Za-z_]\w*)(?![\w(/])")
     for line in lines:
         if line.is_code:
@@ -220,7 +220,7 @@ def check_page(page: Path, root: Path = ROOT) -> list[str]:
 
 
 def pages(root: Path = ROOT) -> list[Path]:
-    """Return the pages of the documentation that are there."""
+    """Return the existing pages of the documentation."""
     top = [root / name for name in TOP_PAGES]
     return [page for page in top if page.exists()] + sorted((root / "docs").rglob("*.md"))
 
@@ -237,7 +237,7 @@ def check_spelling(files: list[Path], root: Path = ROOT) -> list[str]:
 
 
 def main() -> None:
-    """Print what is wrong, and exit with 1 if anything is."""
+    """Print all complaints, and exit with 1 if there are any."""
     files = pages()
     complaints = [complaint for page in files for complaint in check_page(page)] + check_spelling(files)
     print(*complaints, sep="\n", end="\n" if complaints else "")

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Check that docstrings, comments and docs use fewer and fewer phrases that make a reader stop.
+"""Check that docstrings, comments and docs use ever fewer phrases that make a reader stop.
 
     python scripts/check_prose.py          fail if a phrase is used more often than scripts/prose_ceilings.toml allows
     python scripts/check_prose.py --list   print every use
-    python scripts/check_prose.py --lower  write the counts of today as the ceilings, where they are lower
+    python scripts/check_prose.py --lower  lower the ceilings to the current counts
 
-The phrases are correct English used in unusual ways: "behind" for "after", "beside" for "compared with".
+The phrases are correct English with an unusual meaning, for example prepositions of place for time or comparison.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def texts_of(file: Path) -> Iterator[tuple[int, str, bool]]:
-    """Yield (first line, text, whether it is a docstring) of a file's docstrings and comments, or of a whole page."""
+    """Yield (first line, text, is a docstring) of a file's docstrings and comments, or of a whole page."""
     source = file.read_text()
     if file.suffix != ".py":
         yield 1, source, False
@@ -64,7 +64,7 @@ def uses_in(file: Path, phrases: Sequence[str]) -> Iterator[tuple[str, int, str]
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print every use")
-    parser.add_argument("--lower", action="store_true", help="lower the ceilings to the counts of today")
+    parser.add_argument("--lower", action="store_true", help="lower the ceilings to the current counts")
     options = parser.parse_args(arguments)
     ceilings: dict[str, int] = tomllib.loads(CEILINGS.read_text())
     phrases = [phrase for phrase in ceilings if phrase not in (LONG_FIRST, OPENING)]

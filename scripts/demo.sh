@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# The main job: set up what is missing, then let the demo model write code on 2 replicas that share every step, and
-# once more one token a step, for comparison.
+# Run the demo: complete the setup, then let the demo model write code on 2 replicas that share every step, and once
+# more with one token per step, for comparison.
 #
-#   scripts/demo.sh                                        as above
-#   scripts/demo.sh gpus=4 lookahead.W=7 max_new_tokens=64  with other settings: lp-generate's overrides
+#   scripts/demo.sh                                        the demo
+#   scripts/demo.sh gpus=4 lookahead.W=7 max_new_tokens=64  the demo with overrides of lp-generate
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# An override of launcher= may need Ray; everything else does without it.
+# Only the override launcher=ray needs Ray.
 extras=""
 for argument in "$@"; do
     [[ "$argument" == launcher=ray ]] && extras="ray"
@@ -26,7 +26,7 @@ print("cuda" if torch.cuda.is_available() and torch.cuda.device_count() > 1 else
 prompt='def read_json(path: str) -> dict:
     """Read a JSON file and return its contents."""
     with open'
-# Of settings given twice, the last one counts. A prompts= of the user's takes the place of ours.
+# If a setting is given twice, the last one counts. The user's prompts= replaces our prompt.
 for argument in "$@"; do
     if [[ "$argument" == prompts=* ]]; then
         exec "$root/.venv/bin/lp-generate" gpus=2 device="$device" "$@"

@@ -1,4 +1,4 @@
-"""Hook of mkdocs: pages of the repository's root become pages of the site, with their links rewritten."""
+"""Hook of mkdocs: turns pages of the repository's root into pages of the site, and adapts their links."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def for_site(text: str) -> str:
-    """Return a page of the root as a page of docs/: links to docs/ and to the other pages lead there."""
+    """Return a page of the root as a page of docs/, with links to docs/ and to the other pages adapted."""
     text = re.sub(r"(?<=\]\()docs/", "", text)
     return re.sub(rf"(?<=\]\()({'|'.join(map(re.escape, PAGES))})", lambda match: PAGES[match[1]], text)

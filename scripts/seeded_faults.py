@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Prove that the test suite catches faults: apply each fault of tests/seeded_faults.toml to a copy, and run its tests.
+"""Check that the test suite catches the faults of tests/seeded_faults.toml, each applied to a copy.
 
     python scripts/seeded_faults.py                      # every fault against the tests that must catch it
     python scripts/seeded_faults.py lost_bonus_token     # some of them
     python scripts/seeded_faults.py --all-tests NAME     # against the whole suite
-    python scripts/seeded_faults.py --check              # only whether each fault can still be applied
+    python scripts/seeded_faults.py --check              # only check that each fault can still be applied
 
 The exit status is 0 if every fault is caught, 1 if one is not, and 2 if the list is out of date.
 """
@@ -34,15 +34,15 @@ FAILED_TEST = re.compile(r"^(?:FAILED|ERROR) (\S+?::\S+)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake that could be made in one place.
+    """Mistake that could be made in one place.
 
     Attributes:
         name: identifies the fault.
-        wrong: what the mistake is, in a line.
-        file: the file it is made in, relative to the repository.
-        old: text of the file, which it has exactly once.
+        wrong: one line that describes the mistake.
+        file: the file with the mistake, relative to the repository.
+        old: text that the file contains exactly once.
         new: the text with the mistake.
-        tests: what must catch it, as pytest takes it: files or test ids, the fastest first.
+        tests: files or test ids that must catch it, as arguments of pytest, the fastest first.
     """
 
     name: str
@@ -65,7 +65,7 @@ def read_faults(root: Path = ROOT) -> list[Fault]:
 
 
 def problems(fault: Fault, root: Path = ROOT) -> list[str]:
-    """Return why a fault of the list is out of date, a line each; none if it can be applied and its tests exist."""
+    """Return a line for each reason why a fault is out of date; none if it applies and its tests exist."""
     found = []
     file = root / fault.file
     text = file.read_text() if file.is_file() else ""
@@ -85,12 +85,12 @@ def problems(fault: Fault, root: Path = ROOT) -> list[str]:
 
 
 def copy_repository(source: Path, target: Path) -> None:
-    """Copy what tests need."""
+    """Copy the files that tests need."""
     shutil.copytree(source, target, ignore=NOT_COPIED)
 
 
 def run_tests(root: Path, tests: Sequence[str], is_parallel: bool = False) -> tuple[int | None, str]:
-    """Run tests of a copy of the repository up to the first that fails.
+    """Run tests of a copy of the repository until the first failure.
 
     Args:
         root: the copy.
@@ -98,7 +98,7 @@ def run_tests(root: Path, tests: Sequence[str], is_parallel: bool = False) -> tu
         is_parallel: whether to use all cores.
 
     Returns:
-        (pytest's exit status, its output); None for the status if it took too long.
+        (pytest's exit status, its output); None for the status after a timeout.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", *tests]
     command += ["-n", "auto" if is_parallel else "0"]
@@ -118,7 +118,7 @@ def catcher(fault: Fault, clean: Path, all_tests: bool) -> str | None:
     Args:
         fault: the fault.
         clean: a copy of the repository, whose tests pass.
-        all_tests: whether to run the whole suite, and not the tests that are named.
+        all_tests: whether to run the whole suite instead of the fault's tests.
     """
     with tempfile.TemporaryDirectory(prefix="seeded-fault-") as folder:
         copy = Path(folder) / "copy"
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="faults to try; all by default")
     parser.add_argument("--check", action="store_true", help="only check that each fault can be applied")
     parser.add_argument("--all-tests", action="store_true", help="run the whole suite against each fault")
-    parser.add_argument("--jobs", type=int, default=1, help="faults that are tried at the same time")
+    parser.add_argument("--jobs", type=int, default=1, help="number of faults to try in parallel")
     options = parser.parse_args(arguments)
     known = {fault.name: fault for fault in read_faults()}
     if unknown := [name for name in options.names if name not in known]:
@@ -152,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="seeded-faults-") as folder:
         clean = Path(folder) / "clean"
         copy_repository(ROOT, clean)
-        if not options.all_tests:  # which also compiles what the faults' copies begin with
+        if not options.all_tests:  # also compiles code for the faults' copies
             tests = [*dict.fromkeys(test for fault in faults for test in fault.tests)]
             status, output = run_tests(clean, tests)
             if status != 0:

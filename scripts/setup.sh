@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Make .venv in the repository's root and install lp_runtime into it, unless that has been done.
+# Make .venv in the repository's root and install lp_runtime into it, unless that is already done.
 #
-#   scripts/setup.sh              what lp-generate needs
-#   scripts/setup.sh ray,test     and these extras of pyproject.toml
+#   scripts/setup.sh              the packages that lp-generate needs
+#   scripts/setup.sh ray,test     also these extras of pyproject.toml
 #
-# Runs from any folder, again and again. What is installed is noted in .venv/.lp_runtime-*; the note holds as long as
-# pyproject.toml, constraints.txt and the place of the repository are the same.
+# Runs from any folder, and may be repeated. Installed extras are noted in .venv/.lp_runtime-*; a note is valid while
+# pyproject.toml, constraints.txt and the path of the repository do not change.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -15,16 +15,16 @@ python="$venv/bin/python"
 
 say() { printf '%s\n' "$*" >&2; }
 
-# Whether this command is a Python that can make the environment.
+# Return whether a command is a Python that can make the environment.
 suits() { "$1" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1; }
 
-# Warn of what a GPU of this machine will lack; without nvidia-smi nothing is checked.
+# Warn if this machine lacks anything that its GPU needs; without nvidia-smi nothing is checked.
 check_gpu_machine() {
-    local driver needed=580 headers package compiler="${CC:-cc}" # CUDA 13, which the torch of constraints.txt is built for
+    local driver needed=580 headers package compiler="${CC:-cc}" # CUDA 13, as the torch of constraints.txt needs
     command -v nvidia-smi >/dev/null 2>&1 || return 0
     [[ "$("$python" -c 'from importlib.metadata import version; print(version("torch"))')" == *+cu12* ]] && needed=525
     driver="$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null)" || driver=""
-    driver="${driver%%$'\n'*}" # a line a GPU; to `head` nvidia-smi would sometimes fail to write the second
+    driver="${driver%%$'\n'*}" # one line per GPU; piped to `head`, nvidia-smi would sometimes fail to write the second
     if [[ "${driver%%.*}" =~ ^[0-9]+$ ]] && ((${driver%%.*} < needed)); then
         say "warning: the NVIDIA driver is $driver, and torch needs $needed or newer: update the driver, or install a" \
             "torch built for an older CUDA from https://download.pytorch.org/whl"
@@ -41,13 +41,13 @@ check_gpu_machine() {
     fi
 }
 
-# Compile what the first command would: drafts' code, by two processes that share the work, and what commands or tests
-# import.
+# Compile ahead for the first command: drafting code, by two processes that share the work, and the imports of commands
+# or tests.
 compile_first_use() (
     cd "$root"
     unset PYTHONDONTWRITEBYTECODE
     exec >/dev/null 2>&1
-    trap 'kill $(jobs -p) || true' EXIT # an interrupt does not reach them
+    trap 'kill $(jobs -p) || true' EXIT # background jobs do not get an interrupt
     compile='from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
     if [[ ",$extras," == *,test,* ]]; then
         "$python" -m pytest --collect-only -q &
@@ -63,7 +63,7 @@ fingerprint="$(cat "$root/pyproject.toml" "$root/constraints.txt" <(printf '%s' 
 stamp() { printf '%s/.lp_runtime-%s' "$venv" "${1:-base}"; }
 is_done() { [[ -x "$python" && -f "$(stamp "$1")" && "$(<"$(stamp "$1")")" == "$fingerprint" ]]; }
 
-# Installing an extra leaves the others in place, so a larger set serves for a smaller one.
+# Installing an extra keeps the others, so a larger set also satisfies a smaller one.
 case "$extras" in
     "") enough=("" ray ray,test ray,test,dev) ;;
     ray) enough=(ray ray,test ray,test,dev) ;;

@@ -1,4 +1,4 @@
-"""An SVG picture, put together shape by shape, with a light and a dark style; what draw_figures.py draws with."""
+"""SVG pictures, composed shape by shape, with a light and a dark style; used by draw_figures.py."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ text { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", Arial, 
 
 
 class Drawing:
-    """An SVG picture that is put together shape by shape.
+    """SVG picture that is composed shape by shape.
 
     Args:
-        width: of the picture, in pixels.
-        height: of the picture, in pixels.
-        title: what the picture shows, for those who cannot see it.
+        width: width in pixels.
+        height: height in pixels.
+        title: description of the picture for screen readers.
     """
 
     def __init__(self, width: int, height: int, title: str):
@@ -82,7 +82,7 @@ class Drawing:
     def room(
         self, x: float, y: float, width: float, height: float, title: str, lines: tuple[str, ...], where: str
     ) -> None:
-        """Draw a box with a title, some lines and the file that it stands for."""
+        """Draw a box with a title, some lines and the name of its file."""
         self.rect(x, y, width, height, "box")
         self.text(x + width / 2, y + 23, title, "ink strong")
         for number, line in enumerate(lines):

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Run the tests that tell whether models are loaded, sliced and decoded as ever, with other versions of transformers.
+# Run tests of loading, slicing and decoding models with other versions of transformers.
 #
-#   scripts/test_transformers.sh           the oldest that pyproject.toml allows, and the newest that was tried
+#   scripts/test_transformers.sh           the oldest that pyproject.toml allows, and the newest tried one
 #   scripts/test_transformers.sh oldest    the oldest
-#   scripts/test_transformers.sh 5.20.0    this one; all else is as in .venv
+#   scripts/test_transformers.sh 5.20.0    this one; all other packages are those of .venv
 #   scripts/test_transformers.sh oldest tests/model/test_runner.py ...    these tests
 #
-# Not with other versions of torch: wheels of all but constraints.txt's may bring gigabytes. CONTRIBUTING.md says how.
+# Does not test other versions of torch: their wheels may need gigabytes. CONTRIBUTING.md explains how to do that.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -24,7 +24,7 @@ if [[ $# -gt 0 ]]; then
     shift
 fi
 for version in "${versions[@]}"; do
-    folder="$root/.venv/transformers-$version" # an environment that looks for all else in .venv
+    folder="$root/.venv/transformers-$version" # an environment that takes all other packages from .venv
     python="$folder/bin/python"
     if [[ ! -f "$folder/done" ]]; then
         "$root/.venv/bin/python" -m venv --clear "$folder"
@@ -35,7 +35,7 @@ for version in "${versions[@]}"; do
     "$python" -c 'import sys, transformers as found; assert found.__version__ == sys.argv[1], found' "$version"
     echo "with transformers $version"
     tests=(tests/model/test_chain_runner.py tests/model/loading/test_loader.py tests/model/hf/test_types.py tests/dropin/test_lookahead_generate_cache.py)
-    if [[ "$version" != "$newest" ]]; then # the newest differs little from that of .venv
+    if [[ "$version" != "$newest" ]]; then # the newest differs little from .venv's
         tests+=(tests/model/test_runner.py tests/model/checks/test_self_check.py tests/model/modules/test_fusing.py)
         tests+=(tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/dropin/test_lookahead_generate.py)
     fi

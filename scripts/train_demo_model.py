@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Train the demo model that lp_runtime ships: a small Llama-architecture model of Python source.
 
-The text is what this machine already has: the Python standard library and the installed packages named in
-`PACKAGES`, each under a permissive licence. Nothing is downloaded. Run it again and it resumes from its last
-checkpoint; delete the work folder and it makes the model from nothing.
+The training text is already on this machine: the Python standard library and the installed packages named in
+`PACKAGES`, each under a permissive license. Nothing is downloaded. A repeated run resumes from the last checkpoint;
+delete the work folder to start from scratch.
 
     python scripts/train_demo_model.py --work work/demo --out lp_runtime/demo_model
 
-Stages, each skipped when its file is there: corpus (train/held-out split by file) -> tokenizer (byte-level BPE)
+Stages, each skipped if its file exists: corpus (train/held-out split by file) -> tokenizer (byte-level BPE)
 -> token ids -> training (warm-up, constant, linear decay; the last part at full context) -> export in bfloat16
 with a model card. `--steps` may be changed between runs: the decay starts when DECAY_FRACTION of it is left.
 """
@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-# package -> licence, as its metadata states it
+# package -> license, as its metadata states it
 PACKAGES = {
     "torch": "BSD-3-Clause", "transformers": "Apache-2.0", "ray": "Apache-2.0", "numpy": "BSD-3-Clause",
     "sympy": "BSD", "networkx": "BSD-3-Clause", "pygments": "BSD-2-Clause", "rich": "MIT", "setuptools": "MIT",
@@ -49,11 +49,11 @@ END_OF_TEXT = "<|endoftext|>"
 CONTEXT = 4096
 VOCABULARY = 4096
 DECAY_FRACTION = 0.35
-LONG_FRACTION = 0.06  # of the steps, at the end, at full context
+LONG_FRACTION = 0.06  # of the steps: the last ones, at full context
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """(package name, file) of every source file of the corpus, in a stable order."""
+    """Return (package name, file) of every source file of the corpus, in a stable order."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     site = Path(sysconfig.get_paths()["purelib"])
     files = [("python", f) for f in sorted(stdlib.rglob("*.py")) if not STDLIB_SKIP & set(f.relative_to(stdlib).parts)]
@@ -65,7 +65,7 @@ def source_files() -> list[tuple[str, Path]]:
 
 
 def strip_header(text: str) -> str:
-    """Drop the leading comment block (licence headers repeat in every file and teach nothing)."""
+    """Drop the leading comment block (license headers repeat in every file and teach nothing)."""
     lines = text.splitlines(keepends=True)
     start = 0
     while start < len(lines) and (lines[start].startswith("#") or not lines[start].strip()):
@@ -74,7 +74,7 @@ def strip_header(text: str) -> str:
 
 
 def build_corpus(work: Path) -> None:
-    """Write train.jsonl and held_out.jsonl: one document (a source file) a line."""
+    """Write train.jsonl and held_out.jsonl: one document (a source file) per line."""
     by_package: dict[str, list[tuple[str, str]]] = {}
     seen: set[str] = set()
     for package, path in source_files():
@@ -150,13 +150,16 @@ def model_config() -> LlamaConfig:
 
 
 def learning_rate(step: int, steps: int) -> float:
-    """Relative rate: 40 steps of warm-up, constant, then a linear decay to zero (WSD)."""
+    """Return the relative rate: 40 steps of warm-up, constant, then a linear decay to zero (WSD)."""
     decay_start = int(steps * (1 - DECAY_FRACTION))
     return min(1.0, (step + 1) / 40) * min(1.0, (steps - step) / max(1, steps - decay_start))
 
 
 def batch_of(ids: np.ndarray, step: int, rows: int, length: int) -> torch.Tensor:
-    """[rows, length + 1] token ids at offsets drawn from the step number alone, so a resumed run sees the same text."""
+    """Return [rows, length + 1] token ids at random offsets.
+
+    The offsets depend on the step number alone, so a resumed run sees the same text.
+    """
     generator = np.random.default_rng([17, step])
     starts = generator.integers(0, len(ids) - length - 1, size=rows)
     return torch.from_numpy(np.stack([ids[s : s + length + 1] for s in starts]).astype(np.int64))

@@ -1,4 +1,4 @@
-"""Coding agents against a running lp-serve, unmodified; see try_clients.py.
+"""Run unmodified coding agents against a running lp-serve; see try_clients.py.
 
 Each reads a file, writes a program and runs it, in a new folder and a new home, for at most SECONDS.
 """
@@ -16,17 +16,17 @@ from pathlib import Path
 
 SECONDS = 1800  # a slow device reads 18,000 tokens of tools in 15 minutes
 TASK = "Read the file notes.txt, then create a file hello.py that prints hello, then run it."
-LENGTH = 160  # tokens of an answer, for agents that have a setting for it; small models do not end
+LENGTH = 160  # maximum tokens of an answer, for agents with such a setting; small models do not end
 
 
 @dataclass(frozen=True)
 class Agent:
-    """A coding agent's command and settings; @URL and @MODEL in texts stand for the server's.
+    """Command and settings of a coding agent; @URL and @MODEL in texts stand for the server's.
 
     Attributes:
-        command: its first word is looked for in PATH; @TASK stands for the task.
+        command: its first word is looked up in PATH; @TASK stands for the task.
         files: settings, by their path in the home folder.
-        variables: of the environment.
+        variables: environment variables.
         project: further files of the project.
     """
 
@@ -118,7 +118,7 @@ AGENTS = {
 
 
 def run(agent: Agent, url: str, model: str) -> str:
-    """Run an agent; return how it ended."""
+    """Run an agent; return its outcome."""
     with tempfile.TemporaryDirectory() as folder:
         home, project = Path(folder) / "home", Path(folder) / "project"
 
@@ -149,7 +149,7 @@ def run(agent: Agent, url: str, model: str) -> str:
         except subprocess.TimeoutExpired:
             return f"was ended after {SECONDS} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # nothing that it started is left
+            with contextlib.suppress(ProcessLookupError):  # no process is left
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         return f"ended with status {process.returncode}"

@@ -1,7 +1,7 @@
-"""Other people's clients against a running lp-serve, unmodified: libraries, services and load, coding agents.
+"""Run unmodified clients against a running lp-serve: libraries, services, load generators, coding agents.
 
     python -m venv VENV && VENV/bin/pip install openai litellm langchain-openai instructor mcp 'lm-eval[api,hf]'
-    python -m venv VENV2 && VENV2/bin/pip install open-webui        # clients that need other versions, apart:
+    python -m venv VENV2 && VENV2/bin/pip install open-webui        # clients that need other versions:
         # 'litellm[proxy]', guidellm, 'evalscope[perf]', aider-chat, mini-swe-agent, 'pydantic-ai-slim[openai]',
         # 'llama-index-core llama-index-llms-openai-like', dspy
     npm install --prefix DIR @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli @anthropic-ai/claude-code
@@ -9,10 +9,10 @@
     export PATH=$PATH:VENV/bin:VENV2/bin:DIR/node_modules/.bin
     python scripts/try_clients.py http://127.0.0.1:8000 MODEL LOG [CLIENT ...]
 
-Commands are found in PATH, and libraries in the environment of any `python` there; clients that are not installed are
-left out. Prints a line for each client: what it was answered or how it ended, and how many of its requests were refused
-by the access log. The exit status is 1 if a client failed, or a request was refused. The model needs a chat template
-that shows tools. What a small model makes of an agent's task does not count.
+Commands are found in PATH, and libraries in the environment of any `python` there. Clients that are not installed are
+skipped. Prints a line for each client: its answer or outcome, and how many of its requests were refused
+according to the access log. The exit status is 1 if a client failed, or a request was refused. The model needs a chat
+template that shows tools. A small model's success with an agent's task does not count.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def python_with(module: str) -> str | None:
 
 
 def try_library(name: str, url: str, model: str, folder: str) -> str:
-    """Try a library in its environment; return what it was answered.
+    """Try a library in its environment; return its answer.
 
     Raises:
         RuntimeError: it failed.
@@ -60,13 +60,13 @@ def try_library(name: str, url: str, model: str, folder: str) -> str:
 
 
 def try_service(name: str, url: str, model: str, folder: str) -> str:
-    """Try a service; return what it was answered."""
+    """Try a service; return its answer."""
     command, attempt = SERVICES[name]
     return NOT_INSTALLED if shutil.which(command) is None else attempt(url, model, folder)
 
 
 def try_agent(name: str, url: str, model: str, _: str) -> str:
-    """Try an agent; return how it ended."""
+    """Try an agent; return its outcome."""
     return NOT_INSTALLED if shutil.which(AGENTS[name].command[0]) is None else run(AGENTS[name], url, model)
 
 
@@ -79,7 +79,7 @@ CLIENTS: dict[str, Callable[[str, str, str, str], str]] = {
 
 
 def statuses(log: Path, start: int) -> list[int]:
-    """Return the statuses of requests in an access log from some byte on."""
+    """Return the statuses of requests in an access log, from byte `start` on."""
     with open(log, "rb") as lines:
         lines.seek(start)
         return [json.loads(line)["status"] for line in lines if line.startswith(b'{"time"')]

@@ -1,9 +1,9 @@
-"""Libraries against a running lp-serve, unmodified; see try_clients.py, which calls this in a library's environment.
+"""Run unmodified libraries against a running lp-serve.
 
     python scripts/try_libraries.py URL MODEL DIR LIBRARY
 
-Prints a line; the exit status is 1 if the library fails. lm-evaluation-harness's results are compared with those of its
-own Hugging Face backend.
+try_clients.py calls this script in a library's environment. It prints a line; the exit status is 1 if the library
+fails. lm-evaluation-harness's results are compared with those of its Hugging Face backend.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TASKS: dict[str, dict[str, Any]] = {
 
 
 def try_litellm(url: str, model: str) -> str:
-    """Return what litellm was answered; a chat whole and streamed must be equal."""
+    """Return litellm's answer; a chat whole and streamed must be equal."""
     import litellm
 
     options: dict[str, Any] = {"model": f"openai/{model}", "api_base": f"{url}/v1", "api_key": "none", "temperature": 0}
@@ -56,7 +56,7 @@ def try_litellm(url: str, model: str) -> str:
 
 
 def try_langchain(url: str, model: str) -> str:
-    """Return what langchain-openai was answered; invoke and stream must be equal."""
+    """Return langchain-openai's answer; invoke and stream must be equal."""
     from langchain_openai import ChatOpenAI
 
     chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0, max_completion_tokens=24)
@@ -66,7 +66,7 @@ def try_langchain(url: str, model: str) -> str:
 
 
 def try_openai(url: str, model: str) -> str:
-    """Return what the openai client was answered; chats and responses must be equal."""
+    """Return the openai client's answer; chats and responses must be equal."""
     import openai
 
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -83,7 +83,7 @@ def try_openai(url: str, model: str) -> str:
 
 
 def schema_of_a_record() -> dict[str, Any]:
-    """Return the JSON schema of what structured outputs and calls are asked for: short, as models here are small."""
+    """Return the JSON schema for structured outputs and calls; it is short, as models here are small."""
     return {
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer", "maximum": 120}},
@@ -104,7 +104,7 @@ def checked(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def try_openai_structure(url: str, model: str) -> str:
-    """Return what the openai client was answered by response_format, tools (whole and streamed) and responses."""
+    """Return the openai client's answers by response_format, tools (whole and streamed) and responses."""
     import openai
 
     client: Any = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
@@ -134,7 +134,7 @@ def try_openai_structure(url: str, model: str) -> str:
 
 
 def try_langchain_structure(url: str, model: str) -> str:
-    """Return what langchain-openai was answered: with_structured_output by both methods, and bind_tools."""
+    """Return langchain-openai's answer: with_structured_output by both methods, and bind_tools."""
     from langchain_openai import ChatOpenAI
 
     chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0)
@@ -148,7 +148,7 @@ def try_langchain_structure(url: str, model: str) -> str:
 
 
 def try_litellm_tools(url: str, model: str) -> str:
-    """Return the call that litellm was answered."""
+    """Return the tool call that litellm gets."""
     import litellm
 
     tool = {"type": "function", "function": {"name": "save", "parameters": schema_of_a_record()}}
@@ -166,7 +166,7 @@ def try_litellm_tools(url: str, model: str) -> str:
 
 
 def try_instructor(url: str, model: str) -> str:
-    """Return the records that instructor was answered in its modes of tools and of JSON schemas."""
+    """Return the records that instructor gets in its modes of tools and of JSON schemas."""
     import instructor
     import openai
     from pydantic import BaseModel, Field
@@ -191,9 +191,9 @@ def try_lm_eval(url: str, model: str, folder: str) -> str:
     """Return how many results of lm-evaluation-harness equal those of the backend hf; all must.
 
     Args:
-        url: of the server.
-        model: the model's name there.
-        folder: the model's directory, for the hf backend and the tokenizer.
+        url: the server.
+        model: name of the model on the server.
+        folder: directory of the model, for the hf backend and the tokenizer.
     """
     import lm_eval
     from lm_eval.tasks import TaskManager
@@ -226,7 +226,7 @@ def try_lm_eval(url: str, model: str, folder: str) -> str:
 
 
 def try_pydantic_ai(url: str, model: str) -> str:
-    """Return which calls pydantic-ai made, and what it was answered at the end."""
+    """Return the calls that pydantic-ai made, and its final answer."""
     from pydantic_ai import Agent
     from pydantic_ai.models.openai import OpenAIChatModel
     from pydantic_ai.providers.openai import OpenAIProvider
@@ -248,7 +248,7 @@ def try_pydantic_ai(url: str, model: str) -> str:
 
 
 def try_llama_index(url: str, model: str) -> str:
-    """Return what llama-index was answered after a call, and by a stream."""
+    """Return llama-index's answers after a call, and by a stream."""
     from llama_index.core.llms import ChatMessage
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
@@ -267,7 +267,7 @@ def try_llama_index(url: str, model: str) -> str:
 
 
 def try_dspy(url: str, model: str) -> str:
-    """Return what DSPy was answered."""
+    """Return DSPy's answer."""
     import dspy
 
     options = {"api_base": f"{url}/v1", "api_key": "none", "max_tokens": 120, "temperature": 0, "cache": False}
@@ -275,7 +275,7 @@ def try_dspy(url: str, model: str) -> str:
         return repr(dspy.Predict("question -> answer")(question="What is 1+1?").answer[:40])
 
 
-# By name: the module that has to be installed, and the function; url, model and the model's folder are passed to it.
+# By name: the module that must be installed, and the function, which gets url, model and the model's folder.
 LIBRARIES: dict[str, tuple[str, Callable[[str, str, str], str]]] = {
     "openai": ("openai", lambda url, model, _: try_openai(url, model)),
     "litellm": ("litellm", lambda url, model, _: try_litellm(url, model)),

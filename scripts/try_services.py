@@ -1,7 +1,7 @@
-"""Proxies, chat pages and load generators against a running lp-serve, unmodified; see try_clients.py.
+"""Run unmodified proxies, chat pages and load generators against lp-serve; see try_clients.py.
 
-litellm's proxy and Open WebUI are started. They get a few requests and pass them on. guidellm and
-evalscope send 12 requests each to every route that they know.
+litellm's proxy and Open WebUI are started, get a few requests, and pass them on. guidellm and evalscope send 12
+requests each to every route that they know.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 300  # Open WebUI makes a database first
+START_SECONDS = 300  # Open WebUI creates a database first
 ANSWER_SECONDS = 900
 NUM_REQUESTS = 12
 LENGTH = 16  # tokens of an answer
-PROXY_KEY = "sk-lp"  # litellm starts without a key only if told to
+PROXY_KEY = "sk-lp"  # litellm needs a setting to start without a key
 QUESTION = [{"role": "user", "content": "Which files are here?"}]
 SCHEMA = {"type": "object", "properties": {"folder": {"enum": ["src", "tests"]}}, "required": ["folder"]}
 TOOL = {"type": "function", "function": {"name": "list_files", "description": "List files.", "parameters": SCHEMA}}
@@ -47,7 +47,7 @@ def running(command: Sequence[str], folder: str, variables: Mapping[str, str], r
     """Run a server in a folder, which is its home, until the block ends.
 
     Args:
-        ready: an address that answers once the server is up.
+        ready: URL that answers once the server is up.
     """
     environment = {**os.environ, "HOME": folder, "HF_HUB_OFFLINE": "1", **variables}
     log = Path(folder) / "log"
@@ -71,13 +71,13 @@ def running(command: Sequence[str], folder: str, variables: Mapping[str, str], r
             time.sleep(1)
         yield
     finally:
-        with contextlib.suppress(ProcessLookupError):  # nothing that it started is left
+        with contextlib.suppress(ProcessLookupError):  # no process is left
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def post(url: str, body: Mapping[str, Any], key: str = "") -> Any:
-    """Post JSON; return the answer, of a stream the list of its events. None of them may be an error."""
+    """Post JSON; return the answer, or the list of events of a stream. No event may be an error."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}", "anthropic-version": "2023-06-01"}
     request = urllib.request.Request(url, json.dumps(body).encode(), headers)
     try:
@@ -101,7 +101,7 @@ def streamed_text(events: Sequence[dict[str, Any]]) -> str:
 
 
 def call_of(answer: dict[str, Any]) -> dict[str, Any]:
-    """Return the call in the answer of a chat, whose arguments must satisfy SCHEMA."""
+    """Return the tool call in a chat's answer; its arguments must satisfy SCHEMA."""
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert call["function"]["name"] == "list_files" and isinstance(
         json.loads(call["function"]["arguments"])["folder"], str
@@ -110,7 +110,7 @@ def call_of(answer: dict[str, Any]) -> dict[str, Any]:
 
 
 def ask_chats(base: str, options: dict[str, Any], key: str) -> None:
-    """Ask a chat whole, as a stream, with a call and with the call's result."""
+    """Query a chat whole, as a stream, with a call and with the call's result."""
     chats = f"{base}/chat/completions"
     plain = {**options, "messages": QUESTION, "temperature": 0}
     whole = post(chats, plain, key)["choices"][0]["message"]["content"]
@@ -123,7 +123,7 @@ def ask_chats(base: str, options: dict[str, Any], key: str) -> None:
 
 
 def ask_messages(base: str, options: dict[str, Any], key: str) -> None:
-    """Ask Anthropic's Messages API whole, as a stream, and with a call and its result."""
+    """Query Anthropic's Messages API whole, as a stream, and with a call and its result."""
     plain = {**options, "messages": QUESTION, "temperature": 0}
     whole = "".join(block["text"] for block in post(f"{base}/messages", plain, key)["content"])
     events = post(f"{base}/messages", {**plain, "stream": True}, key)
@@ -139,7 +139,7 @@ def ask_messages(base: str, options: dict[str, Any], key: str) -> None:
 
 
 def ask_responses(base: str, options: dict[str, Any], key: str) -> None:
-    """Ask OpenAI's responses whole and as a stream."""
+    """Query OpenAI's responses whole and as a stream."""
     plain = {"model": options["model"], "input": "Which files are here?", "max_output_tokens": LENGTH}
     assert post(f"{base}/responses", plain, key)["output"]
     last = post(f"{base}/responses", {**plain, "stream": True}, key)[-1]["type"]
@@ -147,7 +147,7 @@ def ask_responses(base: str, options: dict[str, Any], key: str) -> None:
 
 
 def try_litellm_proxy(url: str, model: str, _: str) -> str:
-    """Run litellm's proxy with three kinds of provider; return what was asked."""
+    """Run litellm's proxy with three kinds of provider; return the kinds of queries."""
     port = free_port()
     providers = {"openai": f"{url}/v1", "hosted_vllm": f"{url}/v1", "anthropic": url}
     models = [
@@ -171,7 +171,7 @@ def try_litellm_proxy(url: str, model: str, _: str) -> str:
 
 
 def try_open_webui(url: str, model: str, _: str) -> str:
-    """Run Open WebUI; return what was asked."""
+    """Run Open WebUI; return the kinds of queries."""
     port = free_port()
     base = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryDirectory() as folder:
@@ -213,7 +213,7 @@ def try_open_webui(url: str, model: str, _: str) -> str:
 
 
 def run_load(command: Sequence[str], folder: str) -> str:
-    """Run a load generator in a folder; return what it wrote.
+    """Run a load generator in a folder; return its output.
 
     Raises:
         RuntimeError: it failed.
@@ -275,4 +275,4 @@ SERVICES = {
     "Open WebUI": ("open-webui", try_open_webui),
     "guidellm": ("guidellm", try_guidellm),
     "evalscope": ("evalscope", try_evalscope),
-}  # by name: the command, which is looked for in PATH, and the function
+}  # by name: the command, which is looked up in PATH, and the function

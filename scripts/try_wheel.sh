@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Try an installed lp_runtime from an empty folder: dependencies, demo, server, an example, time of the import.
+# Try an installed lp_runtime from an empty folder: dependencies, demo, server, an example, import time.
 #
 #   scripts/try_wheel.sh BIN      the folder of the environment's commands; minimal.py of examples/ is next to this script
 set -euo pipefail

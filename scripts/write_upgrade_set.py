@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write tests/data/VERSION: the files that this version leaves on disk, which later versions must read.
+"""Write tests/data/VERSION: the files of this version on disk, which later versions must read.
 
-    python scripts/write_upgrade_set.py      for the version of lp_runtime.__version__; before each release
+    python scripts/write_upgrade_set.py      for lp_runtime.__version__; run it before each release
 
 tests/test_upgrading.py reads the sets of all versions.
 """
@@ -38,7 +38,7 @@ def write_set(folder: Path) -> None:
         main([f"cache_dir={cache}", f"lookahead.draft_tables={store}", *STORE])
         for name in ("steps", "vocabulary"):
             (path,) = Path(cache).glob(f"{name}-*.npz")
-            shutil.copy(path, folder / f"{name}.npz")  # its name has the versions of torch and transformers
+            shutil.copy(path, folder / f"{name}.npz")  # its name contains the versions of torch and transformers
 
 
 if __name__ == "__main__":
