@@ -34,7 +34,7 @@ python=${PYTHON:-python3}
 models=${MODELS:-/tmp/lp_models}
 work="$(mktemp -d)"
 trap 'rm -rf "$work"' EXIT
-# cuDNN plans its attention for each new number of keys, which takes tenths of a second: with transformers, every token.
+# cuDNN plans its attention again for each new number of keys, tenths of a second each: for transformers, every token.
 export TORCH_CUDNN_SDPA_DEPRIORITIZED=1
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ -n "${SITE:-}" ] && [ "$call" != part ]; then # a part inherits it in its PYTHONPATH

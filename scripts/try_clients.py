@@ -1,7 +1,7 @@
 """Run unmodified clients against a running lp-serve: libraries, services, load generators, coding agents.
 
     python -m venv VENV && VENV/bin/pip install openai litellm langchain-openai instructor mcp 'lm-eval[api,hf]'
-    python -m venv VENV2 && VENV2/bin/pip install open-webui        # clients that need other versions:
+    python -m venv VENV2 && VENV2/bin/pip install open-webui        # separately, clients that need other versions:
         # 'litellm[proxy]', guidellm, 'evalscope[perf]', aider-chat, mini-swe-agent, 'pydantic-ai-slim[openai]',
         # 'llama-index-core llama-index-llms-openai-like', dspy
     npm install --prefix DIR @openai/codex opencode-ai @qwen-code/qwen-code @continuedev/cli @anthropic-ai/claude-code
@@ -10,9 +10,9 @@
     python scripts/try_clients.py http://127.0.0.1:8000 MODEL LOG [CLIENT ...]
 
 Commands are found in PATH, and libraries in the environment of any `python` there. Clients that are not installed are
-skipped. Prints a line for each client: its answer or outcome, and how many of its requests were refused
-according to the access log. The exit status is 1 if a client failed, or a request was refused. The model needs a chat
-template that shows tools. A small model's success with an agent's task does not count.
+skipped. Prints a line for each client: its answer or outcome, and how many of its requests were refused according to
+the access log. The exit status is 1 if a client failed, or a request was refused. The model needs a chat template
+that shows tools. A small model's success with an agent's task does not count.
 """
 
 from __future__ import annotations

@@ -172,8 +172,8 @@ class Bench:
             degree: number of replicas.
             sampling: settings of SamplingConfig; the seed is the prompt's index among those of its kind.
             as_chains: whether each replica is fed one path of the tree, like a model with recurrent state.
-            step_ms: assumed milliseconds of one replica's steps, by number of tokens; None to use the calibration, and
-                for steps whose times are unknown.
+            step_ms: assumed milliseconds of one replica's steps, by number of tokens; None to use the calibration and
+                leave the times of steps unknown.
         """
         group, calibration, times = Group(0, degree, CPU), self.calibration, None
         if step_ms is not None:
