@@ -135,7 +135,7 @@ def expected() -> dict[str, list[int]]:
 
 
 def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:
-    """Return an engine that does not measure steps, which takes seconds."""
+    """Return an engine with assumed step times, since measuring them takes seconds."""
     known = Measured(StepMeasurement(**{name: values.copy() for name, values in POINTS.items()}))
     return Engine(model, group, Calibration(model, group, None, known))
 

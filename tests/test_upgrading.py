@@ -75,7 +75,7 @@ def test_measurements_are_read(files, tmp_path):
 
 
 def test_a_draft_store_is_read(script, files, capsys):
-    """A stored file saves steps; a file of another format would be refused."""
+    """The draft store of each version saves steps; a file of another format would be refused."""
     main(["cache_dir=null", f"lookahead.draft_tables={files / 'drafts.npz'}", "lookahead.prior=none", *script.STORE])
     new = capsys.readouterr().err
     main(["cache_dir=null", f"lookahead.draft_tables={files / 'none.npz'}", "lookahead.prior=none", *script.STORE])

@@ -60,7 +60,7 @@ def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
 
 @pytest.mark.slow
 def test_the_text_of_a_model_with_states(request):
-    """Growing slots keep the text, although the next step may commit fed guesses of such a model."""
+    """Growing slots keep the text of such a model, although the next step may commit its fed guesses."""
     model, asked = model_of("qwen3_next"), replace(request_of(1), max_new_tokens=LENGTH)
     expected = tokens_of(ChainRunner(model, 7), asked)
     growths = request.getfixturevalue("growths")

@@ -1,4 +1,4 @@
-"""A lack of memory, wherever a request needs some, ends it on all replicas; the next one is right."""
+"""Running out of memory at any point of a request ends it on all replicas; the next request is right."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_what_has_failed_leaves_no_memory_behind(model):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, name):
-    """On an H200 the error kept the slot: it refers to the frames that it passed, and they to the slot."""
+    """On an H200 the error kept the slot alive: its traceback refers to frames, and they to the slot."""
     request, owner, method, number = FAULTS[name]
     caches: list[weakref.ref] = []
     make_cache = ModelRunner._make_cache

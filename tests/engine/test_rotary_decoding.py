@@ -1,4 +1,4 @@
-"""Models whose rotary factors change with the text length: the output of `generate` on a fresh model."""
+"""Models whose rotary factors change with the text length decode as `generate` on a fresh model."""
 
 import copy
 from dataclasses import replace
@@ -153,7 +153,7 @@ def test_processors_that_keep_a_state_are_called_again(models, kind):
 
 @pytest.mark.parametrize("kind", always("re-feeding"))
 def test_prefixes_with_other_factors_are_not_read(models, kind):
-    """Prompts on both sides of the threshold, which begin with each other, read only prefixes that match."""
+    """Beginnings of one text, on both sides of the threshold, read only prefixes with their own factors."""
     model = models[kind]
     runner = keeping_prefixes(ModelRunner(model, CHUNK))
     engine, text = engine_of(runner), prompt_of(60)
@@ -217,7 +217,7 @@ def test_strict_passes(models, kind):
 
 @pytest.mark.slow
 def test_chains():
-    """Models with states, and attention with changing factors, are right and read prefixes with states."""
+    """Models with states and changing rotary factors decode as `generate`, and read prefixes with states."""
     dynamic = DYNAMIC | {"max_position_embeddings": 64}
     model = small_model(small_config("falcon_h1", dynamic), seed=3)
     runner = ChainRunner(model, CHUNK)

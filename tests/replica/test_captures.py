@@ -85,7 +85,7 @@ def test_captured_passes_share_the_memory_of_their_logits(gpu):
 
 @pytest.mark.slow
 def test_the_models_own_sampling_has_run_at_start(gpu, monkeypatch):
-    """A start compiles the kernels of sampling; other values of top_k need no other variant."""
+    """Kernels of sampling are compiled at start; other values of top_k need no other variant."""
 
     def load(*args):
         model = load_model(*args)

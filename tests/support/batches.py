@@ -16,7 +16,7 @@ KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
 
 
 def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
-    """Decode requests that arrive at the n-th poll; return (tokens, logprobs, report or error) by key."""
+    """Decode `arriving`, requests by poll number; return (tokens, logprobs, report or error) by key."""
     found = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
     num_asked = 0
 

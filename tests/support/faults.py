@@ -15,7 +15,7 @@ class LacksMemory(LogitsProcessor):
 
     Args:
         folder: where replicas count their failures.
-        num_tokens: the prompt's and new tokens.
+        num_tokens: number of tokens, prompt included.
         pids: process ids of the replicas that fail; None for all.
         times: how often each of them fails; None for always.
     """

@@ -14,7 +14,7 @@ class Gate(LogitsProcessor):
 
     Args:
         folder: gets a file when a replica is held, and another when they may continue.
-        num_tokens: the prompt's and new tokens.
+        num_tokens: number of tokens, prompt included.
     """
 
     prefix_only = True

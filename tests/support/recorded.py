@@ -1,9 +1,9 @@
 """Recorded texts of a real model: its results for all nodes of drafted trees, so that it need not run.
 
 recorded_text.npz holds, for one prompt of each of six kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
-SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. The trie has the nodes of all trees of 4, 8, 16, 32 and
-64 nodes by the drafter `full`, and of those by lookahead=auto, 2026-11-24 (`benchmarks/drafting.py recorded_text`). A
-node that was not recorded has UNKNOWN as its successor, and no top-k candidates.
+SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. The trie has all nodes that the drafter `full` asked
+about with trees of 4, 8, 16, 32 and 64 nodes, and lookahead=auto, 2026-11-24 (`benchmarks/drafting.py recorded_text`).
+A node that was not recorded has UNKNOWN as its successor, and no top-k candidates.
 
 Letters: n nodes of the trie, V vocabulary, K top-k candidates.
 """

@@ -102,7 +102,7 @@ class Gpu(TorchDispatchMode):
     Attributes:
         waits: for each wait for work that was not known to be done, the function of the package that waited.
         seconds_slept: time that `sleep` added to the device's clock; the host does not wait for it.
-        launches: launches by name: operations outside of graphs, except for views and empty tensors, and replays.
+        launches: launches by name: replays, and operations outside of graphs other than views and empty tensors.
         launch_places: the same by function of the package, without replays and copies from the host.
         sync_debug_mode: set by torch.cuda.set_sync_debug_mode; with "error" no operation may wait for the device.
     """

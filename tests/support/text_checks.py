@@ -37,7 +37,7 @@ CRITERIA_KINDS |= {"metaspace_always", "metaspace_first", "metaspace_never", "t5
 def text_of(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """Return the text that `new` adds to `prompt`: the rest after their common prefix in decoded form."""
+    """Return the text that `new` adds: decode(prompt + new) after its common prefix with decode(prompt)."""
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=skip_special_tokens)
     before = tokenizer.decode(list(prompt), skip_special_tokens=skip_special_tokens)
     return whole[len(os.path.commonprefix([whole, before])) :]

@@ -307,7 +307,7 @@ def wordpiece(**options) -> PreTrainedTokenizerBase:
 
 
 def wordpiece_cleaned() -> PreTrainedTokenizerBase:
-    """BERT's class with added tokens; transformers also cleans up punctuation in the whole text."""
+    """BERT's class with added tokens; transformers removes spaces before punctuation across pieces, too."""
     return _with_added(wordpiece(clean_up_tokenization_spaces=True))
 
 
