@@ -1,4 +1,4 @@
-"""Fixtures for all tests. Models are tiny and random, made by transformers itself; only the demo model is trained."""
+"""Fixtures for all tests. Models are tiny, random, from transformers; only the demo model is trained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from support.forked import ForkedCompiler, ForkedReplica, join_server, server_of
 from lp_runtime.config.settings import DEMO_MODEL
 from lp_runtime.utils.jit import cache_root
 
-# Torch and what imports it are imported in functions here: the controller of a run need not wait for that.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir is not that of the tests after it
+# Torch and modules that import it are imported inside functions: the controller of a run does not need them.
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir must not affect later tests
 
-# Files that take a minute or more. They begin first: whoever begins one last is waited for.
+# Files that take a minute or more. They start first, so that no worker ends a run alone with one of them.
 LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
 
 gc.disable()
@@ -29,12 +29,12 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node) -> None:
-    """All workers fork from one process, which imports while they collect."""
+    """Pass a worker the fork server: all workers fork from one process, which imports while they collect."""
     node.workerinput["fork_server"] = server_of_controller()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Import what sets up the process of the tests; workers do this, not the controller that starts them."""
+    """Set up a process that runs tests: a worker or the only process, not the controller of workers."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         from support import interpreted  # noqa: F401, I001  # before anything that imports Triton
 
@@ -46,19 +46,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def forks_replicas() -> bool:
-    """Whether replicas of tests are forked: CUDA's driver does not survive a fork."""
+    """Whether tests fork their replicas: only without a GPU, since CUDA's driver does not survive a fork."""
     import torch
 
     return not torch.cuda.is_available()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported is kept out of garbage collections: see lp_runtime/utils/startup.py."""
+    """Exclude imported objects from garbage collection: see lp_runtime/utils/startup.py."""
     gc.freeze()
     gc.enable()
     if hasattr(session.config, "workerinput") and forks_replicas():
         join_server(*session.config.workerinput["fork_server"])
-        wait_for_server()  # workers would compile what it compiles, each by itself
+        wait_for_server()  # otherwise each worker would compile the same code
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,9 +68,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_replicas() -> Iterator[Callable]:
-    """Replicas and compilers of constraints are forked from a process that has imported everything.
+    """Fork replicas and compilers of constraints from a process that has imported everything.
 
-    But see `started_replicas` and `started_compilers`. Yields what starts a replica for users.
+    `started_replicas` and `started_compilers` undo this. Yields the function that starts a replica for users.
     """
     from lp_runtime.constraints import compile_process
     from lp_runtime.launchers import spawn
@@ -86,7 +86,7 @@ def forked_replicas() -> Iterator[Callable]:
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """A rank of torchrun's that a test is takes all cores: the next tests would share them with the other process's."""
+    """Reset torch to one thread after each test: a test that acts as a torchrun rank uses all cores."""
     import torch
 
     yield
@@ -95,7 +95,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def started_replicas(monkeypatch, forked_replicas) -> None:
-    """Replicas of this test are started as they are for users; they find the processors of tests/support."""
+    """Start replicas as for users, without forking; they can import the processors of tests/support."""
     from lp_runtime.launchers import spawn
 
     monkeypatch.setattr(spawn, "start_process", forked_replicas)
@@ -104,7 +104,7 @@ def started_replicas(monkeypatch, forked_replicas) -> None:
 
 @pytest.fixture
 def started_compilers(monkeypatch) -> None:
-    """Compilers of constraints of this test are started as they are for users."""
+    """Start compilers of constraints as for users, without forking."""
     from lp_runtime.constraints import compile_process
 
     monkeypatch.setattr(compile_process, "subprocess", subprocess)
@@ -112,7 +112,7 @@ def started_compilers(monkeypatch) -> None:
 
 @pytest.fixture(scope="session")
 def random_model() -> Callable:
-    """Factory: a tiny random causal LM, float32, `name` as in LlamaConfig, `settings` for its config."""
+    """Factory of tiny random causal LMs in float32: `name` as in LlamaConfig, `settings` for the config."""
     from support import small_models
 
     return small_models.random_model
@@ -120,7 +120,7 @@ def random_model() -> Callable:
 
 @pytest.fixture(scope="session")
 def make_model_dir(tmp_path_factory, random_model) -> Callable[..., Path]:
-    """Factory: saves a tiny random model (arguments as `random_model`), without a tokenizer; returns its directory."""
+    """Factory that saves a `random_model(...)` without a tokenizer and returns its directory."""
 
     def make(name: str = "Llama", seed: int = 0, **settings) -> Path:
         path = tmp_path_factory.mktemp(name.lower())
@@ -138,5 +138,5 @@ def tiny_model_dir(make_model_dir) -> Path:
 
 @pytest.fixture(scope="session")
 def demo_model_dir() -> Path:
-    """The trained model that comes with the package, tokenizer included."""
+    """The trained model that comes with the package, with its tokenizer."""
     return DEMO_MODEL

@@ -1,4 +1,4 @@
-"""The examples: they run, and the paper's algorithm in 150 lines decodes as the engine does."""
+"""The examples run, and the paper's algorithm in 150 lines takes the same steps as the engine."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_batch_with_resume(capsys, tmp_path):
     example.main(prompts, output)
     whole = output.read_text()
     first, second, _ = whole.splitlines(keepends=True)
-    output.write_text(first + second[:9])  # as if it had been killed while it wrote
+    output.write_text(first + second[:9])  # as if the process had been killed while writing
     example.main(prompts, output)
     assert output.read_text() == whole
     assert [json.loads(line)["index"] for line in whole.splitlines()] == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_batch_with_resume(capsys, tmp_path):
 
 
 def test_every_example_is_run():
-    """Those of launchers: tests/launchers/test_torchrun.py and test_ray_launcher.py."""
+    """Examples of launchers are run in tests/launchers/test_torchrun.py and test_ray_launcher.py."""
     tests = Path(__file__).parent
     files = (Path(__file__), tests / "launchers" / "test_torchrun.py", tests / "launchers" / "test_ray_launcher.py")
     run = {name for path in files for name in re.findall(r'load_example\("(\w+)"\)|"(\w+)\.py"', path.read_text())}

@@ -1,4 +1,4 @@
-"""Habits of the package that a reader relies on, read from the source."""
+"""Conventions that a reader of the package relies on, checked in its source."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PUBLIC_API = ("runtime.py", "dropin/lookahead_generate.py")
 MAKERS = ("__init__", "__post_init__", "__new__")
 MAX_ATTRIBUTES = 15
 MAX_COMPLEXITY = 12
-# Private names of other libraries, for want of public ones.
+# Private names of other libraries that have no public equivalent.
 LIBRARY_PRIVATE = {
     "_attn_implementation",  # transformers: a config's attention
     "_supports_attention_backend",
@@ -34,8 +34,8 @@ LIBRARY_PRIVATE = {
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_flash_attention_forward",
-    "_cuda_endAllocateToPool",  # what torch.cuda.graph should do where a capture fails
-    "_asdict",  # namedtuples, whose underscores are no secret
+    "_cuda_endAllocateToPool",  # torch.cuda.graph should call it if a capture fails
+    "_asdict",  # namedtuple's public methods
     "_fields",
     "_replace",
     "_exit",  # os._exit
@@ -54,7 +54,7 @@ def all_classes() -> list[tuple[str, ast.ClassDef]]:
 
 
 def self_attributes(node: ast.AST) -> set[str]:
-    """Names that are assigned on `self`."""
+    """Return the names that are assigned on `self`."""
     return {
         each.attr
         for each in ast.walk(node)
@@ -66,7 +66,7 @@ def self_attributes(node: ast.AST) -> set[str]:
 
 
 def declared(kind: ast.ClassDef) -> set[str]:
-    """Attributes that a class has from its `__init__` on: fields, slots, class attributes and those set there."""
+    """Return a class's attributes after `__init__`: fields, slots, class and instance attributes."""
     found: set[str] = set()
     for node in kind.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -89,7 +89,7 @@ def inherited(kind: ast.ClassDef) -> set[str]:
 
 
 def complexity(function: ast.AST) -> int:
-    """McCabe's number of a function, without functions inside it."""
+    """Return the McCabe complexity of a function, without nested functions."""
     total, todo = 1, list(ast.iter_child_nodes(function))
     while todo:
         node = todo.pop()
@@ -117,7 +117,7 @@ def test_functions_are_simple():
 
 
 def test_attributes_are_set_in_init_first():
-    # Layers of a cache of transformers' are allocated lazily, by that library's own protocol.
+    # Cache layers are allocated lazily, as the protocol of transformers requires.
     findings = []
     for name, kind in all_classes():
         if any(isinstance(base, ast.Name) and base.id == "CacheLayerMixin" for base in kind.bases):
@@ -155,14 +155,14 @@ def private_reads(name: str) -> list[str]:
         of = node.value
         is_own = isinstance(of, ast.Name) and (of.id in ("self", "cls") or of.id in own_classes)
         is_super = isinstance(of, ast.Call) and isinstance(of.func, ast.Name) and of.func.id == "super"
-        # A classmethod or staticmethod may fill in the instance that it makes.
+        # A classmethod or staticmethod may set attributes of the instance that it creates.
         if not (is_own or is_super or _made_here(tree, node)):
             findings.append(f"{name} line {node.lineno}: {ast.unparse(node)}")
     return findings
 
 
 def _made_here(tree: ast.AST, node: ast.Attribute) -> bool:
-    """Whether an attribute is of an instance that a method of the same class has made with `cls(...)`."""
+    """Whether an attribute belongs to an instance that a method of the same class made with `cls(...)`."""
     if not isinstance(node.value, ast.Name):
         return False
     for function in ast.walk(tree):
@@ -206,7 +206,7 @@ def parameters_of(function: ast.FunctionDef) -> int:
 
 
 def test_functions_have_few_parameters():
-    """Except for the public API, kernels, compiled code, and attention, whose parameters transformers sets."""
+    """Exceptions: the public API, kernels, compiled code, and attention, with transformers' parameters."""
     findings = [
         f"{name}: {node.name}"
         for name, tree in TREES.items()

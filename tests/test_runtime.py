@@ -1,4 +1,4 @@
-"""The Python API on one replica and on two: the same answers, deltas that add up, errors, cancellation."""
+"""The Python API on one replica and on two: equal answers, deltas that add up, errors, cancellation."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runtime(request, demo_model_dir):
 
 @pytest.fixture(scope="module")
 def single(demo_model_dir):
-    """One replica, to compare with."""
+    """One replica, for comparison."""
     with LookaheadRuntime(ModelConfig(path=str(demo_model_dir)), device="cpu", dtype="float32") as runtime:
         yield runtime
 
@@ -102,7 +102,7 @@ def test_deltas_add_up(runtime, prompt):
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert "".join(delta.text for delta in deltas) == whole.text
     decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
-    assert whole.text == decoded  # with U+FFFD for a character that the length has cut off
+    assert whole.text == decoded  # with U+FFFD for a character that the length limit cut off
     assert stream.generation.token_ids == whole.token_ids
     assert len([delta for delta in deltas if delta.token_ids]) == whole.steps
 
@@ -155,7 +155,7 @@ def test_eos(runtime, make_eos_runtime):
 
 @pytest.fixture
 def make_eos_runtime(demo_model_dir, tmp_path):
-    """The demo model with another end-of-sequence token."""
+    """Factory of runtimes of the demo model with another end-of-sequence token."""
 
     def make(token: int, gpus: int) -> LookaheadRuntime:
         path = shutil.copytree(demo_model_dir, tmp_path / "eos")
@@ -286,7 +286,7 @@ def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_
 
 
 def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background job of a shell ignores it
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
         expected = runtime.generate([1], 200).token_ids
         stream = runtime.stream([1], 200)
@@ -305,7 +305,7 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
     "sampling", [None, pytest.param(SamplingConfig(temperature=1.0, seed=3), marks=pytest.mark.slow)]
 )
 def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
-    """Nothing behind it is returned or streamed, whether it ends inside a token or a step output, or spans tokens."""
+    """Text after a stop string is dropped, whether it spans tokens or ends inside a token or step output."""
     everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
     decode = runtime.tokenizer.decode
     inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
@@ -343,7 +343,7 @@ def test_samples_of_one_seed(runtime):
 
 
 def test_a_long_copy_takes_whole_steps(single):
-    """A lone replica feeds no accepted token of a copy again, so a step of 64 tokens commits 64."""
+    """A lone replica does not re-feed accepted tokens of a copied text, so a step of 64 tokens commits 64."""
     lookahead = LookaheadConfig(tokens=64, prior="none", draft_tables="request")
     text = single.generate("def f(x):\n", 300, eos=False)
     deltas = list(single.stream("def f(x):\n", 300, eos=False, prediction=text.token_ids, lookahead=lookahead))
@@ -371,7 +371,7 @@ def test_options_that_will_not_do(runtime, options, message):
 
 @pytest.fixture(scope="module")
 def chat_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with a chat template, which wants the roles to take turns."""
+    """The demo model with a chat template that refuses unknown roles."""
     folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
@@ -452,7 +452,7 @@ def raiser(error: BaseException):
 
 @pytest.mark.slow
 def test_a_profile_is_written_and_shown(tmp_path, capfd):
-    """A trace a replica, and where a step's time went; the output is the same."""
+    """Profiling writes a trace per replica and shows where a step's time went; the output is the same."""
     settings = {"lookahead": LookaheadConfig(W=4, N=3, G=4, prior="none"), "model": ModelConfig(), "gpus": 1}
     config = RuntimeConfig(device="cpu", dtype="float32", **settings)
     with LookaheadRuntime.from_config(config) as runtime:

@@ -1,4 +1,4 @@
-"""One model object, several threads, interrupts: every call is right, and the model is as it was found."""
+"""Concurrent and interrupted calls on one model object give the right tokens and leave it unchanged."""
 
 import functools
 import random
@@ -15,7 +15,7 @@ PROMPT = [3, 5, 7, 11, 3, 5]
 
 @pytest.fixture
 def model():
-    """One object for all threads of a test."""
+    """One model object for all threads of a test."""
     return random_model(seed=3, initializer_range=0.3)
 
 
@@ -43,7 +43,7 @@ def test_interrupts_leave_the_model_as_found(model, kind):
     for _ in range(12):
         num_interrupted += interrupted(lambda: call(model, kind, PROMPT), rng.randint(1, num_calls))
         assert state_of(model) == before
-    assert num_interrupted > 6  # one in a destructor ends nothing
+    assert num_interrupted > 6  # an interrupt in a destructor ends nothing
     assert call(model, kind, PROMPT) == expected
 
 
@@ -61,7 +61,7 @@ def test_a_view_shares_weights_and_nothing_else(model):
 
 
 def test_a_view_of_a_model_whose_forward_was_replaced(model):
-    """As accelerate replaces it (a partial), and torch.compile (a function that keeps the method)."""
+    """A view handles the replacements by accelerate (a partial) and by torch.compile (a wrapper)."""
     layer = model.model.layers[0]
     calls = []
 

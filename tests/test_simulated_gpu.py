@@ -1,4 +1,4 @@
-"""The runtime on a simulated GPU: the same tokens, one wait a step; and whether the simulation tells what is wrong."""
+"""The runtime on a simulated GPU: the same tokens, one wait per step. Tests of the simulation itself."""
 
 from __future__ import annotations
 
@@ -64,16 +64,16 @@ pytestmark = [
 CUDA = torch.device("cuda", 0)
 ALONE = Group.alone(CUDA)
 PROMPT = tuple(range(300, 312))
-FIXED = LookaheadConfig(5, 4, 5, prior="none")  # a prior is computed anew for each engine, which takes seconds
+FIXED = LookaheadConfig(5, 4, 5, prior="none")  # each engine computes its own prior, which takes seconds
 AUTO = LookaheadConfig(prior="none")
 
 
 def without_every_seventh(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """A logits processor of a caller's own."""
+    """A caller's logits processor that forbids every seventh token id."""
     return scores.masked_fill(torch.arange(scores.shape[1], device=scores.device) % 7 == 0, -torch.inf)
 
 
-without_every_seventh.prefix_only = True  # else it is called once a committed token, and waited for
+without_every_seventh.prefix_only = True  # otherwise the host calls it once per committed token and waits
 
 REQUESTS = {
     "greedy": Request(PROMPT, AUTO, 32),
@@ -85,8 +85,8 @@ REQUESTS = {
     "logprobs": Request(PROMPT[6:], LookaheadConfig(5, 4, 5), 12, logprobs=True),
     "a caller's processor": Request(PROMPT[7:], FIXED, 12, processors=(without_every_seventh,)),
 }
-SMOKE = ("greedy", "sampled", "a caller's processor")  # requests of the default lane
-POINTS = {  # of steps
+SMOKE = ("greedy", "sampled", "a caller's processor")  # requests that are not marked as slow
+POINTS = {  # assumed measurements of steps
     "tokens": np.array([1, 16, 32]),
     "nanoseconds": np.array([1_000_000, 1_050_000, 1_200_000]),
     "num_padded": np.array(0),
@@ -98,17 +98,17 @@ ONCE = (
     "cuda_graph.py: _capture",
     "cuda_graph.py: _refusing_waits",
     "prompt_harvest.py: share",
-)  # a request, or a size
+)  # places that wait once per request or per size
 FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()
-GREEDY = ("greedy", "fixed", "one token a step")  # whose samples a captured pass has computed
-SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # what samples
+GREEDY = ("greedy", "fixed", "one token a step")  # requests whose captured passes compute the samples
+SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # files that sample
 SIZES = (1, 8, 32, 128)  # of captured passes
 
 
 @contextmanager
 def gpu_of_few_sizes() -> Iterator[Gpu]:
-    """A simulated GPU on which passes of few sizes are captured, as each takes a while here."""
+    """A simulated GPU that captures passes of few sizes, since each capture takes a while."""
     with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fixed_passes, "SIZES", SIZES)
         patch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
@@ -123,31 +123,31 @@ def gpu() -> Iterator[Gpu]:
 
 @pytest.fixture(scope="module")
 def model(gpu) -> ModelRunner:
-    """Its passes are captured."""
+    """A model whose passes are captured."""
     return ready_model(RuntimeConfig(dtype="float32"), CUDA)[0]
 
 
 @pytest.fixture(scope="module")
 def expected() -> dict[str, list[int]]:
-    """Tokens of each request, on the CPU, one token a step."""
+    """Tokens of each request, decoded on the CPU one token per step."""
     model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
     return {name: decode_alone(model, replace(request, lookahead=PLAIN))[0] for name, request in REQUESTS.items()}
 
 
 def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:
-    """One that need not measure steps, which takes seconds."""
+    """Return an engine with assumed step times, since measuring them takes seconds."""
     known = Measured(StepMeasurement(**{name: values.copy() for name, values in POINTS.items()}))
     return Engine(model, group, Calibration(model, group, None, known))
 
 
 class Counts(NamedTuple):
-    """What a request has taken.
+    """Tokens, steps, waits and launches of a request.
 
     Attributes:
-        tokens: its output.
-        num_steps: the prompt's among them.
-        waits: how often the host waited, and where, but for what happens once a request or once for a size.
-        launches: what the steps behind the prompt's launched outside of graphs, and where.
+        tokens: the output.
+        num_steps: number of steps, including the prefill's.
+        waits: waits of the host by place, except for those in ONCE.
+        launches: launches outside of graphs by place, in the steps after the prefill.
     """
 
     tokens: list[int]
@@ -157,7 +157,7 @@ class Counts(NamedTuple):
 
 
 def counts_of(gpu: Gpu, loop: Engine, request: Request) -> Counts:
-    """Decode a request twice: its first token alone, then all; nothing may be captured meanwhile."""
+    """Decode a request twice, first a single token, then all; check that nothing is captured meanwhile."""
     num_captures, launches = len(Graph.captured), []
     loop.prepare(request.lookahead)
     for num_tokens in (1, request.max_new_tokens):
@@ -174,18 +174,18 @@ def counts_of(gpu: Gpu, loop: Engine, request: Request) -> Counts:
 def check(
     found: Counts, expected: list[int], name: str, place: str = "exchange.py: finish", exchange: Counter = NOTHING
 ) -> None:
-    """What `counts_of` has found of a request; `place` is where the host waits, `exchange` what exchanging launches."""
+    """Check the counts of a request: the host waits at `place`, and the exchange launches `exchange`."""
     assert found.tokens == expected and found.num_steps > 2
-    assert found.waits == {place: found.num_steps}  # for the token behind the prompt, too
+    assert found.waits == {place: found.num_steps}  # also in the step of the prefill
     launches = found.launches - exchange
-    assert all(each.startswith(SAMPLING) for each in launches)  # what samples otherwise than a captured pass
+    assert all(each.startswith(SAMPLING) for each in launches)  # sampling outside of captured passes
     if name in GREEDY:
         assert not launches
 
 
 @pytest.mark.slow
 def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypatch):
-    """The next pass writes to its new addresses, and nothing waits for the copy."""
+    """The pass after a slot has grown writes to the new addresses, and nothing waits for the copy."""
     growths: list[int] = []
     grow = TreeCache.grow
     monkeypatch.setattr(TreeCache, "grow", lambda cache, capacity: growths.append(capacity) or grow(cache, capacity))
@@ -211,7 +211,7 @@ def test_one_wait_a_step(gpu, model, expected, name):
 
 
 def test_masks_are_filled_while_the_pass_runs(gpu, model):
-    """Those of a constraint: behind the launch of a step's pass, and before anything is waited for."""
+    """Masks of a constraint are filled after the launch of the step's pass and before the host waits."""
     grammars = Grammars(lambda: load_tokenizer(ModelConfig()), model.vocabulary_size, eos_token_ids(model.model))
     schema = {"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 4, "maxItems": 4}
     constraint = compile_constraint(ConstraintConfig(json_schema=schema), grammars.vocabulary(False).info)
@@ -230,7 +230,7 @@ def test_masks_are_filled_while_the_pass_runs(gpu, model):
     gpu.waits.clear()
     gpu.launches.clear()
     *_, report = loop.run(request)
-    assert seen == [(step, step) for step in range(report.num_steps)]  # the prompt's pass is no graph
+    assert seen == [(step, step) for step in range(report.num_steps)]  # the prefill's pass is not a graph
     assert report.num_steps > 3
 
 
@@ -245,7 +245,7 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected):
 
 @pytest.mark.slow
 def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
-    """By lp-generate, by lp-bench, and by the server's /health."""
+    """lp-generate, lp-bench and the server's /health show why passes are not captured."""
     prompts, options = tmp_path / "prompts.jsonl", {"compile": "off", "dtype": "float32", "cache_dir": None}
     prompts.write_text('{"text": "def f():"}')
     options |= {"max_new_tokens": 2, "lookahead": LookaheadConfig(0, 2, 0, prior="none")}
@@ -276,7 +276,7 @@ def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
 
 @pytest.mark.slow
 def test_strict_passes(gpu, expected, monkeypatch):
-    """One graph for trees of any size and for batches; a tree that is larger than a pass takes several replays."""
+    """One graph serves batches and trees of any size; a tree larger than a pass takes several replays."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
     num_captures = len(Graph.captured)
@@ -304,19 +304,19 @@ def test_strict_passes(gpu, expected, monkeypatch):
 @pytest.mark.parametrize(
     ("name", "launches"),
     [
-        ("greedy", {"copy_": 1, "graph": 1}),  # a copy to the device: the inputs
+        ("greedy", {"copy_": 1, "graph": 1}),  # one copy to the device: the inputs
         ("fixed", {"copy_": 1, "graph": 1}),
         ("sampled", {"copy_": 2, "graph": 1, "find_cut": 1, "sample_and_pack": 1}),  # and the noise's positions
     ],
 )
 def test_launches_of_a_step(gpu, model, expected, name, launches):
-    """All that a step of a captured size launches; `sample_and_pack` is two launches on a real GPU."""
+    """A step of a captured size launches nothing else; `sample_and_pack` is two launches on a real GPU."""
     loop, counts = loop_of(model), []
     loop.prepare(REQUESTS[name].lookahead)
     list(loop.run(REQUESTS[name]))  # captures
     outputs = list(loop.run(REQUESTS[name], observe=lambda *args: counts.append(gpu.launches.copy())))[:-1]
     assert [token for output in outputs for token in output.token_ids] == expected[name]
-    steps = [later - earlier for earlier, later in itertools.pairwise(counts)]  # the prefill's is not among them
+    steps = [later - earlier for earlier, later in itertools.pairwise(counts)]  # without the prefill's
     assert len(steps) == len(outputs) - 1 and all(step == launches for step in steps)
 
 
@@ -325,7 +325,7 @@ def test_launches_of_a_step(gpu, model, expected, name, launches):
     ("dtype", "kernel"), [pytest.param("float32", "efficient", marks=pytest.mark.slow), ("bfloat16", "flash")]
 )
 def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kernel):
-    """One call a layer for the first chunk; two behind it: of the prefix, and of the chunk, causally."""
+    """A layer makes one call for the first chunk, then two per chunk: the prefix, and the chunk, causally."""
     chunked, whole = (
         ready_model(RuntimeConfig(dtype=dtype, compile="off", model=ModelConfig(prefill_chunk=chunk)), CUDA)[0]
         for chunk in (20, 512)
@@ -340,7 +340,7 @@ def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kerne
         num_layers = model.model.config.num_hidden_layers
         num_behind = 2 if model is chunked else 0
         assert counts[f"_scaled_dot_product_{kernel}_attention"] == (1 + 2 * num_behind) * num_layers
-        assert counts["scaled_dot_product_attention"] == 0  # may be a kernel that is planned anew for every length
+        assert counts["scaled_dot_product_attention"] == 0  # may choose a kernel that is planned for every length
     tolerance = 1e-4 if dtype == "float32" else 0.1
     torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
 
@@ -359,7 +359,7 @@ def test_requests_together(gpu, model, expected):
 
 
 def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
-    """`counts_of` a few requests, with a transport that wants its tensors on a device."""
+    """Return the counts of a few requests, with a transport whose tensors are on `device`."""
     group = Group(group.rank, group.size, device, group.transport)
     with gpu_of_few_sizes() as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
@@ -371,7 +371,7 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
     "backend, device, place", [("shared", CPU, "group.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
 )
 def test_ranks_exchange(expected, backend, device, place):
-    """Over the host; and on the device, where gloo is given what is on the GPU, as NCCL would be."""
+    """Ranks exchange over the host, or on the device: gloo receives GPU tensors, as NCCL would."""
     for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
             on_device = {"exchange.py: start": found[name].num_steps - 1} if backend == "gloo" else {}
@@ -380,13 +380,13 @@ def test_ranks_exchange(expected, backend, device, place):
 
 @pytest.mark.slow
 def test_a_booked_gpu_is_shared_with_nobody(gpu):
-    """Of eight replicas of a machine, one sees the GPU that Ray has booked for it, and no other."""
+    """One of eight replicas on a machine uses all memory of a GPU that only it sees, as booked by Ray."""
     config = RuntimeConfig(dtype="float32", compile="off")
     alone, booked, sharing = (
         load_replica(config, 0, num_local, True, owns_device).info.capacity
         for num_local, owns_device in ((1, False), (8, True), (8, False))
     )
-    assert alone >= booked > 7 * sharing  # less what an exchange with the others may take
+    assert alone >= booked > 7 * sharing  # minus the memory that an exchange with the others may take
 
 
 @pytest.mark.slow
@@ -404,7 +404,7 @@ def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypat
 
 @pytest.mark.parametrize("place", ["load_model", "pack_fastest", "check_runner"])
 def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
-    """While weights are loaded, while layers are changed, while passes are captured: one line says what was free."""
+    """Out of memory while weights load, layers change or passes are captured: one line says what was free."""
 
     def full(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
@@ -420,7 +420,7 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
 
 @pytest.mark.slow
 def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
-    """Compiling a size takes a minute or more: a peer that waited in a collective meanwhile would give this one up."""
+    """Sizes compile before replicas meet: one takes a minute or more, and a waiting peer would give up."""
     sizes: list[int] = []
 
     def compiled(model, dynamic: bool):
@@ -462,7 +462,7 @@ def test_what_is_refused(gpu, mix):
 
 def test_numbers_of_the_host_are_taken(gpu):
     there = torch.ones(3, device=CUDA)
-    assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3  # but for numbers
+    assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3  # tensors of one number may be on the host
 
 
 def test_what_is_copied_is_there_once_it_was_waited_for(gpu):
@@ -539,7 +539,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     with capturing(other, pool=pool):
         given + 1
     other.replay()
-    assert made.isnan().all()  # their memory is shared
+    assert made.isnan().all()  # graphs of a pool share memory
     assert type(made) is Tensor
 
 
@@ -554,8 +554,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
     ],
 )
 def test_beyond_a_length(gpu, family):
-    """One wait a step, and nothing outside of graphs, where layers hide committed tokens; with attention sinks, and
-    where rotary factors change, too."""
+    """Texts beyond a window (with sinks, too) or a RoPE length wait once a step and launch only graphs."""
     name, settings = ("Llama", DYNAMIC) if family == "dynamic" else FAMILIES[family]
     request = Request(tuple(range(20, 32)), FIXED, 24)
     free = ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), 512, own_attention=True)
@@ -568,8 +567,8 @@ def test_beyond_a_length(gpu, family):
 
 @pytest.mark.slow
 def test_a_batch_of_eight(gpu, model, expected):
-    """Eight requests in one pass: as many waits and launches a step as there are exchanges, and no other."""
-    loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # of which eight fit into the largest pass
+    """Eight requests share a pass: the host waits once per exchange and launches only graphs."""
+    loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # eight of these fit into the largest pass
     loop.prepare(settings)
     request = replace(REQUESTS["fixed"], lookahead=settings)
     arrivals = [Arrival(number, replace(request, max_new_tokens=20 + number)) for number in range(8)]
@@ -579,7 +578,7 @@ def test_a_batch_of_eight(gpu, model, expected):
         gpu.waits.clear()
         found = decode_batch(loop, {1: requests})
         launches.append(gpu.launch_places.copy())
-    assert all(place.startswith("hf_settings.py") for place in launches[1] - launches[0])  # once a request
+    assert all(place.startswith("hf_settings.py") for place in launches[1] - launches[0])  # once per request
     for number, (tokens, _, _) in found.items():
         assert tokens == expected["fixed"][: 20 + number]
     waits = [each for each in gpu.waits if each not in ONCE]
@@ -590,7 +589,7 @@ def test_a_batch_of_eight(gpu, model, expected):
 
 @pytest.mark.slow
 def test_a_server_s_load_captures_nothing(gpu, model):
-    """Requests of many lengths and kinds come and go, slots grow, batches have any number of sequences."""
+    """Requests of many lengths and kinds, growing slots and batches of any size cause no further capture."""
     rng = random.Random(0)
     loop = loop_of(model)
     loop.prepare(FIXED)

@@ -35,7 +35,7 @@ def script():
 
 @pytest.fixture(params=VERSIONS)
 def files(request, tmp_path) -> Path:
-    """A copy of the files of a version."""
+    """A copy of the files that one version wrote."""
     return shutil.copytree(DATA / request.param, tmp_path / "files")
 
 
@@ -75,7 +75,7 @@ def test_measurements_are_read(files, tmp_path):
 
 
 def test_a_draft_store_is_read(script, files, capsys):
-    """And not refused, which is what happens to files of another format."""
+    """The draft store of each version saves steps; a file of another format would be refused."""
     main(["cache_dir=null", f"lookahead.draft_tables={files / 'drafts.npz'}", "lookahead.prior=none", *script.STORE])
     new = capsys.readouterr().err
     main(["cache_dir=null", f"lookahead.draft_tables={files / 'none.npz'}", "lookahead.prior=none", *script.STORE])
@@ -83,6 +83,6 @@ def test_a_draft_store_is_read(script, files, capsys):
 
 
 def steps_of(summary: str) -> int:
-    """Number of steps in lp-generate's table."""
+    """Return the number of steps in lp-generate's table."""
     (row,) = [line.split() for line in summary.splitlines() if line.startswith("lookahead ")]
     return int(row[2])

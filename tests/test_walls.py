@@ -1,4 +1,4 @@
-"""The walls of the package: who may import what. Read from the source, so that no lazy import escapes."""
+"""The import rules of the package, checked in its source, so that lazy imports are covered, too."""
 
 import ast
 import functools
@@ -13,12 +13,12 @@ import pytest
 import lp_runtime
 
 ROOT = Path(__file__).parents[1]
-MAX_MODULES = 15  # of a folder, __init__ not counted
+MAX_MODULES = 15  # in a folder, without __init__
 PACKAGE = Path(lp_runtime.__file__).parent
 FILES = sorted(path for path in PACKAGE.rglob("*.py"))
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
-# From the bottom up. A part may import parts of lower rows only, or itself.
+# From the lowest layer up. A part may import itself and parts of lower layers only.
 LAYERS = [
     {"errors"},
     {"config", "utils"},
@@ -42,7 +42,7 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 
 
 def part_of(name: str) -> str:
-    """The layer's part that a file of the package belongs to: a subpackage, or a module at the top."""
+    """Return the part of the package that a file belongs to: a subpackage or a top-level module."""
     return name.removesuffix(".py").split("/")[0]
 
 
@@ -84,7 +84,7 @@ def chains_of(name: str) -> set[str | None]:
 
 
 def dotted(node: ast.AST) -> str | None:
-    """a.b.c of an attribute chain."""
+    """Return `a.b.c` of an attribute chain; None if it does not start with a name."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (start := dotted(node.value)):
@@ -132,7 +132,7 @@ def module_of(name: str) -> str:
 
 
 def test_every_folder_is_installed():
-    """An editable install finds folders that a wheel would lack."""
+    """pyproject.toml lists every folder: an editable install also finds folders that a wheel would lack."""
     named = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
     files = [*PACKAGE.rglob("*.py"), PACKAGE / "demo_model" / "config.json"]
     folders = {str(file.parent.relative_to(ROOT)).replace("/", ".") for file in files}
@@ -141,18 +141,18 @@ def test_every_folder_is_installed():
 
 
 def folder_of(module: str) -> str:
-    """The folder of a module; a module right below the package is its own."""
+    """Return the folder of a module; a top-level module is its own folder."""
     package, _, name = module.rpartition(".")
     is_package = (PACKAGE.parent / module.replace(".", "/")).is_dir()
     return module if is_package or package == "lp_runtime" else package
 
 
 def import_graph() -> dict[str, set[str]]:
-    """The modules of the package that each module imports, also under TYPE_CHECKING and inside functions."""
+    """Return the modules that each module imports, also under TYPE_CHECKING and inside functions."""
     modules = {module_of(name): name for name in NAMES}
 
     def target(dotted_name: str) -> str | None:
-        """The module of the package that `from a import b` imports: a.b if that is one, else a."""
+        """Return the module that `from a import b` imports: a.b if that is a module, else a."""
         return next((each for each in (dotted_name, dotted_name.rpartition(".")[0]) if each in modules), None)
 
     return {
@@ -163,7 +163,7 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def circle_in(graph: dict[str, set[str]]) -> str | None:
-    """A circle of a graph, as text; None if there is none."""
+    """Return a cycle of a graph as text; None if there is none."""
     done: set[str] = set()
 
     def visit(node: str, path: tuple[str, ...]) -> str | None:
@@ -192,7 +192,7 @@ def test_no_import_circles_between_folders():
 
 
 def test_folders_are_small():
-    """A reader finds a module by its folder's name."""
+    """Folders have few modules, so that a reader finds a module by its folder."""
     for folder in {path.parent for path in FILES}:
         assert len(list(folder.glob("*.py"))) - 1 <= MAX_MODULES, folder
 
@@ -232,7 +232,7 @@ def test_collectives_live_in_distributed():
         assert aliases, f"{name}: import torch.distributed as a whole, so that its uses can be seen"
         used = {chain for chain in chains_of(name) if chain and under(chain, *aliases)}
         stores = {f"{alias}.{store}" for alias in aliases for store in ("Store", "TCPStore")}
-        assert used <= stores, f"{name} uses {used - stores}"  # where replicas meet, in annotations
+        assert used <= stores, f"{name} uses {used - stores}"  # rendezvous stores, in annotations
 
 
 def test_nobody_reaches_collectives_through_torch():
@@ -269,7 +269,7 @@ def test_no_global_statements():
         assert not any(isinstance(node, ast.Global) for node in ast.walk(parsed(name))), name
 
 
-# One rank of torchrun's imports everything, and decodes.
+# A torchrun rank imports everything and decodes.
 DECODE_WITHOUT_RAY = """
 import sys
 sys.modules["ray"] = None  # importing it would raise
@@ -301,7 +301,7 @@ def run_python(code: str, *arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# A mistyped override is refused at once, on every rank, before seconds of imports.
+# A mistyped override is refused on every rank before the imports, which take seconds.
 REFUSE = """
 import sys
 from lp_runtime.entrypoints.cli import main
@@ -319,7 +319,7 @@ def test_bad_settings_are_refused_before_torch_is_imported():
 
 
 def test_code_is_compiled_ahead_without_torch():
-    """The process that compiles while the command imports torch does not import it, too."""
+    """The process that compiles while the command imports torch does not import torch itself."""
     run_python("import sys, lp_runtime.replica.compile_ahead; assert 'torch' not in sys.modules")
 
 

@@ -1,4 +1,4 @@
-"""Draft tables of requests: one continues with those of another only if their text or their scope is the same."""
+"""A request continues with the draft tables of another only if their text or their scope is the same."""
 
 from lp_runtime.decoder.draft_pool import MAX_KEPT, STORED_TAG, DraftPool
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
@@ -7,7 +7,7 @@ BYTES = 1 << 16
 
 
 def known_before(pool: DraftPool, scope: str | None, next_tag: int, tag: int = 0, num_bytes: int = BYTES) -> int:
-    """Tokens that the tables of a request know before the request; it leaves three, under the next tag."""
+    """Return the number of tokens in a request's tables before it adds three, under the next tag."""
     tables = pool.acquire(num_bytes, pool.find(tag, scope, num_bytes))
     known = int(tables.text.span[1])
     tables.begin_text([1, 2, 3])

@@ -1,4 +1,4 @@
-"""The top-k candidates behind a prompt's tokens: the same on every replica, and paid for only where they return it."""
+"""Top-k candidates of a prompt's tokens: equal on every replica, and collected only if they pay."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def harvest_on(group: Group, num_harvested: int) -> np.ndarray:
 
 
 def decode(group: Group, settings: LookaheadConfig) -> tuple[list[int], list[np.ndarray]]:
-    """Return the tokens, and what drafters were told of prompts."""
+    """Return the tokens, and (length, candidates) of the prompts that drafters learned."""
     model, told = make_model(), []
     learn = BestFirstDrafter.learn_prompt
 

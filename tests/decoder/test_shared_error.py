@@ -1,4 +1,4 @@
-"""An error that one replica meets ends the request on all of them, alike, and the group goes on."""
+"""An error on one replica ends the request with the same error on all of them; the group continues."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ BACKENDS = ["shared", "gloo", "two machines"]
 
 
 class OwnError(RequestError):
-    """Of a caller's processor."""
+    """An error of a caller's processor."""
 
 
 class Fails(LogitsProcessor):
-    """Raises when the text has so many tokens. Called on one replica, since it may keep a state."""
+    """Raises when the text has `num_tokens` tokens. Called on one replica, since it may keep a state."""
 
     def __init__(self, num_tokens: int):
         self.num_tokens = num_tokens
@@ -39,7 +39,7 @@ class Fails(LogitsProcessor):
 
 
 def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
-    """What a rank learns of errors that some of the ranks have."""
+    """Return the errors that a rank learns of if some of the ranks have one."""
     found = []
     for errors in ({2: RequestError("a" * 5000)}, {1: ConfigError("one"), 2: ConfigError("two")}, {0: OwnError("é")}):
         error = shared_error(errors.get(group.rank), group)
@@ -54,7 +54,7 @@ def test_all_replicas_have_the_first_ones_error(backend):
 
 
 def decoded(group: Group, folder: str) -> list[object]:
-    """What a rank's request comes to: tokens, or the error; and of one without processors behind each."""
+    """Return the errors of failing requests on a rank, each followed by the tokens of a plain request."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine = engine_of(ModelRunner(model, 2048), group)
     found: list[object] = []

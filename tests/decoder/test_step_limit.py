@@ -1,4 +1,4 @@
-"""No request's settings make a step larger than what was measured and what memory is kept free for."""
+"""No settings make a step larger than the measured steps and the memory that is kept free for one."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ PROMPT = tuple(range(5, 30))
 
 
 class SizeRecorder:
-    """A model that notes how many tokens each step feeds."""
+    """A model, and the number of tokens that each step feeds."""
 
     def __init__(self, folder):
         self.model = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048)
@@ -37,7 +37,7 @@ def recorder(demo_model_dir) -> SizeRecorder:
 
 
 def calibration(recorder: SizeRecorder, max_measured: int) -> Calibration:
-    """A calibration that has measured steps up to a size."""
+    """Return a calibration that has measured steps up to a size."""
     none = np.array(0)
     known = Measured(
         StepMeasurement(np.array([1, max_measured]), 1_000_000 * np.array([1, 2]), none, none, np.zeros(2))
@@ -46,7 +46,7 @@ def calibration(recorder: SizeRecorder, max_measured: int) -> Calibration:
 
 
 def tokens_and_largest_step(recorder: SizeRecorder, max_measured: int, lookahead: LookaheadConfig):
-    """(new tokens, tokens of the largest step) with steps measured up to a size."""
+    """Return (new tokens, tokens of the largest step) with steps measured up to a size."""
     engine = Engine(recorder.model, Group.alone(), calibration(recorder, max_measured))
     recorder.sizes.clear()
     events = list(engine.run(Request(PROMPT, lookahead, 40), observe=recorder.observe))
@@ -61,7 +61,7 @@ def test_a_huge_tree_is_cut(recorder, drafter):
     plain, _ = tokens_and_largest_step(recorder, 16, LookaheadConfig(0, 2, 0, drafter="paper"))
     tokens, largest = tokens_and_largest_step(recorder, 16, LookaheadConfig(**HUGE, drafter=drafter))
     assert tokens == plain and largest <= UNMEASURED_STEP_TOKENS
-    if drafter == "paper":  # whose window fills whatever there is
+    if drafter == "paper":  # its window fills all available nodes
         assert largest == UNMEASURED_STEP_TOKENS
 
 
@@ -78,7 +78,7 @@ def test_a_huge_tree_is_cut(recorder, drafter):
         ({}, 24, 24),  # sized by measurements
         ({"budget": 4096}, 100_000, STEP_TOKENS),
         ({"W": 15, "N": 5, "G": 15}, 8, STEP_TOKENS),  # the paper's: 120 nodes at most, whatever was measured
-        ({"drafter": "recycling"}, 8, STEP_TOKENS),  # a small tree of its own
+        ({"drafter": "recycling"}, 8, STEP_TOKENS),  # its trees are small
     ],
 )
 def test_the_limit_of_a_step(recorder, settings, max_measured, limit):

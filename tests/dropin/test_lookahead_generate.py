@@ -1,4 +1,4 @@
-"""`model.generate(..., custom_generate=lookahead_generate)` returns what `generate` returns, and leaves no trace."""
+"""The drop-in `lookahead_generate` returns what `generate` returns, and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def ours(model, *args, W=5, N=4, G=5, **kwargs):
 
 
 class NoLineTwice(LogitsProcessor):
-    """A user's own: for one prompt at a time."""
+    """A user's processor that supports one prompt at a time."""
 
     def __call__(self, input_ids, scores):
         (text,) = input_ids.tolist()
@@ -59,7 +59,7 @@ class NoLineTwice(LogitsProcessor):
 
 
 class AfterToken(StoppingCriteria):
-    """Stops when the text has so many tokens of an id."""
+    """Stops when the text has `count` tokens of an id."""
 
     def __init__(self, token: int, count: int):
         self.token, self.count = token, count
@@ -116,7 +116,7 @@ def test_output_object_with_scores_and_logits(model, inputs):
 
 @pytest.mark.parametrize("ends", [[266, 221], [221, 266]])
 def test_rows_that_end_early_are_padded_as_generate_pads(model, inputs, ends, monkeypatch):
-    """Without a token for padding, with the first of those that end a text."""
+    """Without a padding token, rows are padded with the first end-of-sequence token."""
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
@@ -175,7 +175,7 @@ def test_rows_are_padded_as_generate_pads_them(model):
 
 
 class AtLength(StoppingCriteria):
-    """Stops the rows that begin with a token of their own at a length of their own."""
+    """Stops each row at the length that `lengths` has for its first token."""
 
     def __init__(self, lengths: dict[int, int]):
         self.lengths = lengths
@@ -222,7 +222,7 @@ def test_a_streamer_gets_everything(model, tokenizer, inputs):
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is given."""
+    """Keeps the token ids that it receives."""
 
     def __init__(self):
         self.token_ids: list[int] = []
@@ -245,7 +245,7 @@ def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
 
 
 def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
-    """Once it does, `arguments_of_generate` is needed no longer."""
+    """If this test fails, `arguments_of_generate` is no longer needed."""
     streamer, calls = Recorder(), []
 
     def custom(model, input_ids, *prepared, streamer=None, assistant_model=None, **model_kwargs):
@@ -254,7 +254,7 @@ def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
 
     model.generate(**inputs, custom_generate=custom, streamer=streamer, assistant_model=model, max_new_tokens=2)
     assert calls == [((None, None), (streamer, model, None))]
-    assert arguments_of_generate() == (None, None, None)  # nobody has called generate
+    assert arguments_of_generate() == (None, None, None)  # not inside a call of generate
 
 
 def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inputs, demo_model_dir):

@@ -1,4 +1,4 @@
-"""What `generate` leaves behind beside tokens: a cache that goes on rightly, scores for stopping criteria."""
+"""Results of `generate` besides tokens: a cache that can be continued, scores for stopping criteria."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def model(demo_model_dir):
 
 
 def both(model, ids, **options):
-    """(generate's own, ours)."""
+    """Return the outputs of `generate` without and with the drop-in."""
     options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0} | options
     return model.generate(ids, **options), model.generate(ids, custom_generate=lookahead_generate, **options)
 
@@ -69,13 +69,13 @@ def test_the_cache_of_a_padded_batch(model, side):
 
 
 def stateful(name):
-    """(model whose layers carry states, the keyword by which it takes a cache)."""
+    """Return (model whose layers carry states, name of its argument for a cache)."""
     model = small_model(small_config(name), seed=1)
     return model, cache_name(model)
 
 
 def states_of(layer):
-    """Convolution states and recurrent states of a layer; nothing of a layer without any."""
+    """Return the convolution and recurrent states of a layer; empty if it has none."""
     states = [*getattr(layer, "conv_states", {}).values(), *getattr(layer, "recurrent_states", {}).values()]
     return [state for state in states if state is not None]
 
@@ -139,7 +139,7 @@ def test_without_a_cache_there_is_none(model):
 
 
 class Watches(StoppingCriteria):
-    """Keeps the scores that it is given, and stops where the last one was chosen with little doubt."""
+    """Keeps the scores that it receives, and stops when the top probability is below 0.3."""
 
     def __init__(self):
         self.given = []

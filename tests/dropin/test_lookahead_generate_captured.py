@@ -1,4 +1,4 @@
-"""The drop-in on a simulated GPU: captured once a model, for all calls, and anew once the model changes."""
+"""The drop-in on a simulated GPU: passes are captured once per model, and again if the model changes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_calls_share_what_was_captured(gpu):
         num_captures.append(len(Graph.captured))
     assert num_captures == [len(SIZES)] * 3
 
-    for one in (model, expected):  # a weight that lies elsewhere
+    for one in (model, expected):  # a weight at another address
         one.lm_head.weight = torch.nn.Parameter(-one.lm_head.weight.detach(), requires_grad=False)
     assert generate(model, 12, 9) == generate(expected, 12, 9)
     assert len(Graph.captured) > len(SIZES)
@@ -66,11 +66,11 @@ def test_calls_share_what_was_captured(gpu):
 
 @pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
 def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
-    """After the first token's step, which feeds the prompt."""
+    """A step after the prefill waits once and launches nothing outside of graphs."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
     model, counts = load_model(ModelConfig(), CUDA, "float32"), []
-    lookahead = replace(LOOKAHEAD, prior="none")  # or calls ask the model about its vocabulary, in separate passes
+    lookahead = replace(LOOKAHEAD, prior="none")  # otherwise calls measure the vocabulary prior in separate passes
     options = {"exactness": exactness, "strict_tokens": 32, "lookahead": lookahead}
     expected = generate(model, 12, 24, **options)  # captures, and measures
     num_captures = len(Graph.captured)
@@ -87,7 +87,7 @@ def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
 
 
 class Streamer:
-    """Makes another call in the midst of the first one, as another thread might."""
+    """Makes another call during the first one, as another thread might."""
 
     def __init__(self, model):
         self.model, self.found = model, None

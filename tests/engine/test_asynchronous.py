@@ -1,6 +1,6 @@
-"""A device that works on its own: what steps have to tell is told while it does, and nothing else changes.
+"""An asynchronous device: outputs are delivered during the next pass, and nothing else changes.
 
-There is none here. A model that is said to have a timer has its passes launched, and waited for, like a GPU's.
+The tests use no such device. If a model has a timer, its passes are launched and waited for like those of a GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REQUESTS = {
 
 
 class Timer:
-    """Every pass is said to take so many seconds."""
+    """A timer that reports the same duration for every pass."""
 
     def __init__(self, seconds: float):
         self._seconds = seconds
@@ -67,7 +67,7 @@ def blocking(loaded) -> ModelRunner:
 
 @pytest.fixture
 def model(loaded) -> ModelRunner:
-    """Its passes are said to take a minute, so that whoever is told is always quick beside them."""
+    """A model whose passes report a minute, so that the receiver of outputs is always quick in comparison."""
     made = ModelRunner(loaded, 512, own_attention=True)
     made.timer = Timer(60.0)
     return made
@@ -79,10 +79,10 @@ def test_a_request_alone(model, blocking, name):
     expected, logprobs, before = decode_alone(blocking, request)
     tokens, found, report = decode_alone(model, request)
     assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
-    if request.lookahead.is_auto:  # the size of steps follows the clock
+    if request.lookahead.is_auto:  # the size of steps depends on measured times
         return
     assert report.num_steps == before.num_steps
-    assert model.timer.num_started == report.num_steps - 1  # the prefill's is not timed
+    assert model.timer.num_started == report.num_steps - 1  # the prefill's pass is not timed
 
 
 @pytest.mark.slow
@@ -98,10 +98,10 @@ def test_requests_together(model, blocking):
 
 @pytest.mark.parametrize("quick", [True, False])
 def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model, quick):
-    """But the first, which comes of the prefill, and the second, before which nobody knows."""
+    """Exceptions: the first output, of the prefill, and the second, when the receiver's speed is unknown."""
     if not quick:
         model.timer = Timer(0.001)
-    launched = []  # passes that had been launched when each run was told
+    launched = []  # number of launched passes when each output was delivered
     for event in engine_of(model).run(REQUESTS["fixed"]):
         if not isinstance(event, Report):
             launched.append(model.timer.num_started)
@@ -113,7 +113,7 @@ def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model,
 
 
 def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
-    """What is to be told is told before the next chunk of another's prompt is fed."""
+    """Outputs are delivered before the next chunk of another request's prompt is fed."""
     model.prefill_chunk = 16
     long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 20)
     first = replace(REQUESTS["fixed"], max_new_tokens=80)
@@ -178,7 +178,7 @@ def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
 
 
 def on_a_rank(group: Group):
-    """(tokens by request, clocks that were sent, whether the budget took them for late ones)."""
+    """Return (tokens by request, clocks that were sent, whether the budget took them for late ones)."""
     model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
     model.timer = Timer(0.0001 * (1 + group.rank))
     clocks, lateness = [], []
@@ -205,6 +205,6 @@ def test_replicas_tell_of_the_pass_before(blocking):
     for rank, (found, clocks, lateness) in enumerate(results):
         for name, tokens in found.items():
             assert tokens == decode_alone(blocking, REQUESTS[name])[0], name
-        # Of a prefill, and of what came before the first step, nothing is told.
+        # Neither the prefill nor the first step, which has no step before it, sends a duration.
         assert clocks[:2] == [0, 0] and set(clocks[2:6]) == {100 * (1 + rank)}
         assert set(lateness) == {True}

@@ -1,4 +1,4 @@
-"""Requests that share forward passes, arriving and ending when they like: none of their outputs changes."""
+"""Requests that arrive and end at any time and share forward passes have unchanged outputs."""
 
 from dataclasses import replace
 
@@ -74,14 +74,14 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
 
 
 def test_a_long_prompt_keeps_nobody_waiting(model, requests):
-    """One chunk of 16 is fed between two steps of the others; what is taken up is fed so, too."""
+    """One chunk of 16 tokens is fed between two steps of the others, also for a resumed request."""
     running = replace(requests["plain"], max_new_tokens=40)
     prompt = requests["sampled"].prompt_ids * 40
     long = replace(requests["sampled"], prompt_ids=prompt)
     alone = {"running": decode_alone(model, running)[0], "long": decode_alone(model, long)[0]}
     rest = replace(long, committed=tuple(alone["long"][:5]))
     for newcomer, expected in ((long, alone["long"]), (rest, alone["long"][5:])):
-        model.slots.clear()  # what a slot holds of an earlier request would not be fed again
+        model.slots.clear()  # tokens that a slot still holds would not be fed again
         order, tokens = [], {"running": [], "long": []}
         arriving = iter([[Arrival("running", running)], [], [Arrival("long", newcomer)]])
         for key, event in engine_of(model).run_batch(lambda arriving=arriving: next(arriving, [])):
@@ -116,7 +116,7 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
 
 @pytest.mark.parametrize("num_committed", [0, 5])
 def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypatch, num_committed):
-    """No more of it is fed, and the next request is none the worse."""
+    """No further chunk of a cancelled request is fed, and the next request is unaffected."""
     prompt = requests["full"].prompt_ids * 20
     long = replace(requests["full"], prompt_ids=prompt)
     expected = decode_alone(model, long)[0]
@@ -133,7 +133,7 @@ def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypa
 
 
 class Refuses:
-    """A logits processor of a user's that fails at some length."""
+    """A user's logits processor that fails from some length on."""
 
     def __init__(self, length: int, kind: type[Exception]):
         self.length, self.kind = length, kind

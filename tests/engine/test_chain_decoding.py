@@ -1,4 +1,4 @@
-"""Decoding by chains: the tokens of `generate`, one seed one text, on one replica and on several."""
+"""Decoding by chains: the tokens of `generate`, and one text per seed, on any number of replicas."""
 
 from dataclasses import replace
 

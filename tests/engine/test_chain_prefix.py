@@ -1,4 +1,4 @@
-"""Prompts that begin as an earlier sequence did, of models whose layers carry a state: it is read where it was kept."""
+"""Cached prefixes of models whose layers carry a state: a prefix ends where a state was stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lp_runtime.prefill.prefix import MAX_POINTS, make_prefix_cache
 from lp_runtime.request.request import Request
 
 PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
-KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in a layer with attention, in other layers, no attention
+KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in layers with attention; in other layers; no attention
 MAX_BYTES = 1 << 30
 SETTINGS = LookaheadConfig(budget=5, prior="none")
 
@@ -32,7 +32,7 @@ def make_model(kind: str, max_bytes: int = MAX_BYTES) -> ChainRunner:
 
 
 def decode(engine, model: ChainRunner, request: Request):
-    """(token ids, tokens that were read, tokens of the prompt that were fed)."""
+    """Return (token ids, number of tokens read from the cache, number of prompt tokens fed)."""
     before = model.num_prefilled_tokens
     *outputs, report = engine.run(request)
     tokens = [token for each in outputs for token in each.token_ids]
@@ -40,9 +40,9 @@ def decode(engine, model: ChainRunner, request: Request):
 
 
 def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[int], int, int]]:
-    """Two turns of a conversation, three other ones that begin with the same 40 tokens, and the first turn twice more.
+    """Decode two turns, three other prompts with the same first 40 tokens, and the first turn twice more.
 
-    `forget` is called behind the first turn.
+    `forget` is called after the first turn.
     """
     engine.prepare(SETTINGS)
     first = Request(PROMPT, SETTINGS, 24)
@@ -88,10 +88,10 @@ def test_states_leave_with_what_is_used_least(kind):
 
 
 def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
-    """`turns`; one rank forgets everything behind the first one."""
+    """Return `turns` of a rank; the rank `forgetful` forgets all prefixes after the first turn."""
     model = make_model("qwen3_next")
     engine = engine_of(model, group)
-    for number in range(MAX_POINTS + 2):  # more points than replicas tell each other of
+    for number in range(MAX_POINTS + 2):  # more points than replicas exchange
         decode(engine, model, Request((*PROMPT[: 60 - 2 * number], number), SETTINGS, 2))
 
     def forget() -> None:

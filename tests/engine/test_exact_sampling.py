@@ -1,4 +1,4 @@
-"""Sampling is exact: one seed, one output, whatever is shared and however; processors do what they do in `generate`."""
+"""Sampling is exact: one output per seed, however work is shared; processors act as in `generate`."""
 
 import time
 from dataclasses import replace
@@ -124,7 +124,7 @@ GREEDY = [
 @pytest.mark.parametrize("values", GREEDY, ids=lambda values: "+".join(values))
 def test_greedy_with_processors_is_generate_with_them(loop, model, values, processors):
     ids = torch.tensor([PROMPT])
-    eos = {24} if "min_new_tokens" in values else {7}  # 24 is what this model soon says
+    eos = {24} if "min_new_tokens" in values else {7}  # this model soon generates 24
     theirs = dict(values)
     if bias := theirs.pop("logit_bias", None):
         theirs["sequence_bias"] = [[[token], value] for token, value in bias.items()]
@@ -194,7 +194,7 @@ def test_a_time_limit_ends_a_request_after_a_step(loop):
 
 @pytest.mark.parametrize("num_kept", [1, 2])
 def test_a_stop_inside_a_run_cuts_it(loop, num_kept):
-    """Asked about every run, once, it may keep part of it."""
+    """A stop condition is called once per step output, and may keep a part of it."""
     request = Request(PROMPT, LookaheadConfig(5, 4, 5), 60)
     everything = decode(loop, request)[0]
     seen = []

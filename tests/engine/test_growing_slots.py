@@ -1,4 +1,4 @@
-"""Slots that begin small and grow with their texts: outputs do not change, and the oldest requests keep theirs."""
+"""Slots begin small and grow with their texts: outputs do not change; the oldest requests keep theirs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ REQUEST = Request((336, 3422, 63, 2722, 8, 1298, 12, 1210), FIXED, LENGTH)
 
 @pytest.fixture
 def growths(monkeypatch) -> Iterator[list[int]]:
-    """Capacities that caches have grown to, from where this is asked for on; slots begin with little room."""
+    """Capacities that caches grow to once this fixture is requested; slots then begin with little room."""
     found: list[int] = []
     grow = TreeCache.grow
     monkeypatch.setattr(running_request, "ROOM_TOKENS", ROOM)
@@ -60,7 +60,7 @@ def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
 
 @pytest.mark.slow
 def test_the_text_of_a_model_with_states(request):
-    """Whose fed guesses may be committed by the next step."""
+    """Growing slots keep the text of such a model, although the next step may commit its fed guesses."""
     model, asked = model_of("qwen3_next"), replace(request_of(1), max_new_tokens=LENGTH)
     expected = tokens_of(ChainRunner(model, 7), asked)
     growths = request.getfixturevalue("growths")

@@ -1,4 +1,4 @@
-"""What the OpenAI API asks of the engine: presence and frequency penalties, top and prompt log-probabilities."""
+"""Options of the OpenAI API: presence and frequency penalties, top and prompt log-probabilities."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def runtime(demo_model_dir, request):
 
 @pytest.fixture(scope="module")
 def hf(demo_model_dir):
-    """(model, prompt ids) of transformers."""
+    """The model as loaded by transformers, and prompt ids."""
     from lp_runtime.config.settings import ModelConfig
 
     config = ModelConfig(path=str(demo_model_dir))
@@ -42,13 +42,13 @@ def hf(demo_model_dir):
 
 
 def logits_after(model, ids: list[int]) -> torch.Tensor:
-    """[len(ids), V] of one forward pass without a cache."""
+    """Return [len(ids), V] logits of one forward pass without a cache."""
     with torch.inference_mode():
         return model(torch.tensor([ids])).logits[0].float()
 
 
 def penalised_greedy(model, prompt: list[int], presence: float, frequency: float) -> list[int]:
-    """Greedy, token by token: logit - frequency * count - presence * (count > 0), as the OpenAI API defines it."""
+    """Decode greedily by logit - frequency * count - presence * (count > 0), as the OpenAI API defines."""
     new: list[int] = []
     for _ in range(NUM_TOKENS):
         logits = logits_after(model, prompt + new)[-1].clone()
@@ -76,7 +76,7 @@ def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, pen
 
 
 def test_top_and_prompt_logprobs_are_the_models_own(runtime, hf):
-    """Several chunks of prompt, sampled tokens that are not always the likeliest, a penalty that must not show."""
+    """A prompt of several chunks; sampled tokens are not always the likeliest; a penalty must not show."""
     model, ids = hf
     prompt = (ids * 20)[:150]
     sampling = SamplingConfig(temperature=1.0, seed=5, presence_penalty=1.0)
@@ -108,7 +108,7 @@ def test_a_logprob_travels_between_processes():
     value = Logprob(-0.5, ((1, -0.5), (2, -3.0)), (Logprob(-2.0),))
     back = pickle.loads(pickle.dumps(value))
     assert back == -0.5 and back.top == value.top and back.prompt == (-2.0,)
-    # What survivors of a lost replica tell of the tokens that nobody has heard of has all of it, too.
+    # When a replica is lost, the others report undelivered tokens, with all of this, too.
     kept = pickle.loads(pickle.dumps(Progress().after(StepOutput([7], [value])))).logprobs
     assert kept[0].top == value.top and kept[0].prompt == value.prompt
 

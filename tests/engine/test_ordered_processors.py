@@ -1,4 +1,4 @@
-"""Processors that keep a state are called as `generate` calls them: once a committed token, in order."""
+"""Processors that keep a state are called as by `generate`: once per committed token, in order."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ SETTINGS = {
     "paper": LookaheadConfig(W=7, N=5, G=7, drafter="paper"),
     "paper, guesses only": LookaheadConfig(W=7, N=5, G=7, drafter="paper", acceptance="guesses"),
 }
-SHARED = LookaheadConfig(W=7, N=5, G=7, prior="none")  # two replicas would ask for more of the prior than one
+SHARED = LookaheadConfig(W=7, N=5, G=7, prior="none")  # two replicas would ask about more of the vocabulary than one
 PICKLED = {name: make for name, make in STATEFUL.items() if name != "closure"}
 
 
@@ -35,7 +35,7 @@ def model(demo_model_dir):
 
 
 def generated(model, processor, num_tokens=40, **options) -> list[int]:
-    """What plain `generate` makes of PROMPT."""
+    """Return the new tokens of plain `generate` for PROMPT."""
     ids = model.generate(
         torch.tensor([PROMPT]), logits_processor=[processor], max_new_tokens=num_tokens, eos_token_id=None, **options
     )
@@ -43,7 +43,7 @@ def generated(model, processor, num_tokens=40, **options) -> list[int]:
 
 
 def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Report | None]:
-    """New tokens and report of a request, or only what the first outputs hold; there is no report then."""
+    """Return (new tokens, report); with `num_outputs`, only the tokens of the first outputs, and None."""
     tokens: list[int] = []
     for number, event in enumerate(engine_of(ModelRunner(model, 2048), group).run(request)):
         if isinstance(event, Report):
@@ -91,7 +91,7 @@ def test_another_attempt_goes_on_with_the_state_that_was_lost(model, name):
 
 
 class Bans(LogitsProcessor):
-    """Depends on its arguments alone, and says so."""
+    """Depends on its arguments alone, and declares that by `prefix_only`."""
 
     prefix_only = True
 
@@ -101,7 +101,7 @@ class Bans(LogitsProcessor):
 
 
 def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool]]:
-    """Tokens, steps, and whether rank 1 owned nodes, by processor."""
+    """Return (tokens, steps, whether rank 1 owned nodes) by processor."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
@@ -116,7 +116,7 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
 
 
 def test_replicas_that_share_a_request_agree(model, demo_model_dir):
-    """One replica owns all nodes where processors are ordered; others are shared."""
+    """If processors are ordered, one replica owns all nodes; otherwise the nodes are shared."""
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, SHARED, 24, processors=(make(),))
@@ -135,7 +135,7 @@ def test_a_request_of_ordered_processors_has_one_replica(demo_model_dir):
 
 
 def test_calls_end_with_the_sequence(model):
-    """As many calls as new tokens, and none behind an end-of-sequence token."""
+    """A processor is called once per new token, and not after an end-of-sequence token."""
     counter = EveryThird()
     plain = generated(model, EveryThird())
     end = plain[17]
@@ -162,7 +162,7 @@ class Cycle(LogitsProcessor):
 
 
 def test_calls_end_inside_an_accepted_path(model):
-    """The prompt has the whole cycle, so guesses go on, rightly, after the end-of-sequence token."""
+    """Calls end at the end-of-sequence token, although the prompt's cycle makes later guesses right, too."""
     cycle = (3, 5, 7, 11, 13, 17)
     processor = Cycle(cycle)
     prompt = torch.tensor([[*cycle, *cycle, cycle[0]]])

@@ -1,4 +1,4 @@
-"""Memory that runs out wherever a request needs some: the request ends on all replicas, and the next one is right."""
+"""Running out of memory at any point of a request ends it on all replicas; the next request is right."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 
 CHUNK = 8
-# Three chunks; ten steps, of which the last commit several tokens.
+# Three chunks; ten steps, the last of them with several tokens each.
 PROMPT = (336, 3422, 63, 2722, 8, 1298, 12, 1210, 332, 265, 386, 1358, 299, 1310, 369, 299, 1210, 884, 199)
 REQUEST = Request(PROMPT, FIXED, 24)
 HARVESTED = replace(REQUEST, lookahead=replace(FIXED, prompt_top_k=True))
@@ -47,7 +47,7 @@ def tokens_of(engine: Engine, request: Request) -> list[int]:
 
 @contextmanager
 def failing(owner: type, name: str, number: int, error: Exception = NO_MEMORY) -> Iterator[None]:
-    """The call with this number of a method, counted from 0, and all later ones find no memory."""
+    """Let the call with this number of a method, counted from 0, and all later calls raise an error."""
     method, calls = getattr(owner, name), iter(range(1 << 20))
 
     def call(*args, **options):
@@ -72,9 +72,9 @@ FAULTS = {
 
 
 def met(model: ModelRunner, engine: Engine, name: str, fails_here: bool = True) -> tuple[list[int], str, list[int]]:
-    """Tokens before a fault, what the error says, and the tokens of the next request."""
+    """Return (tokens before a fault, message of the error, tokens of the next request)."""
     request, owner, method, number = FAULTS[name]
-    model.free_memory()  # what is cached needs no chunk
+    model.free_memory()  # cached tokens would not be fed in chunks
     events = []
     with failing(owner, method, number if fails_here else 1 << 20), pytest.raises(RequestMemoryError) as caught:
         events.extend(engine.run(request))
@@ -119,7 +119,7 @@ def test_other_errors_of_a_pass_are_not_taken_for_a_lack_of_memory(model, error)
 
 
 def test_what_has_failed_leaves_no_memory_behind(model):
-    """Neither its slot, nor free slots, nor cached prefixes; nor what the failed pass had computed."""
+    """A failure frees the request's slot, free slots, cached prefixes, and the results of the failed pass."""
     model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
     engine = engine_of(model)
     tokens_of(engine, REQUEST)
@@ -144,7 +144,7 @@ def test_what_has_failed_leaves_no_memory_behind(model):
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, name):
-    """An H200 kept it: the error refers to the frames that it passed through, and they to the slot."""
+    """On an H200 the error kept the slot alive: its traceback refers to frames, and they to the slot."""
     request, owner, method, number = FAULTS[name]
     caches: list[weakref.ref] = []
     make_cache = ModelRunner._make_cache
@@ -164,7 +164,7 @@ def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, na
 
 
 def test_prefixes_are_not_kept_without_memory(model, expected):
-    """That of a prefix that is read ends the request; that of one to be kept ends nothing."""
+    """A lack of memory ends a request if it reads a prefix, but not if it stores one."""
     cache = model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
     engine = engine_of(model)
     with failing(TreeCache, "committed", 0):
@@ -184,7 +184,7 @@ def batch_of(model: ModelRunner, *names: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("strict_tokens", [None, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("most", [1, 2])
 def test_a_batch_with_memory_for_some(strict_tokens, most):
-    """The youngest leave it; those that stay get their texts."""
+    """The youngest requests leave the batch; the others get their texts."""
     whole = load_model(ModelConfig(), CPU, "float32")
     model = ModelRunner(whole, CHUNK, strict_tokens, own_attention=True)
     expected = tokens_of(engine_of(model), REQUEST)
@@ -199,14 +199,14 @@ def test_a_batch_with_memory_for_some(strict_tokens, most):
         patch.setattr(ModelRunner, "forward_batch", limited)
         found = batch_of(model, "a", "b", "c")
     ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in found.items()}
-    num_fed = 3 if strict_tokens else most  # strict sequences that are not captured are fed one by one
+    num_fed = 3 if strict_tokens else most  # without captured passes, strict sequences are fed one by one
     assert ended == {"a": False, "b": num_fed < 2, "c": num_fed < 3}
     for tokens, _, end in found.values():
         assert tokens == (expected[: len(tokens)] if isinstance(end, RequestMemoryError) else expected)
 
 
 def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
-    """What comes of every fault on one rank or on all."""
+    """Return the results of every fault, on one rank or on all."""
     model = load()
     model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, 4096)
     engine = engine_of(model, group)

@@ -1,4 +1,4 @@
-"""Models whose rotary factors change with the length of a text: output is what `generate` gives on a fresh model."""
+"""Models whose rotary factors change with the text length decode as `generate` on a fresh model."""
 
 import copy
 from dataclasses import replace
@@ -30,18 +30,18 @@ from lp_runtime.request.request import Request
 pytestmark = needs_rotary_by_length
 KINDS = {"dynamic": ("Llama", DYNAMIC), "longrope": ("Llama", LONG), "re-feeding": ("Phi3", LONG)}
 LOOKAHEAD = LookaheadConfig(7, 5, 7, prior="none")
-CROSSING = [20, ROPE_THRESHOLD - 1, ROPE_THRESHOLD]  # tokens of prompts behind which a text crosses the length
+CROSSING = [20, ROPE_THRESHOLD - 1, ROPE_THRESHOLD]  # lengths of prompts after which a text crosses the threshold
 BEYOND = [ROPE_THRESHOLD + 1, 50]
 CHUNK = 8
 
 
 def always(kind: str) -> list[object]:
-    """Parameters: this kind runs always, the others with the slow tests."""
+    """Return all kinds as parameters: this one always runs, the others with the slow tests."""
     return [pytest.param(each, marks=() if each == kind else pytest.mark.slow) for each in KINDS]
 
 
 def model_for(kind: str):
-    """A random model whose texts repeat themselves, so that guesses are right."""
+    """Return a random model whose texts repeat themselves, so that guesses are right."""
     name, options = KINDS[kind]
     return random_model(name, seed=5, initializer_range=0.2, **options)
 
@@ -56,7 +56,7 @@ def prompt_of(length: int, step: int = 7) -> tuple[int, ...]:
 
 
 def generated(model, request: Request, **options) -> list[int]:
-    """What a fresh model generates."""
+    """Return the new tokens of `generate` on a fresh copy of a model."""
     fresh = copy.deepcopy(library_view(model))
     ids = torch.tensor([request.prompt_ids])
     output = fresh.generate(
@@ -66,7 +66,7 @@ def generated(model, request: Request, **options) -> list[int]:
 
 
 def decode(engine, request: Request, num_outputs: int | None = None):
-    """(token ids, report) of a request, or what its first outputs hold; there is no report then."""
+    """Return (token ids, report); with `num_outputs`, only the tokens of the first outputs, and None."""
     tokens: list[int] = []
     for number, event in enumerate(engine.run(request)):
         if not hasattr(event, "token_ids"):
@@ -78,7 +78,7 @@ def decode(engine, request: Request, num_outputs: int | None = None):
 
 
 def keeping_prefixes(runner: ModelRunner) -> ModelRunner:
-    """The runner, with a prefix cache."""
+    """Give a runner a prefix cache, and return it."""
     with runner.slots.borrowed() as slot:
         runner.begin(slot, 50)
         runner.prefill(slot, [1, 2, 3])  # so that the size of a token is known
@@ -114,7 +114,7 @@ def test_the_output_is_greedy_whatever_the_settings(models, kind, request, chunk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_lengths_matter_and_steps_are_saved(models, kind):
-    """Otherwise the tests of this file would show nothing."""
+    """Without these two conditions the other tests of this file would show nothing."""
     model = models[kind]
     request = Request(prompt_of(ROPE_THRESHOLD), LOOKAHEAD, 60)
     tokens, report = decode(engine_of(ModelRunner(model, CHUNK)), request)
@@ -134,7 +134,7 @@ def test_another_attempt_goes_on_on_either_side(models, kind):
     expected = generated(model, request)
     runner = ModelRunner(model, CHUNK)
     for num_left in (1, 5, 6, 7, 20):
-        for forgets in (True, False):  # on another replica, or where the slot holds the tokens
+        for forgets in (True, False):  # on another replica, or on one whose slot holds the tokens
             runner = ModelRunner(model, CHUNK) if forgets else runner
             rest, _ = decode(engine_of(runner), replace(request, committed=tuple(expected[:num_left])))
             assert expected[:num_left] + rest == expected
@@ -153,7 +153,7 @@ def test_processors_that_keep_a_state_are_called_again(models, kind):
 
 @pytest.mark.parametrize("kind", always("re-feeding"))
 def test_prefixes_with_other_factors_are_not_read(models, kind):
-    """Prompts on both sides of the length, one the beginning of another; each again behind what the first one kept."""
+    """Beginnings of one text, on both sides of the threshold, read only prefixes with their own factors."""
     model = models[kind]
     runner = keeping_prefixes(ModelRunner(model, CHUNK))
     engine, text = engine_of(runner), prompt_of(60)
@@ -163,8 +163,8 @@ def test_prefixes_with_other_factors_are_not_read(models, kind):
         tokens, report = decode(engine, request)
         assert tokens == generated(model, request)
         read[length] = report.cached_tokens
-    # With two sets of factors long prompts read what long ones have kept; where each length has its own, nothing.
-    # The first text was fed anew beyond the length, where a model does that, and so is one of a long prompt's, too.
+    # With two sets of factors, long prompts read prefixes of long ones; if each length has its own factors, none.
+    # A model that re-feeds a text beyond the threshold did so with the first text, so long prompts read that one, too.
     assert (
         read
         == {
@@ -173,12 +173,12 @@ def test_prefixes_with_other_factors_are_not_read(models, kind):
             "re-feeding": {25: 0, 60: 25, 30: 25, 59: 58, 58: 57, 31: 25},
         }[kind]
     )
-    # A turn goes on from the answer before; below the length, up to it.
+    # The next turn continues from the previous answer; below the threshold, only up to it.
     answer = tokens[:10]
     turn = Request((*text[:31], *answer, 5), LOOKAHEAD, 20)
     tokens, report = decode(engine, turn)
     assert tokens == generated(model, turn)
-    runner.slots.clear()  # as on a replica that has decoded others since
+    runner.slots.clear()  # as on a replica that has decoded other requests since
     num_before = runner.num_prefilled_tokens
     rest, _ = decode(engine, replace(turn, committed=tuple(tokens[:8])))
     assert tokens[:8] + rest == tokens and runner.num_prefilled_tokens - num_before < 20
@@ -217,7 +217,7 @@ def test_strict_passes(models, kind):
 
 @pytest.mark.slow
 def test_chains():
-    """Layers with a state beside attention whose factors change; prefixes with states are read, too."""
+    """Models with states and changing rotary factors decode as `generate`, and read prefixes with states."""
     dynamic = DYNAMIC | {"max_position_embeddings": 64}
     model = small_model(small_config("falcon_h1", dynamic), seed=3)
     runner = ChainRunner(model, CHUNK)
@@ -265,7 +265,7 @@ def test_two_replicas(models):
 
 @pytest.mark.parametrize("kind", always("dynamic"))
 def test_the_drop_in(models, kind):
-    """Its model is the caller's: `generate` gives afterwards what it gave before."""
+    """The drop-in shares the caller's model: `generate` gives the same output afterwards."""
     model = copy.deepcopy(library_view(models[kind]))
     ids = torch.tensor([prompt_of(26), prompt_of(26, 5)])
     options = {"do_sample": False, "max_new_tokens": 30}

@@ -1,4 +1,4 @@
-"""The decoding loop: its tokens are those of transformers' greedy `generate`, on one replica and on several."""
+"""The decoding loop gives the tokens of transformers' greedy `generate` on any number of replicas."""
 
 from dataclasses import dataclass, replace
 
@@ -61,12 +61,12 @@ def models(random_model) -> dict:
 
 @pytest.fixture(scope="module")
 def measured() -> dict[str, dict]:
-    """What Calibration has measured of each model."""
+    """The measurements of each model."""
     return {name: Measured() for name in ARCHITECTURES}
 
 
 def greedy_text(model, request: Request) -> list[int]:
-    """What transformers generates."""
+    """Return the new tokens of transformers' greedy `generate`."""
     eos = sorted(request.eos_token_ids) or None
     ids = torch.tensor([request.prompt_ids])
     output = model.generate(
@@ -163,7 +163,7 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
 
 @pytest.mark.slow
 def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
-    """It takes milliseconds."""
+    """Later requests of a kind without processors skip the call, which takes milliseconds."""
     loop = engine_of(ModelRunner(models["llama"], 512))
     asked, build = [], sampler_factory.build_processors
     monkeypatch.setattr(sampler_factory, "build_processors", lambda *args: (asked.append(args[2]), build(*args))[1])
@@ -214,7 +214,7 @@ def test_every_replica_learns_the_times_of_all(models):
     """Two replicas receive unequal clocks; their budgets stay equal, and know which replica is slower."""
     model, request = ModelRunner(models["llama"], 2048), Request((1, 2, 3), PLAIN, 60)
     logits = torch.zeros(1, 64)
-    samples = Samples(logits.long(), StepLogits(logits), lambda: logits)  # not read: each replica's are gathered
+    samples = Samples(logits.long(), StepLogits(logits), lambda: logits)  # not read: the gathered values are used
     fast, slow = (microseconds << 31 for microseconds in (100, 700))
     found = []
     for rank in range(2):
@@ -275,17 +275,17 @@ def decode_on_a_rank(group: Group, path: str) -> RankResult:
     model = ModelRunner(load_model(ModelConfig(path=path), CPU, "float32"), 2048)
     loop = engine_of(model, group)
     found = [decode(loop, request) for request in RANKS_REQUESTS]
-    # only the last rank is asked to stop, in the third step
+    # only the last rank cancels, in the third step
     asked = iter([False, False, rank == num_replicas - 1])
     cancelled, _, cancel_report = decode(loop, RANKS_REQUESTS[0], should_cancel=lambda: next(asked))
-    # a long prompt, in chunks of 4: given up by the last rank after the second, and read to its end
+    # a long prompt, in chunks of 4: cancelled by the last rank after the second chunk, then fed to its end
     model.prefill_chunk = 4
     num_prefilled_tokens = model.num_prefilled_tokens
     asked = iter([False, rank == num_replicas - 1])
     given_up, _, report = decode(loop, LONG, should_cancel=lambda: next(asked))
     unread = (given_up, report.finish_reason, model.num_prefilled_tokens - num_prefilled_tokens)
     read = decode(loop, LONG)[0]
-    # which of the nodes that were committed this rank had
+    # whether this rank owned each committed node
     found_here = []
     traced = loop.run(
         replace(RANKS_REQUESTS[0], trace=True),
@@ -294,7 +294,7 @@ def decode_on_a_rank(group: Group, path: str) -> RankResult:
         ),
     )
     found_by = [finder for run in traced if isinstance(run, StepOutput) for finder in run.found_by]
-    # rank 1 is given another prompt than its peers, of another length
+    # rank 1 gets another prompt than its peers, of another length
     error = None
     try:
         decode(loop, Request((1, 2, 3, 4, 5, 6, 7)[: 3 + 3 * (rank == 1)], LookaheadConfig(), 20))
@@ -306,7 +306,7 @@ def decode_on_a_rank(group: Group, path: str) -> RankResult:
 
 @pytest.fixture(scope="module", params=[3])
 def ranks(request, make_model_dir):
-    """(model directory, what each rank found)."""
+    """The model directory, and the result of each rank."""
     path = make_model_dir("Llama", seed=5, initializer_range=0.3)
     return path, run_ranks(decode_on_a_rank, request.param, str(path))
 
@@ -320,7 +320,7 @@ def test_every_rank_decodes_the_greedy_text(ranks):
 
 
 def test_the_papers_steps_do_not_depend_on_the_number_of_replicas(ranks):
-    """The drafter full may take fewer steps alone: tokens that need not be fed again leave room for more guesses."""
+    """The drafter `full` may take fewer steps alone: tokens that are not re-fed leave room for guesses."""
     path, results = ranks
     loop = Engine(ModelRunner(load_model(ModelConfig(path=str(path)), CPU, "float32"), 2048), Group.alone())
     alone = [decode(loop, request)[2] for request in RANKS_REQUESTS]

@@ -1,4 +1,4 @@
-"""Prompts that begin as an earlier sequence did: what is read is not fed again, and nothing of the output changes."""
+"""Prompts with a cached prefix: tokens that are read are not fed again; the output does not change."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TEXT = 'def fibonacci(n: int) -> int:\n    """Return the n-th Fibonacci number."
 
 
 def make_model(dtype: str = "float32", strict_tokens: int | None = None, keeps: bool = True) -> ModelRunner:
-    """A runner that feeds 16 tokens of a prompt at once, with a prefix cache."""
+    """Return a runner that feeds prompts in chunks of 16 tokens; with a prefix cache if `keeps`."""
     model = ModelRunner(load_model(ModelConfig(), CPU, dtype), 16, strict_tokens, own_attention=True)
     return keep_prefixes(model) if keeps else model
 
@@ -59,7 +59,7 @@ def plain_model() -> ModelRunner:
 
 
 def decode(engine: Engine, model: ModelRunner, request: Request):
-    """(token ids, log-probabilities, report, tokens of prompts that were fed)."""
+    """Return (token ids, log-probabilities, report, number of prompt tokens fed)."""
     before = model.num_prefilled_tokens
     *outputs, report = engine.run(request)
     tokens = [token for each in outputs for token in each.token_ids]
@@ -80,7 +80,7 @@ def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
     assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
     assert report.cached_tokens + num_fed == len(turn.prompt_ids)
     assert num_fed <= 3 + 25, "the question, and what the last step of the answer had not cached"
-    # Another conversation behind the same beginning.
+    # Another conversation with the same beginning.
     other = replace(first, prompt_ids=(*prompt_ids[:100], 5, 6))
     expected, _, _, _ = decode(engine_of(plain_model), plain_model, other)
     tokens, _, report, num_fed = decode(engine, model, other)
@@ -103,7 +103,7 @@ def test_a_running_request_keeps_no_evicted_prefix_in_memory(prompt_ids):
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
 def test_sliding_windows_and_learned_positions(family, random_model):
-    """Windows of 8 tokens are masks over whole caches: a prefix may be cut anywhere."""
+    """A prefix may be cut anywhere, since windows of 8 tokens are masks over the whole cache."""
     name, settings = FAMILIES[family]
     plain = ModelRunner(random_model(name, seed=2, **settings), 16)
     model = keep_prefixes(ModelRunner(random_model(name, seed=2, **settings), 16))
@@ -120,7 +120,7 @@ def test_sliding_windows_and_learned_positions(family, random_model):
 
 @pytest.mark.slow
 def test_strict_bits(prompt_ids):
-    """Whole chunks of prompts are read alone, and every bit is as if all had been fed."""
+    """Only whole chunks of prompts are read, and every bit is as if all tokens had been fed."""
     model, plain = make_model("bfloat16", strict_tokens=16), make_model("bfloat16", strict_tokens=16, keeps=False)
     engine = engine_of(model)
     first = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
@@ -134,7 +134,7 @@ def test_strict_bits(prompt_ids):
 
 
 def test_draft_tables_come_along(prompt_ids):
-    """Asked again, the answer stands in the tables of the first time, where no prompt says it."""
+    """A repeated request drafts the answer from the first one's tables, although no prompt contains it."""
     model = make_model()
     engine, request = engine_of(model), Request(prompt_ids, FIXED, 60, sampling=SamplingConfig(temperature=1.2, seed=3))
     tokens, _, first, _ = decode(engine, model, request)
@@ -152,7 +152,7 @@ def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
     requests = [replace(request, sampling=SamplingConfig(temperature=1, seed=seed)) for seed in range(4)]
     alone = [decode(engine_of(plain), plain, each)[0] for plain in [make_model(keeps=False)] for each in requests]
     before = model.num_prefilled_tokens
-    # The first one's prompt is fed before the others arrive; they arrive together.
+    # The first prompt is fed before the other requests arrive, which arrive together.
     arrivals = [Arrival(number, each) for number, each in enumerate(requests)]
     found = decode_batch(engine, {1: arrivals[:1], len(prompt_ids) // 16 + 2: arrivals[1:]})
     assert [found[number][0] for number in range(4)] == alone
@@ -174,7 +174,7 @@ def test_a_resumed_request_reads_it(prompt_ids, strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
     engine, request = engine_of(model), Request(prompt_ids, FIXED, 30)
     tokens, _, _, _ = decode(engine, model, request)
-    model.slots.clear()  # as on a replica that has decoded others since
+    model.slots.clear()  # as on a replica that has decoded other requests since
     rest, _, _, num_fed = decode(engine, model, replace(request, committed=tuple(tokens[:10])))
     assert tokens[:10] + rest == tokens and num_fed < 16 + 16 + 10
     slot = CacheSlot()
@@ -191,7 +191,7 @@ def test_a_request_that_is_broken_off_keeps_its_prompt_alone(prompt_ids):
 
 
 def on_a_rank(group, prompt_ids, forgetful: int):
-    """Three turns; one rank forgets everything before the second one."""
+    """Decode three turns; the rank `forgetful` forgets all prefixes before the second one."""
     model = make_model()
     engine = engine_of(model, group)
     first = Request(prompt_ids, FIXED, 30)
@@ -217,7 +217,7 @@ def test_replicas_with_different_prefixes_agree(plain_model, prompt_ids):
 
 
 def on_a_rank_that_lost_its_tables(group, prompt_ids) -> list[tuple[list[int], int]]:
-    """Decode prompts of one scope on a replica; one of two forgets its tables after the second."""
+    """Decode four prompts of one scope on a rank; rank 1 loses its draft tables after the second."""
     model = make_model(keeps=False)
     engine, found = engine_of(model, group), []
     for number in range(4):
@@ -230,7 +230,7 @@ def on_a_rank_that_lost_its_tables(group, prompt_ids) -> list[tuple[list[int], i
 
 
 def test_draft_tables_are_shared_by_replicas_that_agree(plain_model, prompt_ids):
-    """Without a prefix cache, too. Tables that one replica has lost serve none."""
+    """Tables are shared without a prefix cache, too; tables that one replica has lost are not used."""
     found = run_ranks(on_a_rank_that_lost_its_tables, 2, prompt_ids)
     assert found[0] == found[1]
     (first, second, third, fourth) = found[0]

@@ -1,4 +1,4 @@
-"""A request that is taken up where another attempt left it: nothing of the output changes."""
+"""A request that is resumed after the tokens of an earlier attempt has the same output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def prompt_ids() -> tuple[int, ...]:
 
 
 def decode(model: ModelRunner, request: Request, num_runs: int | None = None, stop=None):
-    """(token ids, log-probabilities, report) of a request, or what its first runs are; there is no report then."""
+    """Return (token ids, log-probabilities, report); with `num_runs`, of the first outputs, and no report."""
     tokens, logprobs = [], []
     events = engine_of(model).run(request, stop=stop)
     for number, event in enumerate(events):
@@ -87,7 +87,7 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
         assert committed + rest == expected
         assert torch.allclose(torch.tensor(logprobs + more), torch.tensor(expected_logprobs), atol=1e-4)
         assert report.finish_reason == "length" and 2 <= report.num_steps <= len(rest) + 1
-    # With the cache at hand, no more than the tokens of a run are fed again; without, everything, prompt first.
+    # With the cache, at most the tokens of one output are fed again; without it, everything, the prompt first.
     assert all(size < len(prompt_ids) for size in fed) if keeps_cache else fed.count(len(prompt_ids)) == 3
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_left(model, prompt_ids):
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_cache", thinned(2, [True, False]))
 def test_strict_bits(prompt_ids, keeps_cache):
-    """What is fed again comes out as it did the first time, bit for bit."""
+    """Tokens that are fed again give the same results as the first time, bit for bit."""
     model = make_model("bfloat16", strict_tokens=16)
     request = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
     expected, expected_logprobs, _ = decode(model, request)
@@ -163,8 +163,10 @@ def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
 
 
 def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_ordered: bool, cancels: bool):
-    """(what this rank has fed and gathered, new tokens, report) of a resumed request; rank 1 holds its text already,
-    and cancels it."""
+    """Resume a request on a rank; return (order of its feeds and gathers, new tokens, report).
+
+    Rank 1 already holds the text; if `cancels`, it cancels the request.
+    """
     model = make_model()
     processors = (EveryThird(),) if is_ordered else ()
     request = Request(prompt, FIXED, 24, committed=tuple(committed), processors=processors)
@@ -190,7 +192,7 @@ def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_orde
 
 @pytest.mark.parametrize("is_ordered", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prompt_ids, is_ordered):
-    """A replica that lacks all of it is not taken for lost by one that lacks nothing."""
+    """A replica that lacks the whole text gathers after each chunk, so its peer does not take it for lost."""
     prompt = prompt_ids * 4
     processors = (EveryThird(),) if is_ordered else ()
     expected, _, _ = decode(model, Request(prompt, FIXED, 24, processors=processors))
@@ -205,7 +207,7 @@ def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prom
 
 
 def test_a_resume_is_cancelled_between_two_chunks(model, prompt_ids):
-    """By all replicas at once, whatever each of them lacks."""
+    """All replicas cancel at once, whatever part of the text each of them lacks."""
     prompt = prompt_ids * 4
     expected, _, _ = decode(model, Request(prompt, FIXED, 24))
     for noted, tokens, report in run_ranks(resumed, 2, prompt, expected[:10], False, True):

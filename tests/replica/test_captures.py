@@ -1,4 +1,4 @@
-"""Passes that are captured at start: how many by launcher, and the memory of their logits."""
+"""Passes that are captured at start: their number by launcher, and the memory of their logits."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
 
 @pytest.mark.slow
 def test_a_replica_that_never_batches_captures_one_pass_a_size(gpu):
-    """lp-generate, lp-chat and the Python API with one GPU."""
+    """With one GPU, lp-generate, lp-chat and the Python API never batch."""
     config = GenerateConfig(prompt="def f():", dtype="float32", cache_dir=None, lookahead=PLAIN)
     with LookaheadRuntime.from_config(config):
         assert len(Graph.captured) == len(SIZES)
@@ -58,7 +58,7 @@ def test_a_replica_that_never_batches_captures_one_pass_a_size(gpu):
     ],
 )
 def test_a_replica_in_a_process_captures_batches_where_the_policy_batches(config, batches, monkeypatch):
-    """`lp-serve` with its default policy, and prompts of a file with another one than latency."""
+    """lp-serve batches by default, and so do prompts of a file with another policy than latency."""
     asked: list[bool] = []
 
     def load(*args, batches: bool, **options):
@@ -85,7 +85,7 @@ def test_captured_passes_share_the_memory_of_their_logits(gpu):
 
 @pytest.mark.slow
 def test_the_models_own_sampling_has_run_at_start(gpu, monkeypatch):
-    """So that its kernels are compiled; other numbers of top_k need no other variant."""
+    """Kernels of sampling are compiled at start; other values of top_k need no other variant."""
 
     def load(*args):
         model = load_model(*args)

@@ -1,4 +1,4 @@
-"""A corpus on disk: what is read, when it is made again, what is refused; the same on all replicas."""
+"""The index of a corpus: its files, when it is rebuilt, what is refused; equal on all replicas."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def encode(seen: list[str], text: str) -> list[int]:
 
 
 def texts_of(paths, cache, key: str = "bytes") -> tuple[list[str], list[str]]:
-    """(texts of the opened corpus, texts that were tokenized for it)."""
+    """Return (texts of the opened corpus, texts that were tokenized for it)."""
     seen: list[str] = []
     index = CorpusStore(
         str(paths), None if cache is None else str(cache), partial(encode, seen), key, VOCABULARY
@@ -113,7 +113,7 @@ def test_replicas_open_the_same_corpus_or_none(folder):
 
 
 def test_a_runtime_takes_fewer_steps_to_write_what_its_corpus_has(tmp_path):
-    """And writes the same: here, its own answer in an earlier run, a sampled one, which repeats nothing."""
+    """The corpus is the answer of an earlier run, sampled so that it repeats nothing; the output is equal."""
     settings = {"tokens": 16, "draft_tables": "request"}
 
     def answer(corpus: str | None):

@@ -1,4 +1,4 @@
-"""The file in which what drafting has seen outlives a runtime."""
+"""The file that keeps draft tables after a runtime has ended."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The capacity of a GPU whose passes were measured: weights, that many tokens, and any pass fit together."""
+"""The capacity of a GPU with measured passes: weights, that many tokens, and any pass fit together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GPU_BYTES = 1 << 26
 
 
 def runner(name: str, dtype: torch.dtype) -> ModelRunner:
-    """A model whose slots' token size is known."""
+    """Return a model whose slots have a known size per token."""
     family, settings = MODELS[name]
     whole = random_model(family, max_position_embeddings=CONTEXT, **settings).to(dtype)
     model = ModelRunner(whole.to(CUDA), CHUNK, own_attention=True)
@@ -45,7 +45,7 @@ def runner(name: str, dtype: torch.dtype) -> ModelRunner:
 
 
 def run_largest_passes(model: ModelRunner, slot: CacheSlot) -> None:
-    """At the end of a full slot: a chunk, with and without all logits, and a step that samples with penalties."""
+    """Run at the end of a full slot: a chunk, with and without all logits, and a step with penalties."""
 
     def leave(num_tokens: int) -> int:
         length = slot.capacity - num_tokens
@@ -72,7 +72,7 @@ CASES = [*((name, torch.bfloat16) for name in MODELS), ("gpt_oss", torch.float32
     [pytest.param(*case, marks=pytest.mark.slow if place > 0 else ()) for place, case in enumerate(CASES)],
 )
 def test_what_fits_is_used_and_no_more(name, dtype):
-    """Slots of all tokens that may be in use, one of them as long as a text can be; nothing runs out of memory."""
+    """Slots that fill the capacity, one as long as a text can be, leave enough memory for any pass."""
     parts.flash_has_windows.cache_clear()
     with gpu_of_size(GPU_BYTES) as (_, memory):
         model = runner(name, dtype)
@@ -92,14 +92,14 @@ def test_what_fits_is_used_and_no_more(name, dtype):
         token_bytes = model.cache_bytes_per_token
         assert filled == weights + (capacity + OVERHEAD_TOKENS) * token_bytes
         assert filled + peak <= GPU_BYTES
-        if name != "eager":  # scores of all keys: a text half as long needs half of what is kept free
+        if name != "eager":  # it has scores of all keys: a text half as long needs half of the memory that is kept free
             assert filled + peak > 0.96 * GPU_BYTES
         unmeasured = tokens_in(GPU_BYTES - weights, token_bytes)  # a tenth is kept free
         assert weights + unmeasured * token_bytes + peak > GPU_BYTES
 
 
 def test_a_gpu_that_is_nearly_full_is_not_measured(caplog):
-    """Its capacity is then what a tenth of free memory leaves."""
+    """The capacity of such a GPU leaves a tenth of the free memory."""
     with gpu_of_size(GPU_BYTES) as (gpu, memory):
         model = runner("large vocabulary", torch.bfloat16)
         memory.total = memory.live + (1 << 20)

@@ -1,4 +1,4 @@
-"""What replicas agree on when they form a group."""
+"""Agreement among replicas when they form a group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lp_runtime.replica.loading import not_captured
     ("exactness", "is_kept"), [("strict", False), pytest.param("fast", True, marks=pytest.mark.slow)]
 )
 def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kept, monkeypatch, caplog):
-    """Other kernels compute other bits; of a peer without captured passes the row of the exchange says so."""
+    """Other kernels compute other bits, so replicas gather whether each of them captured its passes."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(cuda_graph, "kernels_for", lambda device: KERNELS)
     config = RuntimeConfig(device="cpu", dtype="float32", exactness=exactness, strict_tokens=16, cache_dir=None)
@@ -61,7 +61,7 @@ def test_why_passes_are_not_captured(is_captured, on_gpu, captured, expected):
 
 @pytest.mark.parametrize(("backend", "rank", "owns", "shows"), [("auto", 0, True, True), ("gloo", 2, False, False)])
 def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypatch):
-    """All of the GPU's memory is its own, unless the backend lets replicas share GPUs; rank 0 alone shows progress."""
+    """The process owns the GPU's memory unless the backend may share GPUs; only rank 0 shows progress."""
     loads = []
 
     def load(config, device_index, num_local, owns_process, owns_device, place):
@@ -94,7 +94,7 @@ def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
     [("cuda", 0, False, 1), ("cuda", 1, False, 0), ("cuda", 0, True, 0), ("cpu", 0, False, 0)],
 )
 def test_one_replica_of_a_machine_warns_of_too_few_cores(device, device_index, owns_device, warns, monkeypatch):
-    """On GPUs alone, and not where each process may have been given its own cores, as by srun."""
+    """There is no warning on CPUs, or if each process may have received separate cores, as from srun."""
     asked: list[int] = []
 
     def stop(*arguments):

@@ -1,4 +1,4 @@
-"""Requests that are decoded again when memory has run out: their outputs are those of one attempt."""
+"""Requests that are retried after memory has run out: their outputs are those of a single attempt."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def expected(replica, requests) -> dict[str, list[int]]:
 
 
 def limit(monkeypatch, has_memory: Callable[[int, int], bool]) -> list[int]:
-    """Passes, counted from 0, find memory as `has_memory(their number, sequences)` says; return their sequences."""
+    """Let pass n fail unless `has_memory(n, its sequences)`; return the sequences of each pass."""
     forward, sizes = ModelRunner.forward_batch, []
 
     def limited(self, inputs, *args):
@@ -85,7 +85,7 @@ def test_an_attempt_without_a_new_token_is_the_last(replica, requests, expected,
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, requests, expected, monkeypatch, most):
-    """With one that arrives meanwhile."""
+    """A request that arrives meanwhile waits, too."""
     sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
     arriving = iter([["a", "b", "c"], [], ["d"]])
     found: dict[str, list[Event]] = {key: [] for key in requests}
@@ -96,7 +96,7 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
 
 
 def test_slots_that_do_not_fit_together_are_used_one_after_another(loaded, replica, requests, expected, monkeypatch):
-    """Requests are decoded together while memory holds them; all get their texts."""
+    """Requests are decoded together as long as memory suffices; all get their texts."""
     monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
     arriving = iter([list(requests)])
     found: dict[str, list[Event]] = {key: [] for key in requests}

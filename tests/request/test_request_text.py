@@ -1,4 +1,4 @@
-"""The text of a request as its tokens come: special tokens, the end of the text, texts of tokens."""
+"""The text of a request as its tokens arrive: special tokens, the end of the text, texts of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def tokenizer():
 
 
 def text_of(tokenizer, steps, **fields):
-    """Return (deltas, texts of tokens, the RequestText) of a request that gets its tokens in steps, up to a stop."""
+    """Add tokens in steps, up to a stop; return (deltas, texts of tokens, the RequestText)."""
     eos = frozenset({tokenizer.eos_token_id})
     request = Request(tuple(tokenizer("the answer is").input_ids), PLAIN, 99, eos, logprobs=True, **fields)
     text = RequestText(request, tokenizer)
@@ -57,7 +57,7 @@ def test_the_text_ends_with_the_stop_string_though_its_last_token_goes_on(tokeni
 
 @pytest.mark.parametrize("begin", [None, "<think>"])
 def test_no_stop_string_matches_before_the_content(tokenizer, begin):
-    """Neither in the reasoning part, nor in the white space after it."""
+    """Stop strings match neither in the reasoning part nor in the white space after it."""
     ids = tokenizer.encode(f"{begin or ''}the dog\n\n</think>\n\nthe man\n\nthe cat", add_special_tokens=False)
     deltas, _, text = text_of(
         tokenizer, [[token] for token in ids], stop=("\n\n",), reasoning=Reasoning(begin, "</think>"), is_answer=True

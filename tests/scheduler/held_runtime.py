@@ -1,4 +1,4 @@
-"""Requests that stop after their first delta until a test releases them: what is checked meanwhile cannot end."""
+"""Requests that are held after their first delta, so that they cannot end while a test checks them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ POLL_SECONDS = 0.02  # between checks whether a held job was cancelled
 
 
 class HeldRuntime:
-    """A runtime for a scheduler. Requests that are submitted through `submit` are held after their first delta.
+    """A runtime for a scheduler; requests that come through `submit` are held after their first delta.
 
-    A held job is running for the scheduler: it keeps its replicas, moves to no others, and reads no more of what they
-    have decoded. It goes on when the test releases it or cancels it, or when the scheduler is closed.
+    To the scheduler, a held job is running: it keeps its replicas, does not move to others, and reads no more of their
+    output. It continues when the test releases or cancels it, or when the scheduler is closed.
 
     Args:
-        runtime: what decodes.
+        runtime: decodes the requests.
     """
 
     def __init__(self, runtime: LookaheadRuntime):
@@ -44,7 +44,7 @@ class HeldRuntime:
         return jobs
 
     def release(self, *jobs: Job) -> None:
-        """Let held jobs go on."""
+        """Let held jobs continue."""
         with self._changed:
             for job in jobs:
                 del self._held[id(job.request)]
@@ -76,7 +76,7 @@ class HeldStream:
 
     Args:
         stream: the deltas.
-        wait: returns when the stream may go on.
+        wait: returns when the stream may continue.
     """
 
     def __init__(self, stream: GenerationStream, wait: Callable[[], None]):

@@ -27,7 +27,7 @@ def test_replicas_go_round_until_every_job_has_its_largest_degree():
 
 @pytest.mark.parametrize(("num_delivered", "num_running"), [(0, 3), (4000, 2)])
 def test_a_replica_takes_as_many_requests_as_fit_with_what_they_have_written(num_delivered, num_running):
-    """Not with all that they may write: slots grow."""
+    """Tokens that requests may still write do not count, because slots grow."""
     info = SimpleNamespace(supports_batching=True, capacity=10_000)
     running: list[JobLease] = []
     allocator = Allocator(SimpleNamespace(info=info, num_replicas=1), running, "throughput", max_batch=8)

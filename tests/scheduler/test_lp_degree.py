@@ -1,4 +1,4 @@
-"""The choice of an LP degree: the fastest one, and a slower one tried again from time to time."""
+"""The choice of an LP degree: the fastest one, while slower ones are retried from time to time."""
 
 from __future__ import annotations
 

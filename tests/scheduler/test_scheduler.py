@@ -1,7 +1,7 @@
-"""Many requests on one runtime: each has the output that it has alone, whatever replicas it is on.
+"""Many requests on one runtime: each has the output that it has alone, on whatever replicas it runs.
 
-Requests whose moment matters are held after their first delta (held_runtime.py), so that no check depends on how fast
-they are. Their outputs are compared to the end.
+If timing matters, requests are held after their first delta (held_runtime.py), so that no check depends on their speed.
+Their outputs are compared to the end.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make(runtime: LookaheadRuntime | HeldRuntime, case: Case, **options) -> Requ
 
 @pytest.fixture(scope="module")
 def alone() -> dict[Case, list[int]]:
-    """Token ids of every case, decoded one after another on one replica; a shorter output begins a longer one."""
+    """Token ids of every case, decoded alone on one replica; a shorter output is a prefix of a longer one."""
     found = {}
     with start(1) as runtime:
         for prompt, length, sampling in sorted(CASES + LONG_CASES, key=lambda case: -case[1]):
@@ -75,7 +75,7 @@ def decode(runtime: LookaheadRuntime, case: Case) -> list[int]:
 
 
 def rest_of(job: Job) -> list[int]:
-    """Token ids of a job from where its reader is."""
+    """Return the token ids of a job that its reader has not read yet."""
     return [token for delta in job for token in delta.token_ids]
 
 
@@ -87,14 +87,14 @@ def team():
 
 @pytest.fixture
 def runtime(team):
-    """Three replicas, all of them up."""
+    """Three replicas, all of them ready."""
     wait_until(lambda: team.num_ready == GPUS)
     return team
 
 
 @pytest.fixture
 def held(runtime):
-    """The three replicas, for requests that are held."""
+    """The three replicas, with a way to hold requests."""
     return HeldRuntime(runtime)
 
 
@@ -107,7 +107,7 @@ def single():
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
-    """No token comes any more: the prefill has a thousand chunks, and a cancellation is seen before the next one."""
+    """A cancelled job gets no token: its prefill checks for cancellation before each of its 1,000 chunks."""
     with Scheduler(runtime, policy="fair") as scheduler:
         job = scheduler.submit(runtime.request([5 + number % 1000 for number in range(4000)], 8, eos=False), gpus=gpus)
         wait_until(lambda: job.on_cancel)  # the replicas have the request
@@ -286,7 +286,7 @@ def test_a_replica_lost_under_load(alone, held, num_jobs):
     with Scheduler(held, policy="throughput") as scheduler:
         jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases]
         firsts = [first_delta(job) for job in jobs]
-        victims = scheduler.replicas_of(jobs[-1])  # all that the last one has, which has just begun
+        victims = scheduler.replicas_of(jobs[-1])  # all replicas of the last job, which has just begun
         for index in victims:
             os.kill(held.launcher.process_ids[index], signal.SIGKILL)
         assert len(scheduler.degrees) == num_jobs
@@ -404,7 +404,7 @@ def test_a_policy_that_does_not_exist_is_refused():
 
 @pytest.mark.slow
 def test_a_request_does_not_wait_for_a_busy_replica_while_another_is_idle(alone):
-    """A replica that does not come back in time is one that is stopped: it tells nothing, and is not lost either."""
+    """The busy replica is a process that is stopped: it sends nothing, and is not taken for lost either."""
     failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)
     config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:

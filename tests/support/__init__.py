@@ -1,1 +1,1 @@
-"""What tests share: processes, reference outputs, a simulated GPU, small random models."""
+"""Helpers that tests share: processes, reference outputs, a simulated GPU, small random models."""

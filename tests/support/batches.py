@@ -1,4 +1,4 @@
-"""Requests decoded alone and in batches, by an engine on one replica."""
+"""Decode requests alone and in batches, on an engine of one replica."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
 
 
 def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
-    """What became of each: (tokens, log-probabilities, report or error)."""
+    """Decode `arriving`, requests by poll number; return (tokens, logprobs, report or error) by key."""
     found = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
     num_asked = 0
 

@@ -1,4 +1,4 @@
-"""Imports the commands of benchmarks/, scripts/ and experiments/, as Python does when it runs one of them."""
+"""Import commands of benchmarks/, scripts/ and experiments/, with the sys.path that running them has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def command(name: str) -> ModuleType:
-    """Return the module of a file of benchmarks/, scripts/ or experiments/."""
+    """Import a file of benchmarks/, scripts/ or experiments/; return the module."""
     for folder in (ROOT / "benchmarks", ROOT / "scripts", ROOT / "experiments"):
         if str(folder) not in sys.path:
             sys.path.append(str(folder))

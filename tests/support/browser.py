@@ -1,4 +1,4 @@
-"""A headless Chromium, asked by its own protocol (https://chromedevtools.github.io/devtools-protocol)."""
+"""Control headless Chromium by DevTools (https://chromedevtools.github.io/devtools-protocol)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from websockets.sync.client import ClientConnection, connect
 
 from support.processes import PATIENCE, wait_until
 
-OWN = Path(sys.prefix) / "chromium" / "chromium"  # scripts/browser.sh puts it there
+OWN = Path(sys.prefix) / "chromium" / "chromium"  # scripts/browser.sh installs it there
 PLACES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = "--headless --no-sandbox --no-zygote --disable-quic --no-first-run --disable-background-networking"
 FLAGS += " --disable-component-update --disable-sync --window-size=1000,900 --remote-debugging-port=0"
@@ -25,13 +25,13 @@ LISTENS = "DevTools listening on "
 
 
 def find() -> str | None:
-    """The browser's path, if there is one."""
+    """Return the browser's path; None if there is none."""
     found = next(filter(None, map(shutil.which, PLACES)), None)
     return found or (str(OWN) if OWN.exists() else None)
 
 
 class Page:
-    """An empty page."""
+    """A page of the browser, empty at first."""
 
     def __init__(self, connection: ClientConnection):
         self._connection, self._number, self._session = connection, 0, None
@@ -50,23 +50,23 @@ class Page:
                 return answer["result"]
 
     def open(self, url: str) -> None:
-        """Go there."""
+        """Navigate to a URL."""
         self._ask("Page.navigate", url=url)
 
     def run(self, script: str):
-        """The value of an expression in JavaScript."""
+        """Return the value of a JavaScript expression."""
         answer = self._ask("Runtime.evaluate", expression=script, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
 
     def screenshot(self) -> bytes:
-        """What it shows, as PNG."""
+        """Return a screenshot as PNG."""
         return base64.b64decode(self._ask("Page.captureScreenshot")["data"])
 
 
 @contextmanager
 def page(path: str, folder: Path) -> Iterator[Page]:
-    """A page in a browser of its own, with its profile in `folder`."""
+    """Start a browser with its profile in the new `folder`; yield a page."""
     flags = [*FLAGS.split(), *(SOFTWARE.split() if path == str(OWN) else ["--disable-gpu"])]
     command = [path, *flags, f"--user-data-dir={folder}", "about:blank"]
     environment = os.environ | (

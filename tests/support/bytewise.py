@@ -16,7 +16,7 @@ INFO = xgrammar.TokenizerInfo(
 
 
 def allows(constraint: ConstraintConfig) -> Callable[[str | bytes], bool]:
-    """Compile a constraint; return whether it allows a whole text."""
+    """Compile a constraint; return a function that tells whether it allows a whole text."""
     grammar = load_compiled(compile_constraint(constraint, INFO), INFO)
 
     def is_allowed(text: str | bytes) -> bool:

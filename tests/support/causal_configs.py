@@ -1,7 +1,6 @@
 """Small configurations of every type of transformers' causal LM mapping.
 
-They come from the library's own classes. Their fields are shrunk by rules that go by a field's name, so that
-a new type needs no entry here.
+They are made from the library's classes. Rules by field name shrink the fields, so that a new type needs no entry here.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SLIDING = "sliding_attention"
 SHORT_TOKENS = (8, 40)  # of windows, chunks and thresholds: below the self-check's shortest prompt, and above it
 SHARED = {"num_kv_shared_layers": 2, "layer_types": [SLIDING, "full_attention"] * 2, "sliding_window": SHORT_TOKENS[0]}
 
-# The largest value of a field by its name; the first pattern that is found decides, None leaves the default.
+# The largest value of a field by its name. The first pattern that matches decides; None keeps the default.
 SIZES: tuple[tuple[str, int | None], ...] = (
     (r"^(n_|num_)?(mel|codebooks|channels|langs)|^encoder_hash|kernel|conv|ngram|patch|image_|merge_size", None),
     (r"token_id$|token_index$|_index$|token_ids$|_factor$|tokens_per_|mtp|nextn", None),
@@ -47,7 +46,7 @@ SIZES: tuple[tuple[str, int | None], ...] = (
         CONTEXT_TOKENS,
     ),
 )
-# What a length over positions or keys may be called: windows, chunks, thresholds.
+# Names of lengths over positions or keys: windows, chunks, thresholds.
 LENGTHS = re.compile(
     r"window(_size|_len)?$|chunk_(size|length)$|floor(_scale)?$|extent$|^block_size$|^index_(topk|block_size)$|mem_len$"
     r"|^original_max_position_embeddings$|^local_attention$|max_distance$"
@@ -57,9 +56,9 @@ CHOICES = {
     "use_sliding_window": True,
     "is_decoder": True,
     "attn_temperature_tuning": True,
-    "tie_word_embeddings": False,  # a small model that is tied repeats its last token
+    "tie_word_embeddings": False,  # a small model with tied embeddings repeats its last token
 }
-# Fields without a default, which some types need.
+# Fields without a default that some types need.
 UNSET = {
     "head_dim": 8,
     "num_key_value_heads": 2,
@@ -68,7 +67,7 @@ UNSET = {
     "n_shared_experts": 1,
 }
 SCALES = {"initializer_range": 0.3, "init_std": 0.3, "initializer_std": 0.3, "attn_scale": 0.5}
-ROPE_LENGTH = "original_max_position_embeddings"  # stands in a field of its own or among RoPE's parameters
+ROPE_LENGTH = "original_max_position_embeddings"  # a separate field, or one of RoPE's parameters
 # Other variants, by type and name.
 EXTRA_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "falcon": {"ALiBi": {"alibi": True}},
@@ -90,7 +89,7 @@ EXTRA_VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
 }
 TOKEN_IDS = ("bos_token_id", "pad_token_id", "sep_token_id", "cls_token_id")
-# What rules by name cannot know, by type.
+# Fields that the rules by name get wrong, by type.
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "blenderbot": {"encoder_layers": LAYERS},  # counted for the cache, though there is no encoder
@@ -118,10 +117,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 
 def variants_of(model_type: str) -> dict[str, dict[str, Any]]:
-    """Return the fields that each variant of a type's small configuration sets in the text part, by name.
+    """Return the variants of a type's small configuration: by name, the fields set in the text part.
 
-    Besides DEFAULT there is one for each field that may be a length and each of SHORT_TOKENS, one with shared layers
-    where the type has them, and those of EXTRA_VARIANTS.
+    In addition to DEFAULT, there is a variant for each field that may be a length and each of SHORT_TOKENS, one with
+    shared layers if the type has them, and those of EXTRA_VARIANTS.
 
     Args:
         model_type: one of TYPES.
@@ -147,7 +146,7 @@ def small_config(model_type: str, changes: Mapping[str, Any] | None = None) -> P
         changes: fields of the text part, as `variants_of` gives them.
 
     Raises:
-        Exception: whatever the library raises where such a configuration cannot be made.
+        Exception: any error of the library if such a configuration cannot be made.
     """
     config_class = CONFIG_MAPPING[model_type]
     return _small(config_class, _text_class(config_class), changes or {})
@@ -176,22 +175,22 @@ def _text_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         return config_class
     try:
         return _part_class(config_class, "text_config")
-    except Exception:  # the library's own default is not valid: making one will say so
+    except Exception:  # the library's default is invalid: making a configuration raises the error
         return config_class
 
 
 def _rope_of(config_class: type[PreTrainedConfig]) -> dict[str, Any] | None:
-    """Return RoPE's parameters in a class's default configuration; None without any."""
+    """Return RoPE's parameters in a class's default configuration; None if it has none."""
     try:
         return getattr(config_class(), "rope_parameters", None)
-    except Exception:  # the library's own default is not valid: making one will say so
+    except Exception:  # the library's default is invalid: making a configuration raises the error
         return None
 
 
 def _small(
     config_class: type[PreTrainedConfig], text_class: type[PreTrainedConfig], changes: Mapping[str, Any]
 ) -> PreTrainedConfig:
-    """Return a small configuration of a class, with small parts, and with the changes where it is of the text class."""
+    """Return a small configuration of a class, with small parts; only the text class gets the changes."""
     fields: dict[str, Any] = {"eos_token_id": None}
     for name, default in _defaults(config_class).items():
         value = _shrunk(name, default)
@@ -213,7 +212,7 @@ def _small(
 
 
 def _shrunk(name: str, default: Any) -> Any:
-    """Return the value of a field in a small configuration; the default itself where it stays."""
+    """Return the value of a field in a small configuration; the default object if it does not change."""
     if name in CHOICES or name in SCALES:
         return (CHOICES | SCALES)[name]
     if default is None:
@@ -229,7 +228,7 @@ def _shrunk(name: str, default: Any) -> Any:
 
 
 def _further(config: PreTrainedConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields that make some layers slide and others not, and RoPE's length what the changes say."""
+    """Return fields that mix sliding and full layers, and that set RoPE's length as in the changes."""
     fields: dict[str, Any] = {}
     kinds = getattr(config, "layer_types", None)
     if kinds and set(kinds) == {SLIDING}:

@@ -1,4 +1,4 @@
-"""A small random model of any type of transformers' causal LM mapping, and how the drop-in fares with it."""
+"""Small random models of all types of transformers' causal LM mapping, run with the drop-in."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lp_runtime.errors import LookaheadError
 from support.causal_configs import VOCABULARY, small_config
 
 PROMPT_TOKENS, NEW_TOKENS = (1, 12, 70), 48
-FIRST_TOKEN = 8  # prompts have none of the lowest token ids, which types give a meaning to (padding above all)
-NOISE = 0.1  # standard deviation of what is added to parameters that are constant at first
-NEAR_TIE = 1e-4  # two logits closer than this may change places by rounding
+FIRST_TOKEN = 8  # prompts avoid the lowest token ids, which have a meaning in some types (mostly padding)
+NOISE = 0.1  # standard deviation of the noise on parameters that are constant at first
+NEAR_TIE = 1e-4  # rounding may swap two logits that are closer than this
 FEW_TOKENS = 3  # an output of fewer distinct tokens shows little
 
 
 class Outcome(NamedTuple):
-    """How the drop-in fares with a model.
+    """The result of the drop-in on a model.
 
     Attributes:
         kind: a key of KINDS.
-        reason: why, in one line; a remark or nothing if exact.
+        reason: the reason in one line; empty or a remark if exact.
     """
 
     kind: str
@@ -45,12 +45,8 @@ KINDS = {
 def small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
     """Return a random model in float32, in eval mode, in which no parameter is constant.
 
-    Args:
-        config: of the model.
-        seed: of the weights.
-
     Raises:
-        Exception: whatever the library raises where such a model cannot be made.
+        Exception: any error of the library if such a model cannot be made.
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config).float().eval()
@@ -65,7 +61,7 @@ def small_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def outcome_of(
     model_type: str, changes: Mapping[str, Any] | None = None, prompts: Sequence[int] = PROMPT_TOKENS, seed: int = 0
 ) -> Outcome:
-    """Return how the drop-in fares with a small model of a type, by greedy decoding.
+    """Run the drop-in on a small model of a type, with greedy decoding; return the outcome.
 
     Args:
         model_type: one of TYPES.
@@ -75,13 +71,13 @@ def outcome_of(
     """
     try:
         model = small_model(small_config(model_type, changes), seed)
-    except Exception as error:  # of a foreign class
+    except Exception as error:  # any error of the library
         return Outcome("impossible", f"not instantiable: {_shown(error)}")
     return compare(model, prompts, seed)
 
 
 def compare(model: PreTrainedModel, prompts: Sequence[int] = PROMPT_TOKENS, seed: int = 0) -> Outcome:
-    """Return how the drop-in fares with a model: the outcome of the first prompt that is not exact.
+    """Run the drop-in on prompts; return the outcome of the first prompt that is not exact.
 
     Args:
         model: in float32, in eval mode.
@@ -94,14 +90,14 @@ def compare(model: PreTrainedModel, prompts: Sequence[int] = PROMPT_TOKENS, seed
         prompt = torch.randint(FIRST_TOKEN, VOCABULARY, (1, length), generator=rng)
         try:
             expected = greedy(model, prompt)
-        except Exception as error:  # of a foreign class
+        except Exception as error:  # any error of the library
             return Outcome("impossible", f"generate fails: {_shown(error)}")
         try:
             actual = greedy(model, prompt, custom_generate=lookahead_generate, W=7, N=5, G=7)
         except LookaheadError as error:
             is_one_line = len(str(error).splitlines()) == 1 and "Traceback" not in str(error)
             return Outcome("refused" if is_one_line else "error", str(error))
-        except Exception as error:  # anything else is an error of ours
+        except Exception as error:  # any other error is a bug of this package
             return Outcome("error", f"{type(error).__name__}: {_shown(error)}")
         if actual != expected:
             return _difference(model, prompt, expected, actual)
@@ -125,7 +121,7 @@ def greedy(model: PreTrainedModel, prompt: torch.Tensor, **settings: Any) -> lis
 
 
 def _difference(model: PreTrainedModel, prompt: torch.Tensor, expected: list[int], actual: list[int]) -> Outcome:
-    """Return the outcome where the tokens of `generate` and of the drop-in differ."""
+    """Return the outcome if the tokens of `generate` and of the drop-in differ."""
     pairs = list(zip(expected, actual, strict=False))
     first = next((i for i, (a, b) in enumerate(pairs) if a != b), len(pairs))
     text = torch.cat([prompt, torch.tensor([expected[:first]], dtype=torch.int64)], dim=1)
@@ -134,7 +130,7 @@ def _difference(model: PreTrainedModel, prompt: torch.Tensor, expected: list[int
         with torch.inference_mode():
             logits = model(input_ids=text, use_cache=False).logits[0, -1].float()
         uncached = greedy(model, prompt, use_cache=False)
-    except Exception as error:  # of a foreign class
+    except Exception as error:  # any error of the library
         return Outcome("wrong", f"{where}; a pass without a cache fails: {_shown(error)}")
     best = logits.topk(2).values
     gap = (best[0] - best[1]).item()

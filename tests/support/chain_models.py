@@ -1,4 +1,4 @@
-"""Small models that are fed chains, and requests for them: what tests and the study of chains decode."""
+"""Small models that are fed chains, and requests for them, for tests and the study of chains."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RECURRENT = (
 )
 CHUNK_TOKENS = 7  # of prompts
 NEW_TOKENS = 40
-LAYER_SCALE = 0.2  # of the weights of layers
+LAYER_SCALE = 0.2  # factor on the weights of layers
 LOOKAHEADS = (
     LookaheadConfig(),
     LookaheadConfig(W=5, N=3, G=5, drafter="full"),
@@ -46,7 +46,7 @@ LOOKAHEADS = (
 
 
 def model_of(model_type: str) -> PreTrainedModel:
-    """Return a small random model of a type, whose layers do little: texts repeat themselves, and guesses are right."""
+    """Return a small random model whose layers do little, so that texts repeat and guesses are right."""
     model = small_model(small_config(model_type), seed=3)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -56,7 +56,7 @@ def model_of(model_type: str) -> PreTrainedModel:
 
 
 def request_of(number: int) -> Request:
-    """Return a request: prompt, settings and sampler are drawn by its number; every third one samples."""
+    """Return a request whose prompt, settings and sampler are seeded by `number`; every third one samples."""
     rng = random.Random(number)
     piece = [rng.randrange(8, VOCABULARY) for _ in range(rng.randrange(2, 12))]
     prompt = tuple(piece * rng.randrange(1, 4))
@@ -67,7 +67,7 @@ def request_of(number: int) -> Request:
 
 
 def decode(group: Group, model: PreTrainedModel, requests: Sequence[Request]) -> list[tuple[list[int], Report]]:
-    """Return tokens and report of each request, decoded by a replica of a group."""
+    """Decode requests on a replica of a group; return (tokens, report) of each."""
     engine = engine_of(ChainRunner(model, CHUNK_TOKENS), group)
     found = []
     for request in requests:

@@ -1,5 +1,6 @@
-"""Compile Triton's kernels for GPUs that need not be there: a line for each, with what it takes of one: bytes of
-shared memory, registers, bytes of stack (registers that were spilled), and its fused multiply-adds in float32.
+"""Compile our Triton kernels for GPUs that this machine need not have; print a line for each kernel.
+
+A line has bytes of shared memory, registers, bytes of stack (spilled registers) and fused multiply-adds in float32.
 
     python tests/support/compile_kernels.py 80 90
 
@@ -30,7 +31,7 @@ POINTERS = (
 INTEGERS = "owners table lowest positions words paths"
 STRIDES = "token_stride head_stride query_stride key_stride value_stride"
 WHOLE = f"num_tokens num_words num_parts num_found num_rows column size {STRIDES}"
-ALIGNED = f"{STRIDES} size"  # multiples of 16, as they are
+ALIGNED = f"{STRIDES} size"  # multiples of 16, as in real passes
 EXACT = {"enable_fp_fusion": False}
 SAMPLING = dict.fromkeys(["values", "thresholds", "best_values"], "*fp32")
 SAMPLING |= dict.fromkeys(["ids", "first_ids", "best_ids"], "*i32") | {"packed": "*i64", "positions": "*i64"}
@@ -39,7 +40,7 @@ SAMPLING |= dict.fromkeys(["inverse_temperature", "cut_mass", "reach", "mass_uni
 
 
 def compile_kernel(kernel, capability: int, dtype: str, others: dict[str, str], constants: dict, **options: int) -> str:
-    """A line on one kernel with arguments of these types."""
+    """Compile a kernel for arguments of these types; return the line about it."""
     types = dict.fromkeys(POINTERS.split(), f"*{dtype}") | dict.fromkeys(WHOLE.split(), "i32")
     types |= (
         {"num_used": "*i32"}

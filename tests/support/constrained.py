@@ -1,5 +1,8 @@
-"""Constrained decoding of small random models, and an independent reference: one token a step, over the logits of
-transformers' own forward pass of the whole text, masked by xgrammar's matcher of one token."""
+"""Constrained decoding of small random models, and an independent reference.
+
+The reference decodes one token per step: it masks the logits of transformers' forward pass of the whole text by
+xgrammar's matcher.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ assert len(TEXTS) == SHAPE["vocab_size"]
 
 @functools.cache
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of 64 tokens: characters, and what JSON often has."""
+    """Return a tokenizer of 64 tokens: characters, and frequent pieces of JSON."""
     words = models.WordLevel({text: token for token, text in enumerate(TEXTS)}, unk_token="</s>")
     tokens = Tokenizer(words)
     tokens.decoder = decoders.Fuse()  # without a decoder, spaces would come between tokens
@@ -54,15 +57,15 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @functools.cache
 def grammars() -> Grammars:
-    """Return what makes guides of the tokenizer's texts."""
+    """Return the factory of guides for the tokenizer's vocabulary."""
     return Grammars(tokenizer, SHAPE["vocab_size"], {EOS})
 
 
 class WatchedGuide:
-    """A guide that says of which nodes masks are asked for, before they are filled.
+    """A guide that reports the nodes whose masks are requested, before it fills them.
 
     Args:
-        guide: what answers.
+        guide: fills the masks.
         watch: called with the nodes.
     """
 
@@ -79,7 +82,7 @@ class WatchedGuide:
 
 @dataclass(frozen=True)
 class WatchedGrammars:
-    """Makes such guides; attributes as of WatchedGuide's arguments."""
+    """Makes watched guides; `watch` is the argument of WatchedGuide."""
 
     grammars: Grammars
     watch: Callable[[Sequence[int]], None]
@@ -90,7 +93,7 @@ class WatchedGrammars:
 
 @functools.cache
 def runner(family: str, **settings: Any) -> ModelRunner:
-    """Return a random model of an architecture, spread widely enough that texts differ."""
+    """Return a random model whose logits are spread widely enough that texts differ."""
     return ModelRunner(random_model(family, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
 
 
@@ -113,7 +116,7 @@ def compile_for_test(constraint: ConstraintConfig) -> CompiledConstraint:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """Return a JSON schema: a record, an array, or, at the bottom, a value."""
+    """Return a JSON schema: a record, an array or, at depth 0, a value."""
     kind = rng.choice(["record", "record", "array"]) if depth else "value"
     if kind == "record":
         names = rng.sample(["name", "id", "tags", "ab", "abc", "zip"], rng.randint(1, 3))
@@ -151,7 +154,7 @@ def random_constraint(rng: random.Random) -> ConstraintConfig:
 
 
 def random_draw(rng: random.Random) -> Draw:
-    """Return a constraint, settings of drafting and of sampling, and a prompt."""
+    """Return a random constraint and a random request: prompt, settings of drafting and of sampling."""
     constraint = random_constraint(rng)
     auto = rng.random() < 0.2
     lookahead = LookaheadConfig(
@@ -196,7 +199,7 @@ def decode(
 
 
 def reference(model: PreTrainedModel, draw: Draw) -> list[int]:
-    """Return the new tokens of decoding one token a step, without anything of this package but the noise."""
+    """Return the new tokens of decoding one token per step; only the noise comes from this package."""
     info = grammars().vocabulary(False).info
     compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
     constraint, source = draw.constraint, draw.constraint.source
@@ -214,9 +217,9 @@ def reference(model: PreTrainedModel, draw: Draw) -> list[int]:
 def masked_decoding(
     model: PreTrainedModel, request: Request, factory: Grammars, expected: Sequence[int] = ()
 ) -> list[int]:
-    """Return the new tokens of decoding one token a step under the compiled grammar of a request.
+    """Return the new tokens of decoding one token per step under the compiled grammar of a request.
 
-    While the tokens are the `expected` ones, their logits come from one pass, which is faster.
+    While the tokens equal `expected`, their logits come from one pass, which is faster.
     """
     assert request.constraint is not None
     info = factory.vocabulary(request.constraint.has_special_tokens).info
@@ -227,7 +230,7 @@ def masked_decoding(
 def _masked(
     model: PreTrainedModel, request: Request, grammar: Any, vocabulary_size: int, expected: Sequence[int] = ()
 ) -> list[int]:
-    """Decode one token a step with masks of xgrammar's matcher."""
+    """Decode one token per step with masks of xgrammar's matcher."""
     whole = [*request.prompt_ids, *expected]
     known = model(torch.tensor([whole])).logits[0].float() if expected else None
     matcher, sampling = xgrammar.GrammarMatcher(grammar), request.sampling
@@ -247,7 +250,7 @@ def _masked(
             scores = processor(prefix, scores)
         matcher.fill_next_token_bitmask(mask)
         xgrammar.apply_token_bitmask_inplace(scores, mask)
-        if (scores == -torch.inf).all():  # min_new_tokens forbids what the grammar alone allows
+        if (scores == -torch.inf).all():  # min_new_tokens forbids the only token that the grammar allows
             scores = torch.zeros_like(scores)
             xgrammar.apply_token_bitmask_inplace(scores, mask)
         for warper in warpers:
@@ -262,7 +265,7 @@ def _masked(
 
 
 def _processors(request: Request) -> tuple[list, list]:
-    """Return transformers' own processors of a request: those before the mask, and the warpers behind it."""
+    """Return transformers' own processors of a request: those before the mask, and the warpers after it."""
     sampling, before, warpers = request.sampling, [], []
     if sampling.logit_bias:
         biases = {(token,): float(bias) for token, bias in sampling.logit_bias.items()}
@@ -282,7 +285,7 @@ def _processors(request: Request) -> tuple[list, list]:
 
 
 def is_valid(constraint: ConstraintConfig, tokens: list[int]) -> bool:
-    """Whether a text that has ended satisfies its constraint, by other means than xgrammar where there are any."""
+    """Whether a finished text satisfies its constraint, checked without xgrammar."""
     text = "".join(TEXTS[token] for token in tokens if token != EOS)
     if constraint.kind == "json_schema":
         return jsonschema.Draft202012Validator(constraint.json_schema).is_valid(json.loads(text))

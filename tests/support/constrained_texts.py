@@ -12,13 +12,13 @@ import xgrammar
 from lp_runtime import ConstraintConfig
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 
-# Texts of tokens: characters, and texts that end an argument, so that random arguments end.
+# Token texts: characters, and texts that end an argument, so that random arguments end.
 CHARACTERS = [chr(each) for each in range(32, 127)] + list("\n｜▁")
 ENDS = ["</parameter>", "\n</parameter>", "</arg_value>", "</｜DSML｜parameter>", '<|"|>', "<escape>", "<|end|>"]
 TEXTS = [*CHARACTERS, *ENDS, "</s>"]
 CLOSING = [TEXTS.index(each) for each in ('"', "}", "]", ")", *ENDS, "</s>")]
 INFO = xgrammar.TokenizerInfo(TEXTS, stop_token_ids=[len(TEXTS) - 1])
-MAX_FREE_TOKENS = 100  # after them, whatever may be closed is closed
+MAX_FREE_TOKENS = 100  # after these, everything that can be closed is closed
 
 
 def texts_of(constraint: ConstraintConfig, num: int, seed: int = 1) -> Iterator[str]:

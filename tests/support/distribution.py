@@ -34,8 +34,8 @@ SETTINGS: tuple[dict[str, float], ...] = (
     {"temperature": 1.0, "top_p": 0.9},
 )
 LOOKAHEAD = LookaheadConfig(W=4, N=3, G=4)
-MIN_EXPECTED = 5.0  # rarer tokens are counted together, as the test needs
-RIGHT = "right"  # the sampler that is not wrong
+MIN_EXPECTED = 5.0  # rarer tokens are counted together, as the test requires
+RIGHT = "right"  # the correct sampler
 
 
 class ColdNoise(GumbelNoise):
@@ -60,9 +60,8 @@ class Case:
     """A token whose distribution is known.
 
     Attributes:
-        token: which, in words.
-        position: of the token among the new ones, from 0.
-        model: the model.
+        token: which token, in words.
+        position: index of the token among the new ones.
         prompt: token ids.
         expected: maps sampling settings to the token's [V] probabilities.
     """
@@ -82,7 +81,7 @@ class Row:
         token: which token.
         sampling: the settings.
         sampler: a key of SAMPLERS.
-        p_value: of the tokens that were sampled.
+        p_value: of the sampled tokens.
     """
 
     token: str
@@ -105,7 +104,7 @@ def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
         return 1.0
     observed = torch.cat([counts[common].double(), counts[~common].double().sum()[None]])
     expected = torch.cat([expected[common], expected[~common].sum()[None]])
-    if expected[-1] < MIN_EXPECTED:  # even together too rare: into the smallest of the others
+    if expected[-1] < MIN_EXPECTED:  # too rare even together: add them to the smallest of the others
         last = expected[:-1].argmin()
         observed[last], expected[last] = observed[last] + observed[-1], expected[last] + expected[-1]
         observed, expected = observed[:-1], expected[:-1]
@@ -142,13 +141,11 @@ def third_token(model: PreTrainedModel, sampling: SamplingConfig, prompt: Sequen
 
 
 def sample_tokens(case: Case, sampling: Mapping[str, float], num_seeds: int, noise: type[GumbelNoise]) -> torch.Tensor:
-    """Return [V] how often each token was sampled, over seeds 0, 1, ...
+    """Return [V] how often each token was sampled, over seeds 0 to num_seeds - 1.
 
     Args:
-        case: which token.
         sampling: settings of SamplingConfig.
-        num_seeds: how often to sample.
-        noise: what a sample's noise is.
+        noise: class of a sample's noise.
     """
     model = ModelRunner(case.model, prefill_chunk=2048)
     engine = engine_of(model)
@@ -177,7 +174,7 @@ def first_token_of_a_prompt(config: ModelConfig, text: str) -> Case:
 
 
 def third_token_of_a_small_model() -> Case:
-    """Return the case of the third new token of a random model of 64 token ids, whose logits are spread widely."""
+    """Return the case of the third new token of a random model of 64 token ids with widely spread logits."""
     torch.manual_seed(5)
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -201,7 +198,7 @@ def chi_square_rows(
         settings: of SamplingConfig.
 
     Yields:
-        a row a test.
+        a row per test.
     """
     first = first_token_of_a_prompt(ModelConfig(path=model_path), "def fib(n):\n    return ")
     for case in (first, third_token_of_a_small_model()):

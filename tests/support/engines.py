@@ -1,4 +1,4 @@
-"""Engines that share what was measured of a model, so that it is measured once a process and not once a test."""
+"""Engines that share a model's measurements, so that a process measures once and not once per test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _measured: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple, Measured]] = w
 
 
 def engine_of(model: ModelRunner, group: Group | None = None) -> Engine:
-    """An engine that keeps nothing of earlier requests, as one that measures for itself."""
+    """Return a new engine, without drafts of earlier requests, that uses the shared measurements."""
     group = group or Group.alone()
     kind = (model.strict_tokens, model.graphs, model.device, group.size)
     known = _measured.setdefault(model.model, {}).setdefault(kind, Measured())

@@ -1,4 +1,4 @@
-"""A server that speaks just enough of the OpenAI API, and says what a test tells it to."""
+"""A server with just enough of the OpenAI API, whose answers a test specifies."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Pieces = Iterable[str | dict] | int
 
 @dataclass
 class FakeServer:
-    """What a fake server answers, and what it was asked.
+    """Answers of a fake server, and the requests that it has received.
 
     Attributes:
-        pieces: of a text, by the number of the request; an integer is a status to fail with, "" ends the connection, a
-            dictionary is sent as an event.
-        bodies: of the requests so far, and
-        keys: their Authorization headers.
-        num_at_once: requests that waited for their pieces at once, at most.
+        pieces: returns the pieces of a text by the number of the request. An integer is a status to fail with; a piece
+            "" ends the connection; a dictionary is sent as an event.
+        bodies: bodies of the requests so far.
+        keys: Authorization headers of the requests so far.
+        num_at_once: largest number of requests that waited for their pieces at once.
     """
 
     pieces: Callable[[int], Pieces]
@@ -60,7 +60,7 @@ def fake_server(pieces: Callable[[int], Pieces]) -> Iterator[tuple[str, FakeServ
             try:
                 texts = fake.pieces(number)
             finally:
-                with fake.lock:  # before the client can have its answer, and ask again
+                with fake.lock:  # before the client has its answer and can send the next request
                     fake.num_open -= 1
             self.stream(texts, is_chat="messages" in body)
 
@@ -87,7 +87,7 @@ def fake_server(pieces: Callable[[int], Pieces]) -> Iterator[tuple[str, FakeServ
             self.wfile.write(f": a comment\ndata: {json.dumps(body)}\n\n".encode())
 
     class Server(ThreadingHTTPServer):
-        request_queue_size = 128  # clients that come at once
+        request_queue_size = 128  # clients may connect all at once
 
     server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)

@@ -1,4 +1,4 @@
-"""Replicas that run out of memory in the middle of a request: the allocation is that of a logits processor."""
+"""Logits processors that run out of memory, or fail, on replicas in the middle of a request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from transformers import LogitsProcessor
 
 
 class LacksMemory(LogitsProcessor):
-    """Finds no memory once a text has so many tokens.
+    """Raises OutOfMemoryError once a text has `num_tokens` tokens.
 
     Args:
         folder: where replicas count their failures.
-        num_tokens: those tokens, the prompt's and new ones.
-        pids: of the replicas that find none; None for all.
+        num_tokens: number of tokens, prompt included.
+        pids: process ids of the replicas that fail; None for all.
         times: how often each of them fails; None for always.
     """
 
@@ -36,11 +36,11 @@ class LacksMemory(LogitsProcessor):
 
 
 class FailsOnce(LogitsProcessor):
-    """Fails in one replica's next step after a file was made, once.
+    """Fails once, in one replica's next step after a file was created.
 
     Args:
         signal: the file; removed by the failure.
-        pid: of the replica.
+        pid: process id of the replica.
         kind: class of the error.
     """
 

@@ -1,4 +1,4 @@
-"""Random trees behind random committed tokens, for kernels of attention, and what attention is by its definition."""
+"""Random trees after random committed tokens, for attention kernels, and attention by its definition."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter cannot multiply in bfloat16
 if DEVICE.type == "cuda":
     TOLERANCES[torch.bfloat16] = 3e-2
 HEADS = 2
@@ -22,7 +22,7 @@ LAYER = 1
 
 
 class Fed(NamedTuple):
-    """What is fed of a sequence: its layout, its cache, and which keys each of its tokens sees, [T, L + T] bool."""
+    """The fed tokens of a sequence: layout, cache, and the keys that each token sees, [T, L + T] bool."""
 
     layout: InputLayout
     cache: TreeCache
@@ -42,7 +42,7 @@ def feed(num_tokens: int, num_cached: int, size: int, dtype: torch.dtype, window
         states = (torch.randn(1, HEADS, num_cached, size, generator=generator).to(DEVICE, dtype) for _ in range(2))
         cache.update(*states, layer)
         for memory in cache.tensors(layer):
-            memory[:, :, num_cached:] = torch.nan  # anything may be there
+            memory[:, :, num_cached:] = torch.nan  # unwritten memory may hold anything
     cache.commit(num_cached)
     ancestors = torch.from_numpy(ancestor_mask(parents))
     seen = torch.cat([torch.ones(num_tokens, num_cached, dtype=torch.bool), ancestors], 1)
@@ -58,14 +58,14 @@ def feed(num_tokens: int, num_cached: int, size: int, dtype: torch.dtype, window
 def expected_of(
     query: torch.Tensor, fed: list[Fed], groups: int, scale: float, sinks: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[1, B, heads, D] float64, by the definition; 0 for padding."""
+    """Return [1, B, heads, D] float64 attention by its definition; 0 for padding."""
     expected, first = torch.zeros(query.transpose(1, 2).shape, dtype=torch.float64, device=DEVICE), 0
     for layout, cache, seen in fed:
         own, count = slice(first, first + len(layout.tokens)), seen.shape[1]
         keys, values = (each[:, :, :count].double().repeat_interleave(groups, 1) for each in cache.tensors(LAYER))
         scores = query[:, :, own].double() @ keys.transpose(2, 3) * scale
         scores = scores.masked_fill(~seen, -torch.inf)
-        if sinks is not None:  # a key of no value
+        if sinks is not None:  # a sink is a key whose value is 0
             own_sinks = sinks.double()[None, :, None, None].expand(*scores.shape[:3], 1)
             scores = torch.cat([scores, own_sinks], -1)
             values = torch.nn.functional.pad(values, (0, 0, 0, 1))

@@ -1,7 +1,7 @@
-"""Replicas and ranks forked from one process that has imported everything: importing takes seconds of every start.
+"""Replicas and ranks, forked from a process that has imported everything, which saves seconds a start.
 
-The workers of pytest-xdist share the process that the controller of the run has started. Replicas of the command line's
-processes are started as they are for users.
+The workers of pytest-xdist share the process that the controller of the run has started. Processes of the command line
+start their replicas as for users.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ from pathlib import Path
 import pytest
 
 REPLICA, COMPILER = "replica", "compiler"
-COMMAND_TIMEOUT = 300.0  # seconds before a command is given up; not a measure of anything
-_lock = threading.Lock()  # who reads of a process's end first is the only one to learn of it
+COMMAND_TIMEOUT = 300.0  # seconds before a command is given up; not a performance bound
+_lock = threading.Lock()  # only the first reader of a process's exit status gets it
 
 
 class _ServerOfController(multiprocessing.forkserver.ForkServer):
-    """Client of a fork server that the controller of this run has started and ends."""
+    """Client of the fork server that the controller of this run starts and ends."""
 
     def __init__(self, address: str, key: bytes | None):
         super().__init__()
         self._forkserver_address = address
         self._forkserver_authkey = key
-        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # keeps nothing alive, but one must be sent
+        self._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)  # unused, but the protocol sends one
 
     def ensure_running(self) -> None:
         multiprocessing.resource_tracker.ensure_running()
 
 
 def server_of_controller() -> tuple[str, bytes | None]:
-    """Start the fork server of a run, in its controller; return what `join_server` takes."""
+    """Start the run's fork server, in the controller; return the arguments of `join_server`."""
     forking()
     server = multiprocessing.forkserver._forkserver
     return server._forkserver_address, getattr(server, "_forkserver_authkey", None)  # a key since Python 3.14
 
 
 def join_server(address: str, key: bytes | None) -> None:
-    """Fork from the server of the controller, from now on."""
+    """Make this process fork from the controller's server from now on."""
     server = _ServerOfController(address, key)
     multiprocessing.forkserver.ensure_running = server.ensure_running
     multiprocessing.forkserver.connect_to_new_process = server.connect_to_new_process
 
 
 def wait_for_server() -> None:
-    """Return once a process can be forked: the server has imported everything, and Numba's code is compiled."""
+    """Wait until processes can be forked: the server has imported everything and compiled Numba's code."""
     process = forking().Process(target=int)
     process.start()
     process.join()
@@ -68,17 +68,17 @@ def wait_for_server() -> None:
 
 @functools.cache
 def forking() -> BaseContext:
-    """To start processes in; they are forked from one that has imported template.py, and has the environment of now."""
+    """Return a context that forks from a process that imported template.py, in the present environment."""
     found = multiprocessing.get_context("forkserver")
     found.set_forkserver_preload(["support.template"])
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not tell that process where modules are
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not pass sys.path to that process
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         multiprocessing.forkserver.ensure_running()
     return found
 
 
 class ForkedReplica:
-    """What a launcher uses of a subprocess.Popen."""
+    """A forked replica with the part of subprocess.Popen that a launcher uses."""
 
     def __init__(self, pipe: Connection):
         arguments = (pipe, os.sched_getaffinity(0))
@@ -116,17 +116,17 @@ def _be_replica(pipe: Connection, cores: set[int]) -> None:
 def run_forked(
     main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
 ) -> subprocess.CompletedProcess:
-    """Run a command's function in a forked process, and return what `subprocess.run` would of the command.
+    """Run a command's function in a forked process; return what `subprocess.run` would return.
 
-    Nothing is imported again: modules keep the environment variables that they read in the process that is forked.
-    Its replicas are forked, too.
+    Modules are not imported again, so they keep the environment variables that they read at import. Replicas of the
+    command are forked, too.
 
     Args:
         main: a function of a module, which can be pickled.
         arguments: of the function.
         cwd: of the process.
-        environment: of the process; None for that of this one.
-        text: what it reads from its stdin.
+        environment: of the process; None for this process's.
+        text: the process's stdin.
     """
     with start_forked(main, *arguments, cwd=cwd, environment=environment, text=text) as wait:
         return wait()
@@ -136,7 +136,7 @@ def run_forked(
 def start_forked(
     main: Callable[..., object], *arguments, cwd: Path, environment: dict[str, str] | None = None, text: str = ""
 ) -> Iterator[Callable[[], subprocess.CompletedProcess]]:
-    """Start what `run_forked` runs, and yield a function that waits for its end. It is killed where it is left."""
+    """Start what `run_forked` runs; yield a function that waits for its end. Leaving the context kills it."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, name) for name in ("stdin", "stdout", "stderr")]
         files[0].write_text(text)
@@ -171,7 +171,7 @@ def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: st
             os.dup2(opened.fileno(), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
     spawn.start_process = ForkedReplica
-    # A fork loses torch's thread pool, and the first call makes another; of two threads that call at once, one fails.
+    # A fork loses torch's thread pool. The first call makes a new one, and fails if two threads make it at once.
     torch.set_num_threads(torch.get_num_threads())
     try:
         main(*arguments)
@@ -180,7 +180,7 @@ def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: st
 
 
 def next_result(results, processes: Sequence[BaseProcess]):
-    """The next thing that one of some processes puts into a queue; waited for as long as one of them lives."""
+    """Return the next item that processes put into a queue; wait as long as one of them is alive."""
     while True:
         were_alive = any(process.is_alive() for process in processes)
         with contextlib.suppress(queue.Empty):
@@ -189,7 +189,7 @@ def next_result(results, processes: Sequence[BaseProcess]):
 
 
 class ForkedCompiler:
-    """Part of subprocess.Popen that a ConstraintCompiler uses."""
+    """A forked compiler with the part of subprocess.Popen that a ConstraintCompiler uses."""
 
     def __init__(self, command: Sequence[str], pass_fds: Sequence[int], **options: object):
         pipe = Connection(os.dup(pass_fds[0]))
@@ -212,6 +212,6 @@ def _be_compiler(pipe: Connection) -> None:
 
 
 def living_processes(name: str = REPLICA) -> list[int]:
-    """Their process ids."""
+    """Return the process ids of living forked processes with a name."""
     with _lock:
         return [process.pid for process in multiprocessing.active_children() if process.name == name]

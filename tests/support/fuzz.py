@@ -1,4 +1,4 @@
-"""Sends malformed HTTP requests and command lines, and says which were not refused as they must be.
+"""Send malformed HTTP requests and command lines, and report those that were not refused as required.
 
 Used by tests/server/test_fuzz.py and by `benchmarks/correctness.py fuzz`.
 """
@@ -25,7 +25,7 @@ COMMANDS = {"lp-generate": cli.main, "lp-serve": cli.serve_main}
 
 
 def answer(url: str, data: bytes) -> tuple[int | str, bytes]:
-    """Send bytes to a server and return (status, body) of its answer; instead of a status, `hang` or `no answer`.
+    """Send bytes to a server; return (status, body). Without an answer, status is `hang` or `no answer`.
 
     Args:
         url: base URL of the server.
@@ -35,13 +35,13 @@ def answer(url: str, data: bytes) -> tuple[int | str, bytes]:
     with socket.create_connection((place.hostname, place.port), HANG_SECONDS) as connection:
         connection.settimeout(HANG_SECONDS)
         try:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may have answered before the end
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it may answer before it has read all
                 connection.sendall(data)
-            # What a HEAD's answer announces does not come.
+            # The answer to HEAD announces a body that is not sent.
             response = http.client.HTTPResponse(connection, method=data.partition(b" ")[0].decode("latin-1"))
             response.begin()
             body = b""
-            with contextlib.suppress(ConnectionResetError):  # it closes at once where it can read no further
+            with contextlib.suppress(ConnectionResetError):  # it closes at once if it cannot read further
                 body = response.read()
             return response.status, body
         except TimeoutError:
@@ -51,7 +51,7 @@ def answer(url: str, data: bytes) -> tuple[int | str, bytes]:
 
 
 def fault(case: HttpCase, status: int | str, body: bytes) -> str | None:
-    """Return what is wrong with the answer to a malformed request; None if it is refused as it must be."""
+    """Return what is wrong with the answer to a malformed request; None if it is refused as required."""
     if status == 200 and case.may_pass:
         return (
             f"an error in the stream: {body[-300:]!r}" if b'"server_error"' in body or b'"api_error"' in body else None
@@ -66,7 +66,7 @@ def fault(case: HttpCase, status: int | str, body: bytes) -> str | None:
 
 
 def tokens(url: str) -> list[str]:
-    """Return the text of each of the 32 tokens that a well-formed request is answered with."""
+    """Return the texts of the 32 tokens that answer a well-formed request."""
     body = GOOD[COMPLETIONS] | {"max_tokens": 32, "logprobs": 1, "ignore_eos": True}
     status, text = answer(url, request(COMPLETIONS, json.dumps(body).encode()))
     assert status == 200, text
@@ -74,7 +74,7 @@ def tokens(url: str) -> list[str]:
 
 
 def fuzz_requests(url: str, cases: Sequence[HttpCase]) -> tuple[Counter[tuple[str, int | str]], list[str]]:
-    """Send every case; return the number of answers by (kind, status), and a line for each that was not refused."""
+    """Send every case; return counts by (kind, status), and a line for each that was not refused."""
     seen: Counter[tuple[str, int | str]] = Counter()
     faults = []
     for case in cases:
@@ -91,7 +91,7 @@ class Accepted(Exception):
 
 
 def fuzz_overrides(cases: Sequence[tuple[str, list[str]]]) -> tuple[Counter[tuple[str, int | str]], list[str]]:
-    """Run every (command, arguments); return the number by (command, exit status), and a line for each not refused."""
+    """Run command lines; return counts by (command, exit status), and a line for each one not refused."""
     seen: Counter[tuple[str, int | str]] = Counter()
     faults = []
     with mock.patch.object(LookaheadRuntime, "from_config", side_effect=Accepted):

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-KEY = "secret"  # the API key that the server asks for
+KEY = "secret"  # the API key that the server requires
 LIMITS = {
     "max_body_bytes": 100_000,
     "max_new_tokens": 64,
@@ -190,14 +190,14 @@ OTHERS = {
     CHAT: COMPLETIONS,
     RESPONSES: COMPLETIONS,
     MESSAGES: COMPLETIONS,
-}  # whose own fields are not known to a route
-# Of the routes that decode nothing, values that are wrong.
+}  # routes with fields that this route does not know
+# Wrong bodies of the routes that decode nothing.
 TOKENS = {
     "/tokenize": [{}, {"prompt": 1}, {"prompt": []}, {"messages": []}, {"messages": "x"}, {"prompt": SURROGATE}, []],
     f"{MESSAGES}/count_tokens": [{}, {"messages": []}, {"messages": "x"}, {"messages": [{}], "system": 1}, []],
     "/detokenize": [{}, {"tokens": "x"}, {"tokens": ["x"]}, {"tokens": [-1]}, {"tokens": [HUGE]}, {"tokens": [1.5]}],
 }
-# What OpenAI's clients can send, and what is not done here; and names that nobody knows.
+# Fields that OpenAI's clients can send but that are not supported here, and unknown names.
 UNKNOWN = {
     "tools": [[TOOL], [1]],
     "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}],
@@ -229,7 +229,7 @@ UNKNOWN = {
     "x" * 10_000: [1],
     "two\nlines": [1],
 }
-# Allowed, or at the edge of it: a 200 will do, an error of the server's will not.
+# Values that are allowed, or almost: a 200 is fine, an error of the server is not.
 EXTREME = {
     "temperature": (1e-9, 1e-4, 1e308, HUGE, 10**308),
     "max_tokens": (65, HUGE),  # the server's limit is lower
@@ -241,7 +241,7 @@ EXTREME = {
     "logit_bias": ({"1": 1e308}, {"1": -1e308}, {"1": HUGE}, {"5": -1e308, "6": 1e308}),
     "stop": (["x"] * 16, ["x" * 20_000], "\x00", "\ufffd", "\u0301", []),
     "user": ("x" * 50_000, SURROGATE, "\x00"),
-    "input": (  # which the demo model's chat template does not show
+    "input": (  # the demo model's chat template does not show these
         [{"type": "function_call", "call_id": "c", "name": SURROGATE, "arguments": "{"}],
         [{"type": "reasoning", "content": [{"text": SURROGATE}]}],
     ),
@@ -285,9 +285,9 @@ def request(path: str, body: bytes, method: str = "POST", headers: Mapping[str, 
 
     Args:
         path: of the URL.
-        body: what is sent behind the headers.
-        method: of HTTP.
-        headers: beside the usual ones, or in their place; a header of None is left out.
+        body: sent after the headers.
+        method: HTTP method.
+        headers: replace the usual ones or are added to them; a header of None is left out.
     """
     sent: dict[str, str | None] = {"Host": "x", "Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     sent |= {"Content-Length": str(len(body)), "Connection": "close"} | (headers or {})
@@ -300,7 +300,7 @@ def _json(value: object) -> bytes:
 
 
 def _bodies() -> Iterator[HttpCase]:
-    """Every wrong value of every field, unknown fields, and extreme values."""
+    """Yield every wrong value of every field, unknown fields, and extreme values."""
     for path, good in GOOD.items():
         own = COMMON | OWN[path]
         foreign = {name: [values[-1]] for name, values in OWN[OTHERS[path]].items()}
@@ -318,7 +318,7 @@ def _bodies() -> Iterator[HttpCase]:
 
 
 def _documents(rng: random.Random) -> Iterator[HttpCase]:
-    """Bodies that are no JSON object, or no JSON, or no text."""
+    """Yield bodies that are not a JSON object, not JSON, or not text."""
     for path, good in GOOD.items():
         whole = _json(good)
         documents = [b"", b" ", b"null", b"1", b"true", b'"x"', b"[]", b"[{}]", b"{}", b"{", b"}", b"NaN", b"'x'"]
@@ -345,7 +345,7 @@ def _documents(rng: random.Random) -> Iterator[HttpCase]:
 
 
 def _places(rng: random.Random) -> Iterator[HttpCase]:
-    """Methods and paths."""
+    """Yield wrong methods and paths."""
     for path, good in GOOD.items():
         for method in ("GET", "HEAD", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "post", "X" * 100):
             yield HttpCase("method", request(path, b"", method))
@@ -373,7 +373,7 @@ def _places(rng: random.Random) -> Iterator[HttpCase]:
 
 
 def _headers(rng: random.Random) -> Iterator[HttpCase]:
-    """What stands before the body: keys, lengths, encodings, lines that are none."""
+    """Yield wrong headers: keys, lengths, encodings, malformed lines."""
     for path, good in GOOD.items():
         body = _json(good)
         keys = (None, "", "Bearer", "Bearer ", "Bearer x", f"Basic {KEY}", KEY, f"Bearer {KEY}x", "Bearer \xff", "\t")
@@ -411,7 +411,7 @@ def _headers(rng: random.Random) -> Iterator[HttpCase]:
 
 
 def any_value(rng: random.Random, depth: int = 3) -> object:
-    """Any JSON value."""
+    """Return any JSON value."""
     plain = [None, True, False, 0, 1, -1, 0.5, HUGE, 1e308, NAN, INFINITY, "", "x", "7", SURROGATE, "\x00", "9" * 50]
     if depth == 0 or rng.random() < 0.6:
         return rng.choice(plain)
@@ -420,7 +420,7 @@ def any_value(rng: random.Random, depth: int = 3) -> object:
 
 
 def _random(rng: random.Random) -> HttpCase:
-    """Several fields with any values, some by a few bytes off."""
+    """Return a request with random values in several fields, sometimes with a few wrong bytes."""
     path = rng.choice(list(GOOD))
     names = [*COMMON, *OWN[path], *rng.sample(list(UNKNOWN), 1)]
     body = GOOD[path] | {name: any_value(rng) for name in rng.sample(names, rng.randrange(1, 5))}
@@ -432,10 +432,10 @@ def _random(rng: random.Random) -> HttpCase:
 
 
 def http_cases(count: int, seed: int = 0) -> list[HttpCase]:
-    """Return requests in random order: each thing of the tables once, if `count` allows, and random ones.
+    """Return requests in random order: each entry of the tables once, if `count` allows, and random ones.
 
     Args:
-        count: number of requests; a tenth of them at least is random.
+        count: number of requests; at least a tenth of them are random.
         seed: of the random choices.
     """
     rng = random.Random(seed)

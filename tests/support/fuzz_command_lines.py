@@ -102,10 +102,10 @@ SERVE = {
 
 
 def override_cases(count: int, seed: int = 0) -> list[tuple[str, list[str]]]:
-    """Return (command, its arguments) pairs in random order, all of which must be refused.
+    """Return (command, arguments) pairs in random order, which must all be refused.
 
     Args:
-        count: number of command lines; each thing of the tables is there once if `count` allows, the rest is random.
+        count: number of command lines; each entry of the tables occurs once if `count` allows, the rest are random.
         seed: of the random choices.
     """
     rng = random.Random(seed)

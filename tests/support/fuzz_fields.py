@@ -1,4 +1,4 @@
-"""Requests with every field of every route, made from the classes of the bodies, for tests and the fuzzer."""
+"""Requests with every field of every route, made from the body classes, for tests and the fuzzer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lp_runtime.server.openai.responses_api import Responses
 from support.fuzz_cases import CHAT, COMPLETIONS, GOOD, LIMITS, MESSAGES, RESPONSES, HttpCase, any_value, request
 from support.serving import TOOLS_TEMPLATE
 
-# Takes tools, may open a reasoning part, and has marks of both.
+# Renders tools, may open a reasoning part, and has the markers of both.
 FIELDS_TEMPLATE = TOOLS_TEMPLATE + "{% if enable_thinking %}<think>{% endif %}{# </think> #}"
 # Samples of one prompt are decoded one after another, and have to end within HANG_SECONDS.
 FIELDS_LIMITS = LIMITS | {"strict_fields": False, "max_new_tokens": 32, "max_waiting": 7}
@@ -33,10 +33,10 @@ BODIES: dict[str, type[BaseModel]] = {
 }
 GOOD_BODIES = GOOD | {TOKENIZE: {"prompt": "x"}, DETOKENIZE: {"tokens": [5]}, COUNT: GOOD[MESSAGES]}
 GOOD_BODIES |= {COUNT_INPUT: GOOD[RESPONSES]}
-# Values of texts that mean something in some field.
+# Strings that have a meaning in some field.
 TEXTS = ("x", "f", "user", "assistant", "tool", "developer", "none", "auto", "high", '{"a": 1}', "<think>", "</think>")
 TEXTS += ("<tool_call>", "demo", "")
-WRONG = 0.15  # probability that a part of a value is any JSON value
+WRONG = 0.15  # probability that a part of a value is replaced by any JSON value
 
 
 class FieldValues:

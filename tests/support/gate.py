@@ -1,4 +1,4 @@
-"""A request that waits on its replicas: what a test does meanwhile falls between two steps, however fast they are."""
+"""Hold a request on its replicas, so that a test can act between two steps, however fast they are."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from support.processes import wait_until
 
 
 class Gate(LogitsProcessor):
-    """Lets replicas feed so many tokens, and holds them in the next step until they may go on.
+    """Lets replicas feed `num_tokens` tokens, and holds them in the next step until `open` is called.
 
     Args:
-        folder: gets a file when a replica is held, and one when they may go on.
-        num_tokens: those tokens, the prompt's and new ones.
+        folder: gets a file when a replica is held, and another when they may continue.
+        num_tokens: number of tokens, prompt included.
     """
 
     prefix_only = True
@@ -33,5 +33,5 @@ class Gate(LogitsProcessor):
         wait_until(self._held.exists)
 
     def open(self) -> None:
-        """Let all replicas go on."""
+        """Let all replicas continue."""
         self._open.touch()

@@ -1,4 +1,4 @@
-"""A simulated GPU of a certain size: it counts the bytes of all tensors that are alive, and runs out of memory."""
+"""A simulated GPU of a given size, which counts the bytes of living tensors and runs out of memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class GpuMemory:
     """The memory of a simulated GPU.
 
     Attributes:
-        total: bytes that it has.
-        peak: most bytes that were alive at a time since it was last set.
+        total: size in bytes.
+        peak: largest number of living bytes since `reset_peak`.
     """
 
     def __init__(self, total: int):
@@ -27,12 +27,12 @@ class GpuMemory:
 
     @property
     def live(self) -> int:
-        """Bytes of the tensors that are alive; of views once."""
+        """Bytes of living tensors; a storage that views share counts once."""
         self._storages = {key: each for key, each in self._storages.items() if not each[0].expired()}
         return sum(size for _, size in self._storages.values())
 
     def note(self, memory: torch.Tensor) -> None:
-        """Count what has been allocated."""
+        """Count an allocation; raise OutOfMemoryError if it does not fit."""
         storage = memory.untyped_storage()
         if storage._cdata in self._storages and not self._storages[storage._cdata][0].expired():
             return
@@ -49,7 +49,7 @@ class GpuMemory:
 
 @contextlib.contextmanager
 def gpu_of_size(total: int) -> Iterator[tuple[Gpu, GpuMemory]]:
-    """A simulated GPU of `total` bytes."""
+    """Simulate a GPU of `total` bytes."""
     memory = GpuMemory(total)
     functions = {
         "mem_get_info": lambda device=None: (memory.total - memory.live, memory.total),

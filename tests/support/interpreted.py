@@ -1,5 +1,7 @@
-"""Imported before anything else is: without a GPU Triton's kernels are interpreted, if that is said when Triton is
-first imported, as parts of torch do."""
+"""Make Triton interpret its kernels if there is no GPU; import this module before anything else.
+
+Triton reads the setting when it is first imported, which parts of torch do.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 
 
 def confirmed_costs(times: np.ndarray) -> LearnedCosts:
-    """Return what is known once steps with and without drafts have taken the [R, M + 1] measured times."""
+    """Return the costs learned when steps with and without drafts took the [R, M + 1] measured times."""
     learned = LearnedCosts.initial(len(times))
     for _ in range(NUM_TRIALS):
         learned.passes.observe(times, np.ones(len(times), np.int64), times[:, 1])

@@ -13,7 +13,7 @@ from lp_runtime.model.runner import ModelRunner
 
 
 class OneSlot:
-    """Calls a runner's methods with one slot of its own; everything else is the runner's."""
+    """Calls a runner's methods with one slot; everything else is delegated to the runner."""
 
     def __init__(self, runner: ModelRunner):
         self.runner = runner
@@ -35,7 +35,7 @@ class OneSlot:
         return StepInputs(self.slot, tree, nodes, wanted)
 
     def forward(self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], commit: bool = True):
-        """The logits of the wanted nodes."""
+        """Return the logits of the wanted nodes."""
         return self.runner.forward(self.inputs(tree, nodes, wanted), commit).logits
 
     def logits_after_each(self, tokens: Sequence[int]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Real processes for tests: started with a mark in their environment, by which all their descendants are found."""
+"""Real processes for tests, with a mark in their environment by which all descendants are found."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 from support.forked import living_processes
 
 MARK = "LP_RUNTIME_TEST"
-PATIENCE = 300.0  # seconds before a test gives up waiting; not a measure of anything
+PATIENCE = 300.0  # seconds before a test gives up waiting; not a performance bound
 
-# Of clusters that tests start. Actors are as important as the other test process: Ray would have them wait for it.
+# For clusters that tests start. By default Ray gives actors a lower priority than the other test process has.
 RAY_SETTINGS = {"RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0", "RAY_prestart_worker_first_driver": "0"}
 
 
 class Marked:
-    """An environment with a mark of its own; every process started with it, and their children, carry the mark."""
+    """An environment with a unique mark, which every process started with it and its children carry."""
 
     def __init__(self, **variables: str):
         self._mark = f"{MARK}={uuid.uuid4().hex}"
@@ -30,9 +30,9 @@ class Marked:
         self.environment[MARK] = self._mark.partition("=")[2]
 
     def alive(self) -> list[int]:
-        """Ids of the living processes that carry the mark, orphans included, and of their descendants.
+        """Return the ids of living processes with the mark, orphans included, and of their descendants.
 
-        (Ray's processes overwrite their environment with their title: these are known by their parents.)
+        Ray's processes overwrite their environment with their title, so they are found by their parents.
         """
         found, parents = set(), {}
         for folder in Path("/proc").glob("[0-9]*"):
@@ -50,7 +50,7 @@ class Marked:
         return sorted(found & parents.keys())
 
     def workers(self) -> list[int]:
-        """Those of them that are spawned replicas."""
+        """Return the ids of living processes that are spawned replicas."""
         return [pid for pid in self.alive() if "lp_runtime.launchers.worker.replica_process" in command_line(pid)]
 
     def assert_gone(self) -> None:
@@ -58,7 +58,7 @@ class Marked:
         wait_until(lambda: not self.alive(), lambda: f"left running: {[command_line(pid) for pid in self.alive()]}")
 
     def kill(self) -> None:
-        """End whatever still carries the mark."""
+        """Kill all processes that still carry the mark."""
         for pid in self.alive():
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -68,8 +68,10 @@ class Marked:
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Processes that are started here have one core, so that a lone replica has one thread: beside another test's, its
-    threads would wait for one another most of the time."""
+    """Give processes that are started in this context one core, so that a lone replica has one thread.
+
+    Next to another test's replica, several threads would wait for one another most of the time.
+    """
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores) if os.getpid() % 2 else max(cores)})
     try:
@@ -80,7 +82,7 @@ def one_core() -> Iterator[None]:
 
 @contextmanager
 def marked(**variables: str) -> Iterator[Marked]:
-    """A Marked environment; nothing of it is left afterwards, whatever happens."""
+    """Yield a Marked environment; kill all its processes at the end, whatever happens."""
     mark = Marked(**variables)
     try:
         yield mark
@@ -89,7 +91,7 @@ def marked(**variables: str) -> Iterator[Marked]:
 
 
 def command_line(pid: int) -> str:
-    """The words of a process's command, or nothing if it is gone."""
+    """Return the command line of a process; empty if it is gone."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -97,7 +99,7 @@ def command_line(pid: int) -> str:
 
 
 def own_replicas() -> list[int]:
-    """Ids of the spawned replicas, or forked ones, that this process has started and that are alive, by age."""
+    """Return the ids of living replicas that this process has spawned or forked, sorted."""
     children = []
     for file in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         children += [int(pid) for pid in file.read_text().split()]
@@ -114,7 +116,7 @@ def wait_until(condition: Callable[[], object], complaint: Callable[[], str] = l
 
 
 def run_cli(*arguments: str, cwd: Path, environment: dict | None = None) -> subprocess.CompletedProcess:
-    """`python -m lp_runtime` to its end."""
+    """Run `python -m lp_runtime` to its end."""
     return subprocess.run(
         [sys.executable, "-m", "lp_runtime", *arguments],
         cwd=cwd,
@@ -127,7 +129,7 @@ def run_cli(*arguments: str, cwd: Path, environment: dict | None = None) -> subp
 
 
 def start_cli(*arguments: str, cwd: Path, environment: dict) -> subprocess.Popen:
-    """`python -m lp_runtime`, still running; its stdout can be read."""
+    """Start `python -m lp_runtime`; its stdout and stderr are pipes."""
     return subprocess.Popen(
         [sys.executable, "-m", "lp_runtime", *arguments],
         cwd=cwd,
@@ -135,6 +137,6 @@ def start_cli(*arguments: str, cwd: Path, environment: dict) -> subprocess.Popen
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # A background job of a shell, these tests perhaps, ignores Ctrl-C, and so would its children.
+        # If a shell runs these tests in the background, they ignore Ctrl-C, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )

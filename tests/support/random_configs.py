@@ -1,4 +1,4 @@
-"""Random configurations of common families: whatever a model's attention depends on is drawn."""
+"""Random configurations of common families: everything that attention depends on is random."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 NUM_LAYERS = 3
 FULL, SLIDING = "full_attention", "sliding_attention"
 SHORT_LENGTHS = (4, 8, 16, 24, 40)  # of windows, in tokens: below the text's length
-ROPES: dict[str, dict[str, Any]] = {  # beside rope_theta
+ROPES: dict[str, dict[str, Any]] = {  # in addition to rope_theta
     "default": {},
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
@@ -23,7 +23,7 @@ ROPES: dict[str, dict[str, Any]] = {  # beside rope_theta
 
 
 def _common(rng: random.Random) -> dict[str, Any]:
-    """Return numbers of heads, and fields that all of the families have."""
+    """Return numbers of heads, and the fields that all families have."""
     heads, groups = rng.choice([(4, 4), (4, 2), (4, 1), (6, 3), (2, 1)])
     return {
         "hidden_size": 8 * heads,
@@ -37,7 +37,7 @@ def _common(rng: random.Random) -> dict[str, Any]:
 
 
 def _rope(rng: random.Random) -> dict[str, Any]:
-    """Return rotary embeddings of some kind."""
+    """Return rotary embeddings of a random kind."""
     kind = rng.choice(list(ROPES))
     return {"rope_parameters": {"rope_type": kind, "rope_theta": rng.choice([100.0, 1e4, 5e5]), **ROPES[kind]}}
 
@@ -48,7 +48,7 @@ def _bias(rng: random.Random) -> dict[str, Any]:
 
 
 def _head_dim(rng: random.Random) -> dict[str, Any]:
-    """Return a head size of its own."""
+    """Return a head size that is independent of the hidden size."""
     return {"head_dim": rng.choice([4, 8, 16])}
 
 
@@ -106,12 +106,7 @@ FAMILIES: dict[str, tuple[Part, ...]] = {
 
 
 def random_fields(family: str, rng: random.Random) -> dict[str, Any]:
-    """Return random fields of a family's configuration.
-
-    Args:
-        family: one of FAMILIES.
-        rng: draws them.
-    """
+    """Return random fields of the configuration of a family in FAMILIES."""
     fields: dict[str, Any] = {}
     for part in FAMILIES[family]:
         fields |= part(rng)

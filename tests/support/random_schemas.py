@@ -1,4 +1,4 @@
-"""Random JSON schemas with characters of all Unicode planes, their paths to a constraint, and random texts of them."""
+"""Random JSON schemas with characters of all Unicode planes, constraints that use them, random texts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lp_runtime.chat.formats import FORMATS
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Vocabulary
 
-# Ranges of code points, by how often they are chosen. Printed grammars break Latin-1 next to hexadecimal digits.
+# Ranges of code points. Those likelier to be chosen are repeated: printed grammars break Latin-1 next to hex digits.
 RANGES = [
     *[(0x80, 0xFF)] * 4,
     *[(0x30, 0x39), (0x41, 0x46), (0x61, 0x66)] * 2,
@@ -28,7 +28,7 @@ RANGES = [
     (0x10000, 0x1FFFF),
     (0x20000, 0x10FFFF),
 ]
-ESCAPED = '\n\t\r\b\f"\\/\0\x1b\x1f\x7f\u2028\u2029'  # what JSON must escape, and what some escape
+ESCAPED = '\n\t\r\b\f"\\/\0\x1b\x1f\x7f\u2028\u2029'  # JSON must escape some, and may escape others
 MAX_TOKENS = 2000  # of a random text
 LATE = 60  # tokens after which random texts tend to end
 DEPTH = 2  # of nested schemas
@@ -47,7 +47,7 @@ def random_text(rng: random.Random, least: int = 1, most: int = 5, is_plain: boo
 
 
 def random_pattern(rng: random.Random) -> str:
-    """Return a regular expression, of the syntax that Python's `re` and JSON schemas share."""
+    """Return a regular expression in the syntax that Python's `re` and JSON schemas share."""
     parts = [_pattern_part(rng) for _ in range(rng.randint(1, 4))]
     if rng.random() < 0.2:
         parts = [f"(?:{'|'.join(parts)}){rng.choice(['', '?', '{2}', '+'])}"]
@@ -84,10 +84,10 @@ def random_value(rng: random.Random, depth: int = 1) -> Any:
 
 
 def random_schema(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
-    """Return a schema; at depth 0 one of values that hold no schema."""
+    """Return a schema; at depth 0, a schema without nested schemas."""
     kind = rng.choice(["record"] * 5 + ["array", "union", "map"]) if depth else "value"
     if depth == DEPTH and rng.random() < 0.1:
-        kind = "reference"  # to a place from the root on
+        kind = "reference"  # its path starts at the root of the schema
     if kind == "record":
         return _record(rng, depth)
     if kind == "array":
@@ -142,7 +142,7 @@ def _value(rng: random.Random) -> dict[str, Any]:
 
 
 class Path(NamedTuple):
-    """A constraint that holds a schema, and where its JSON is in a text.
+    """A constraint that contains a schema, and where its JSON is in a text.
 
     Attributes:
         prefix: text that a random text begins with.
@@ -196,14 +196,14 @@ def _response(schema: Any) -> ConstraintConfig:
 
 
 def _tool_path(name: str) -> Callable[[Any], Path]:
-    """Return the path of a forced call whose arguments are one JSON object."""
+    """Return a function that makes the path of a forced call whose arguments are one JSON object."""
     head, _, tail = FORMATS[name].call.replace("$NAME", "store").partition("$ARGS")
     head = re.split(r"\$INDEX|\$ID", head)[-1]
     return lambda schema: Path(_tools(schema, name), ANALYSIS if name == "harmony" else "", head, tail)
 
 
 def _either_path(schema: Any) -> Path:
-    """Return the path of an answer that is calls, or text in a format."""
+    """Return the path of an answer that is either calls or text in a response format."""
     either = _tools(schema, "hermes", _response(schema))
     return _tool_path("hermes")(schema)._replace(constraint=either)
 

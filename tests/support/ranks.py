@@ -1,4 +1,4 @@
-"""Real processes that exchange, for the tests that need more than one replica."""
+"""Real processes that exchange, for tests that need more than one replica."""
 
 import contextlib
 import sys
@@ -17,7 +17,7 @@ from lp_runtime.errors import LookaheadError
 from support.forked import forking, next_result
 
 CPU = torch.device("cpu")
-TIMEOUT = 600.0  # seconds before a rank gives a peer up; not a measure of anything
+TIMEOUT = 600.0  # seconds before a rank gives a peer up; not a performance bound
 
 
 def interfaces() -> list[str]:
@@ -31,7 +31,7 @@ def interfaces() -> list[str]:
 
 
 def _joined(context: ReplicaContext, options: GroupOptions):
-    """The group of a rank; of "two machines" the second has the last rank only."""
+    """Return a rank's group; with "two machines", only the last rank is on the second one."""
     if options.backend != "two machines":
         return process_group(context, CPU, options)
     machine = f"machine {context.rank == context.num_replicas - 1}"
@@ -58,7 +58,7 @@ def running_ranks(
 ) -> Iterator[tuple[list, object]]:
     """Start `task(group, *arguments)` in a process for each rank of a group.
 
-    The backend is one of launcher.backend, or "two machines", which are this one under two names.
+    `backend` is a value of launcher.backend, or "two machines": this machine under two names.
 
     Yields:
         The processes, by rank, and the queue of (rank, what the task returned or raised).

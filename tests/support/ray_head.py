@@ -1,4 +1,4 @@
-"""A Ray cluster of one node, which this machine's other clusters do not meet."""
+"""A Ray cluster of one node, isolated from other clusters on this machine."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def free_ports(count: int) -> list[int]:
 def head_node(command: Sequence[str] = (RAY, "start", "--head"), **environment: str) -> Iterator[Head]:
     """Start a node on its own ports and in its own folder; its processes are killed at the end."""
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
-    port, dashboard, client, agent = free_ports(4)  # Ray's own choices may be another cluster's
+    port, dashboard, client, agent = free_ports(4)  # Ray's defaults may be in use by another cluster
     with marked(RAY_TMPDIR=folder, **environment) as mark:
         command = [*command, "--block", "--node-ip-address=127.0.0.1", f"--port={port}"]
         command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
@@ -53,13 +53,13 @@ def head_node(command: Sequence[str] = (RAY, "start", "--head"), **environment: 
             yield mark
         finally:
             ray.shutdown()
-            mark.kill()  # all at once: what outlives its parent could not be found
+            mark.kill()  # all at once: a process that outlives its parent could not be found
             head.wait()
             shutil.rmtree(folder, ignore_errors=True)
 
 
 def answers(url: str) -> bool:
-    """Whether a server answers, if only that it wants a token."""
+    """Whether a server answers, even with an error, such as a missing token."""
     try:
         urllib.request.urlopen(url, timeout=5).close()
     except urllib.error.HTTPError:

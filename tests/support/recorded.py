@@ -1,10 +1,9 @@
-"""Texts of a real model, recorded: what it said behind every token of its drafted trees, so that none has to be run.
+"""Recorded texts of a real model: its results for all nodes of drafted trees, so that it need not run.
 
 recorded_text.npz holds, for one prompt of each of six kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
-SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. Recorded is what trees of 4, 8, 16, 32 and 64 nodes of
-the drafter `full`, and of lookahead=auto, have asked, 2026-11-24 (`benchmarks/drafting.py recorded_text`). Where a
-drafter asks about a branch that was not recorded, nothing is known: its successor is no token, and it has no top-k
-candidates.
+SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. The trie has all nodes that the drafter `full` asked
+about with trees of 4, 8, 16, 32 and 64 nodes, and lookahead=auto, 2026-11-24 (`benchmarks/drafting.py recorded_text`).
+A node that was not recorded has UNKNOWN as its successor, and no top-k candidates.
 
 Letters: n nodes of the trie, V vocabulary, K top-k candidates.
 """
@@ -37,13 +36,13 @@ UNKNOWN = 0  # successor of a branch that was not recorded: an id that no text h
 
 @dataclass(frozen=True)
 class RecordedText:
-    """One prompt and what the model said below it.
+    """One prompt, and the model's results below it.
 
     Attributes:
-        kind: of the prompt.
+        kind: kind of the prompt.
         prompt: token ids.
         children: (node, token) -> node; node 0 is the prompt's end.
-        packed: [n, 1 + K / 2] int64 what a greedy sampler packs of each node.
+        packed: [n, 1 + K / 2] int64 results of each node, packed by a greedy sampler.
         length: tokens of the recorded text.
     """
 
@@ -55,7 +54,7 @@ class RecordedText:
 
     @property
     def text(self) -> list[int]:
-        """The recorded tokens behind the prompt."""
+        """The recorded tokens after the prompt."""
         node, tokens = 0, []
         while len(tokens) < self.length:
             tokens.append(int(self.packed[node, 0]))
@@ -64,7 +63,7 @@ class RecordedText:
 
 
 def load_texts() -> tuple[list[RecordedText], np.ndarray]:
-    """Return the recorded texts, and the vocabulary prior, [V, ENTRY], of the tokens that they ask about."""
+    """Return the recorded texts, and the vocabulary prior, [V, ENTRY], of the tokens that they look up."""
     with np.load(FILE) as saved:
         arrays = {name: saved[name] for name in saved.files}
     vocabulary = np.full((int(arrays["vocabulary_size"]), ENTRY), -1, np.int32)
@@ -97,15 +96,15 @@ def open_recorded(text: RecordedText, max_nodes: int, vocabulary: np.ndarray, bu
 
 
 def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> int:
-    """Decode a recorded text to its end, beside passes that take an assumed time.
+    """Decode a recorded text to its end, with assumed times of forward passes.
 
     Args:
         text: the text.
         decoder: what `open_recorded` returned.
-        times: [M + 1] nanoseconds of a step of so many tokens.
+        times: [M + 1] nanoseconds of a step, by its number of tokens.
 
     Returns:
-        nanoseconds of all steps but the prefill's.
+        nanoseconds of all steps except the prefill's.
     """
     state = decoder.state
     step = decoder.propose_prefill()

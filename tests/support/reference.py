@@ -1,4 +1,4 @@
-"""Real prompts, and what transformers' own greedy decoding makes of them: the yardstick of all launchers."""
+"""Real prompts and their greedy outputs by transformers: the reference for all launchers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_close_elements(numbers: List[float], threshold: float) -> bool:
 
 
 def greedy(model_dir: Path, prompts: list[str] = PROMPTS) -> list[list[int]]:
-    """New token ids of `generate(do_sample=False)` in float32, past the end-of-sequence token."""
+    """Return the new token ids of greedy `generate` in float32, without a stop at end-of-sequence tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     outs = []

@@ -76,7 +76,7 @@ def demo_model_that_chats(folder: Path, template: str = TEMPLATE) -> Path:
 
 @contextmanager
 def answering(text: str) -> Iterator[str]:
-    """Answer every request with a text of events; yield the URL."""
+    """Answer every request with a fixed text of events; yield the URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):

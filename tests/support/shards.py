@@ -13,7 +13,7 @@ from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
 from support.forked import forking, next_result
 
-TIMEOUT = 600.0  # seconds before a shard gives another one up; not a measure of anything
+TIMEOUT = 600.0  # seconds before a shard gives another one up; not a performance bound
 
 
 def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None:
@@ -27,7 +27,7 @@ def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None
 
 
 def run_shards(task: Callable, num_shards: int, *arguments) -> list:
-    """Return what `task(place, *arguments)` returned, or raised, on every shard, each in a process of its own."""
+    """Run `task(place, *arguments)` on every shard, each in a process; return the results or errors."""
     results, segment = forking().Queue(), new_segment_name()
     places = [ShardPlace(shard, num_shards, segment, step_timeout=TIMEOUT) for shard in range(num_shards)]
     processes = [

@@ -1,4 +1,4 @@
-"""Several threads on one model object, and interrupts at any moment: for a test, and for benchmarks/correctness.py."""
+"""Several threads on one model object, and interrupts: for a test and for benchmarks/correctness.py."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, dict[str, object]] = {
 
 
 def state_of(model: PreTrainedModel) -> tuple:
-    """Return all that a call could leave changed: attention, modes, attributes, weights' identities and versions."""
+    """Return all that a call could change: attention, modes, attributes, identity and version of weights."""
     weights = [(id(each), each._version) for each in (*model.parameters(), *model.buffers())]
     attributes = [(name, sorted(vars(module)), module.training) for name, module in model.named_modules()]
     return model.config.to_dict(), model.config._attn_implementation, weights, attributes
@@ -57,7 +57,7 @@ def run_threads(model: PreTrainedModel, num_calls: int, num_threads: int = 4) ->
             kind, prompt = mine.choice(jobs)
             try:
                 wrong[0] += call(model, kind, prompt) != expected[kind, tuple(prompt)]
-            except Exception as error:  # whatever it is, it is reported
+            except Exception as error:  # any error is reported
                 errors.append(f"{kind}: {error!r}")
 
     with ThreadPoolExecutor(num_threads) as pool:
@@ -82,11 +82,10 @@ def num_calls_of(task: Callable[[], object]) -> int:
 
 
 def interrupted(task: Callable[[], object], num_calls: int) -> bool:
-    """Run a task with Ctrl-C as it calls its n-th Python function in this thread; return whether that ended it.
+    """Run a task with a KeyboardInterrupt at its n-th Python call; return whether that ended it.
 
     Args:
-        task: is run.
-        num_calls: n.
+        num_calls: n, counted in this thread.
     """
     left = num_calls
 

@@ -1,22 +1,22 @@
-"""A GPU that is not there: torch's device "cuda", computed on the CPU, and strict about what a program may do with it.
+"""A simulated GPU: torch's device "cuda", computed on the CPU, with a GPU's restrictions.
 
-Tensors say that they are on cuda:0; what is asked of them is computed in ordinary memory, in order, at once. What a
-program can see of a GPU's ways is kept:
+Tensors report cuda:0. Operations on them are computed in ordinary memory, in order, at once. The simulation keeps the
+behavior of a GPU that a program can observe:
 
 - tensors of host and device do not mix;
-- memory that nothing was written to holds NaN, or numbers far out of range;
-- what is queued is done once the host has waited for it, or for something behind it: until then what is copied to
-  pinned memory is not there, and what is copied from it must not change. `Gpu.waits` counts the waits for anything that
-  was not known to be done, and says where they were;
-- while a graph is captured nothing is computed, and nothing may wait; a replay computes with what is then in the same
-  memory, and leaves nothing in the memory of other graphs of its pool.
+- memory that was never written holds NaN, or numbers far out of range;
+- queued work is done once the host has waited for it, or for later work. Until then, a copy to pinned memory has not
+  arrived, and the source of a copy from pinned memory must not change. `Gpu.waits` lists the place of each wait for
+  work that was not known to be done;
+- while a graph is captured, nothing is computed, and nothing may wait. A replay computes with the present contents of
+  the same memory, and invalidates the memory of the other graphs of its pool.
 
-It has no time of its own, one stream whatever is asked for, so that a missing wait for another one is not seen, pinned
-memory that is never given to anybody else, and stand-ins of Triton's kernels, which have tests of their own. Triton,
-torch.compile, NCCL, and whether a real kernel computes the same, are not simulated.
+Not simulated: the time of the device, more than one stream (so a missing wait for another stream goes unnoticed), the
+reuse of pinned memory, Triton, torch.compile, NCCL, and whether a real kernel computes the same. Triton's kernels are
+replaced by torch operations; the kernels have separate tests.
 
-With simulated_site in PYTHONPATH, processes have one from their start on: so tests/gpu and scripts/gpu.sh can be
-rehearsed.
+Processes with simulated_site in PYTHONPATH have a simulated GPU from their start, to rehearse tests/gpu and
+scripts/gpu.sh.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ MAKE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 MAKE_OF_VALUES = (torch.tensor, torch.as_tensor)
 MAY_PIN = (torch.tensor, torch.empty, torch.zeros)
 SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-TAKE_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # of the host's, as what is pointwise does
-BY_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put")  # which may be on the host, and are copied
+TAKE_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # from the host, as pointwise operations do
+BY_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put")  # indices may be on the host, and are copied
 
 
 class Tensor(torch.Tensor):
-    """A tensor of the GPU's; `memory` is where it is in truth."""
+    """A tensor on the simulated GPU; `memory` holds it on the CPU."""
 
     memory: torch.Tensor
 
@@ -100,11 +100,11 @@ class Gpu(TorchDispatchMode):
     """The device; there is one at a time.
 
     Attributes:
-        waits: where the host waited for what was not known to be done, a line of the package for each.
-        seconds_slept: that it was told to be busy for; no host waits for these.
-        launches: what was launched one by one, not by a graph, and how often: all but views and empty tensors.
-        launch_places: the same by the line of the package, without graphs and copies from the host.
-        sync_debug_mode: as torch.cuda.set_sync_debug_mode was told: with "error" no operation may wait for the device.
+        waits: for each wait for work that was not known to be done, the function of the package that waited.
+        seconds_slept: time that `sleep` added to the device's clock; the host does not wait for it.
+        launches: launches by name: replays, and operations outside of graphs other than views and empty tensors.
+        launch_places: the same by function of the package, without replays and copies from the host.
+        sync_debug_mode: set by torch.cuda.set_sync_debug_mode; with "error" no operation may wait for the device.
     """
 
     now: Gpu
@@ -116,10 +116,10 @@ class Gpu(TorchDispatchMode):
         self.sync_debug_mode: int | str = 0
         self.launches: Counter[str] = Counter()
         self.launch_places: Counter[str] = Counter()
-        self.note: Callable[[torch.Tensor], None] = lambda memory: None  # called with what is allocated, and with views
+        self.note: Callable[[torch.Tensor], None] = lambda memory: None  # called with allocated memory and with views
         self._is_in_kernel = False
         self._queued = self._done = 0
-        self._under_way: list[tuple[int, Callable[[], None]]] = []  # what happens when the host knows of something
+        self._under_way: list[tuple[int, Callable[[], None]]] = []  # calls due when work with a number is done
         self._pinned: dict[int, torch.Tensor] = {}  # by address
         self._graph: Graph | None = None  # being captured
 
@@ -127,19 +127,19 @@ class Gpu(TorchDispatchMode):
         return self.call(function, args, kwargs or {})
 
     def queue(self) -> int:
-        """What was queued last has this number."""
+        """Queue work; return its number."""
         self._queued += 1
         return self._queued
 
     def count_launch(self, name: str, has_place: bool = True) -> None:
-        """Of an operation, or of a kernel of our own."""
+        """Count the launch of an operation or of one of our kernels."""
         if self._graph is None and not self._is_in_kernel:
             self.launches[name] += 1
             self.launch_places[_place()] += has_place
 
     @contextlib.contextmanager
     def one_launch(self, name: str) -> Iterator[None]:
-        """All that is asked for inside is one launch."""
+        """Count everything inside as one launch."""
         self.count_launch(name)
         self._is_in_kernel = True
         try:
@@ -148,21 +148,21 @@ class Gpu(TorchDispatchMode):
             self._is_in_kernel = False
 
     def sleep(self, cycles: int) -> None:
-        """Be busy for so many, of a nanosecond each."""
+        """Keep the device busy for a number of cycles of a nanosecond each."""
         self.queue()
         self.seconds_slept += cycles * 1e-9
 
     @property
     def last(self) -> int:
-        """The number of what was queued last."""
+        """The number of the work that was queued last."""
         return self._queued
 
     def is_done(self, number: int) -> bool:
-        """Whether the host knows that it is."""
+        """Whether the host knows that work is done."""
         return number <= self._done
 
     def check_not_capturing(self) -> None:
-        """Some things may not be asked for while a graph is captured."""
+        """Raise an error while a graph is captured: some calls are not allowed then."""
         if self._graph is not None:
             raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
@@ -170,7 +170,7 @@ class Gpu(TorchDispatchMode):
         self.sync_debug_mode = mode
 
     def wait(self, number: int | None = None, is_asked_for: bool = False) -> None:
-        """For what was queued, up to a number; `is_asked_for` by the program, and not by an operation."""
+        """Wait for queued work, up to a number; `is_asked_for` by the program, not implied by an operation."""
         self.check_not_capturing()
         if self.sync_debug_mode == "error" and not is_asked_for:
             raise RuntimeError("called a synchronizing CUDA operation")
@@ -185,7 +185,7 @@ class Gpu(TorchDispatchMode):
             happen()
 
     def call(self, function, args, kwargs):
-        """What torch asks for."""
+        """Compute an operation that torch dispatches."""
         name = function.overloadpacket.__name__
         if name == "copy_":
             return self._copy(args[0], args[1], args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
@@ -207,7 +207,7 @@ class Gpu(TorchDispatchMode):
         if name == "_to_copy":
             return self._to_copy(args[0], dict(kwargs))
         if name == "scaled_dot_product_attention":
-            pass  # which kernel is chosen differs; what it computes does not
+            pass  # a GPU chooses another kernel, which computes the same
         elif torch._C._dispatch_has_kernel_for_dispatch_key(function.name(), "CompositeImplicitAutograd"):
             with self:
                 made = function.decompose(*args, **kwargs)
@@ -219,7 +219,7 @@ class Gpu(TorchDispatchMode):
         assert place.type == "cuda" or name.startswith("new_") or name.endswith("_like"), f"{name} to {place}"
         indices = [each for each in args[1] if each is not None] if name in BY_INDICES else []
         if any(not isinstance(each, Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices):
-            self.wait()  # it is copied from where it was, or it must be known how many it takes
+            self.wait()  # an index is copied from the host, or a mask determines the size of the result
         takes_numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
         for each in tensors:
             if not isinstance(each, Tensor) and not (each.dim() == 0 and takes_numbers) and not _is_in(each, indices):
@@ -251,7 +251,7 @@ class Gpu(TorchDispatchMode):
         def tensor_of(value):
             if not isinstance(value, torch.Tensor):
                 return value
-            # What is made in inference mode is of its kind, but for views of others.
+            # Results in inference mode are inference tensors, except for views of normal tensors.
             with torch.inference_mode(torch.is_inference_mode_enabled() and _address(value) not in normal):
                 return Tensor(value)
 
@@ -265,8 +265,8 @@ class Gpu(TorchDispatchMode):
         return ours
 
     def pin(self, made: torch.Tensor) -> torch.Tensor:
-        """From now on its memory is pinned."""
-        self._pinned[made.untyped_storage().data_ptr()] = made  # kept, so that no other has its address
+        """Mark a tensor's memory as pinned."""
+        self._pinned[made.untyped_storage().data_ptr()] = made  # kept, so that its address is not reused
         return made
 
     def _is_pinned(self, host: torch.Tensor) -> bool:
@@ -296,9 +296,9 @@ class Gpu(TorchDispatchMode):
                 target.copy_(source)
             return target
         host = source if to_gpu else target
-        if self._graph is not None:  # of pinned memory it is allowed; but whose is that when it is replayed?
+        if self._graph is not None:  # CUDA allows pinned memory, but that may have another owner at replay
             raise RuntimeError("a copy between host and device while a graph is captured: operation not permitted")
-        # What is of another type, or not in one piece, is changed in memory of the host's that is not pinned.
+        # Other dtypes and non-contiguous tensors are converted in host memory that is not pinned.
         is_alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
         is_behind = non_blocking and self._is_pinned(host) and is_alike
         if to_gpu:
@@ -323,7 +323,7 @@ class Gpu(TorchDispatchMode):
 
 
 class ByHost(TorchFunctionMode):
-    """Has the host make what torch makes without asking, in memory that it then copies, or pins."""
+    """Makes tensors on the host, and copies or pins them, where torch would not dispatch to Gpu."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -343,10 +343,10 @@ class ByHost(TorchFunctionMode):
 
 
 class Graph:
-    """A CUDA graph.
+    """A simulated CUDA graph.
 
     Attributes:
-        captured: all that were captured so far, in order.
+        captured: all graphs captured so far, in order.
     """
 
     captured: list[Graph] = []
@@ -354,17 +354,17 @@ class Graph:
 
     def __init__(self):
         self._calls: list[tuple[Callable, tuple, dict, list[torch.Tensor]]] = []
-        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # what was written to, as it was
-        self._own: dict[int, torch.Tensor] = {}  # what was made, by address
-        self._seen: list[weakref.ref[Tensor]] = []  # the same, and views of it, as the program sees them
+        self._before: list[tuple[torch.Tensor, torch.Tensor]] = []  # (written tensor, its earlier contents)
+        self._own: dict[int, torch.Tensor] = {}  # memory made by the capture, by address
+        self._seen: list[weakref.ref[Tensor]] = []  # the program's tensors in that memory, with views
         self.pool: object = self
 
     def about_to_write(self, targets: list[torch.Tensor]) -> None:
-        """While it is captured nothing is written."""
+        """Save tensors that the capture writes to; `end` restores them."""
         self._before += [(each, each.clone()) for each in targets if _address(each) not in self._own]
 
     def record(self, compute: Callable, args: tuple, kwargs: dict, made, ours) -> None:
-        """What was asked for while it is captured."""
+        """Record an operation of the capture."""
         given = set(map(_address, _tensors((args, kwargs))))
         results = _tensors(made)
         results = [None if _address(each) in given else each for each in results]
@@ -373,7 +373,7 @@ class Graph:
         self._calls.append((compute, args, kwargs, results))
 
     def end(self) -> None:
-        """Nothing has been computed."""
+        """End the capture, and undo its effects: a capture computes nothing."""
         for target, value in reversed(self._before):
             target.copy_(value)
         self._before = []
@@ -382,14 +382,14 @@ class Graph:
         Graph.captured.append(self)
 
     def _spoil(self) -> None:
-        """What is still seen of what was made holds nothing any longer."""
+        """Invalidate the capture's tensors that the program still refers to."""
         self._seen = [each for each in self._seen if each() is not None]
         for each in self._seen:
             if (tensor := each()) is not None:
                 _spoil(tensor.memory)
 
     def replay(self) -> None:
-        """Queue it again."""
+        """Compute the recorded operations with the present contents of their memory."""
         with _disable_current_modes():
             for other in Graph.by_pool[self.pool]:
                 other._spoil()
@@ -402,7 +402,7 @@ class Graph:
 
 
 class Generator(torch.Generator):
-    """Draws on the CPU, and knows for which device."""
+    """A generator that draws on the CPU and knows the device it is for."""
 
     place: torch.device
 
@@ -413,7 +413,7 @@ class Generator(torch.Generator):
 
 
 class Event:
-    """An event; those of CUDA have happened where they were never recorded."""
+    """A CUDA event; as in CUDA, an event that was never recorded is done."""
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False):
         self._number, self._time, self._has_time = 0, 0.0, enable_timing
@@ -429,17 +429,17 @@ class Event:
         Gpu.now.wait(self._number, is_asked_for=True)
 
     def elapsed_time(self, other: Event) -> float:
-        """Milliseconds."""
+        """Return the milliseconds between two events."""
         assert self._has_time and other._has_time and other.query(), "an event that has not happened has no time"
         return (other._time - self._time) * 1000
 
 
 class Stream:
-    """There is one, whatever is asked for; which one is current is known.
+    """A CUDA stream. All objects are the same stream, but the current object is tracked.
 
     Attributes:
-        of_device: the one that is current at first.
-        current: the one that is current now.
+        of_device: the default stream.
+        current: the current stream.
     """
 
     of_device: Stream
@@ -460,7 +460,7 @@ Stream.of_device = Stream.current = Stream()
 
 @contextlib.contextmanager
 def made_current(stream: Stream) -> Iterator[None]:
-    """torch.cuda.stream"""
+    """Replacement of torch.cuda.stream."""
     before, Stream.current = Stream.current, stream
     try:
         yield
@@ -470,12 +470,12 @@ def made_current(stream: Stream) -> Iterator[None]:
 
 @contextlib.contextmanager
 def capturing(graph: Graph, pool: object = None, stream: object = None, **others: object) -> Iterator[None]:
-    """torch.cuda.graph"""
+    """Replacement of torch.cuda.graph."""
     gpu, before = Gpu.now, Stream.current
     gpu.wait()
     graph.pool = pool or graph
     gpu._graph = graph
-    if stream is not None:  # torch makes it current, and leaves it so if the capture fails
+    if stream is not None:  # torch makes it current, and does not undo that if the capture fails
         Stream.current = stream
     try:
         yield
@@ -487,12 +487,12 @@ def capturing(graph: Graph, pool: object = None, stream: object = None, **others
 
 @contextlib.contextmanager
 def unchanged(*args: object) -> Iterator[None]:
-    """A context of a device: there is one."""
+    """Replacement of torch.cuda.device: there is only one device."""
     yield
 
 
 def _place() -> str:
-    """The innermost function of the package that is being called."""
+    """Return the innermost function of the package on the call stack, with its file."""
     frame = sys._getframe()
     while frame is not None and not frame.f_code.co_filename.startswith(str(PACKAGE)):
         frame = frame.f_back
@@ -500,7 +500,7 @@ def _place() -> str:
 
 
 def _leaves(value) -> Iterator[object]:
-    """What a nest of lists, tuples and dicts holds."""
+    """Yield the leaves of nested lists, tuples and dicts."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, (list, tuple)):
@@ -515,7 +515,7 @@ def _tensors(value) -> list[torch.Tensor]:
 
 
 def _changed(change: Callable, value):
-    """The same nest of what has been changed."""
+    """Return the same nested structure with `change` applied to every leaf."""
     if isinstance(value, dict):
         return {key: _changed(change, each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -545,7 +545,7 @@ def _is_in(tensor: torch.Tensor, others: list[torch.Tensor]) -> bool:
 
 
 def _flash(query, key, value, dropout=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
-    groups = query.shape[1] // key.shape[1]  # the GPU's kernel repeats no keys
+    groups = query.shape[1] // key.shape[1]  # the GPU's kernel does not need repeated keys
     key, value = (each.repeat_interleave(groups, dim=1) for each in (key, value))
     output, total = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, dropout, is_causal, scale=scale)
     return output, total, None, None, query.shape[2], key.shape[2], None, None, None
@@ -581,7 +581,7 @@ STAND_INS = {
     "_flash_attention_forward": _flash_forward,
     "_scaled_dot_product_flash_attention": _flash,
     "_scaled_dot_product_efficient_attention": _efficient,
-    "histc": lambda values, *bins: torch.histc(values.float(), *bins),  # of integers, which a CPU does not count
+    "histc": lambda values, *bins: torch.histc(values.float(), *bins),  # the CPU has no histc of integers
 }
 
 
@@ -629,7 +629,7 @@ def _gumbel(noise, size, first=0):
 
 
 def launched(kernel):
-    """The stand-in of a kernel, which is one launch whatever it does here."""
+    """Wrap the replacement of a kernel so that it counts as one launch."""
 
     @functools.wraps(kernel)
     def launch(*args, **options):
@@ -686,7 +686,7 @@ CUDA = {
 
 @functools.cache
 def register_guard() -> None:
-    """Tell torch that there are devices of that name. The library is built once for a torch and a compiler's source."""
+    """Register a device guard for "cuda" in torch; its library is built once per source and torch version."""
     root = Path(torch.__file__).parent
     source = Path(__file__).with_name("device_guard.cpp")
     digest = hashlib.sha256(source.read_bytes() + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
@@ -697,13 +697,13 @@ def register_guard() -> None:
             built = f"{folder}/device_guard.so"
             paths = [f"-I{root}/include", f"-L{root}/lib", "-lc10"]
             subprocess.run(["g++", "-std=c++20", "-shared", "-fPIC", source, "-o", built, *paths], check=True)
-            os.replace(built, library)  # whole, though other processes build it, too
+            os.replace(built, library)  # atomic, since other processes may build it, too
     torch.ops.load_library(str(library))
 
 
 @contextlib.contextmanager
 def simulated_gpu() -> Iterator[Gpu]:
-    """While this is entered there is a GPU, for all threads of this process."""
+    """Simulate a GPU inside this context, for all threads of this process."""
     register_guard()
     gpu = Gpu.now = Gpu()
     run = threading.Thread.run
@@ -714,14 +714,14 @@ def simulated_gpu() -> Iterator[Gpu]:
 
     dispatch.why_no_kernels.cache_clear()
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a parameter cannot become one of ours
+    torch.__future__.set_overwrite_module_params_on_conversion(True)  # a Parameter cannot become a Tensor in place
     try:
         with pytest.MonkeyPatch.context() as patch:
             for name, stand_in in CUDA.items():
                 patch.setattr(torch.cuda, name, stand_in)
             patch.setattr(torch, "Generator", Generator)
             patch.setattr(dispatch, "triton_gpu", lambda: KERNELS)
-            # A parameter on the GPU is of a class of its own, like those that the package leaves alone.
+            # Parameters on the simulated GPU have another class, which the package would not fuse.
             patch.setattr(fusing, "is_plain", lambda each: type(each) is nn.Linear and not fusing.is_hooked(each))
             patch.setattr(fusing, "_is_norm", lambda each: fusing._runs_code_of(each, LlamaRMSNorm))
             patch.setattr(threading.Thread, "run", run_with_gpu)

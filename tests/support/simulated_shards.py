@@ -1,4 +1,4 @@
-"""Shards of a replica on simulated GPUs: each process has one, and sums are operations of it, as NCCL's are."""
+"""Shards of a replica, each process on a simulated GPU. As with NCCL, all-reduces run on the device."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lp_runtime.replica import loading
 from support.simulated_gpu import Gpu, simulated_gpu
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-SIZES = (1, 8, 32)  # of captured passes: each takes a while here
-_host: list[Reducer] = []  # of this process: sums what is in truth in the host's memory
+SIZES = (1, 8, 32)  # of captured passes; each capture takes a while
+_host: list[Reducer] = []  # reduces simulated tensors, whose memory is on the host
 
 
 @torch.library.custom_op("lp_stand_ins::all_reduce", mutates_args=())
@@ -31,7 +31,7 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 class DeviceReducer(Reducer):
-    """Sums on the device: an operation like any other, which a graph may contain."""
+    """Reduces on the device, with operations that a graph can capture."""
 
     can_capture = True
 
@@ -43,7 +43,7 @@ class DeviceReducer(Reducer):
 
 
 def link_on_devices(place: ShardPlace, device: torch.device, timeout: float) -> ShardLink:
-    """A link whose sums are of the device's tensors."""
+    """Return a link that reduces tensors of the device."""
     link = ShardLink(place, CPU, timeout)
     _host.append(link.reducer)
     link.reducer = DeviceReducer()
@@ -52,7 +52,7 @@ def link_on_devices(place: ShardPlace, device: torch.device, timeout: float) -> 
 
 @contextmanager
 def gpu_of_a_shard() -> Iterator[Gpu]:
-    """While this is entered the process is a shard that has a GPU of its own."""
+    """Make this process a shard with a simulated GPU, inside this context."""
     load, slices = loading.load_model, loading.slice_model
 
     def load_on_host(model, device, *others):

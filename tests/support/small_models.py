@@ -1,6 +1,7 @@
-"""Small random models of many families, for tests and measurements: the library's own classes, a few thousand weights.
+"""Small random models of many families, for tests and measurements.
 
-Attention windows are smaller than the sequences that are decoded, so that every kind of layer matters.
+They are of transformers' classes and have a few thousand weights. Attention windows are smaller than the sequences that
+are decoded, so that every kind of layer matters.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-ROPE_THRESHOLD = 32  # tokens of a text beyond which the rotary factors of these change
+ROPE_THRESHOLD = 32  # text length beyond which the rotary factors of DYNAMIC and LONG change
 DYNAMIC = {
     "max_position_embeddings": ROPE_THRESHOLD,
     "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
@@ -41,7 +42,7 @@ LONG = {
 SLIDING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
-# By a name of ours: the library's name, and settings beside SHAPE.
+# By our name: transformers' name, and settings in addition to SHAPE.
 FAMILIES: dict[str, tuple[str, dict]] = {
     "llama": ("Llama", {}),
     "mistral": ("Mistral", {"sliding_window": 8}),
@@ -95,7 +96,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
         },
     ),
 }
-# What must be refused, and a part of the reason that is given.
+# Models that must be refused, and a part of the reason that the error names.
 REFUSED: dict[str, tuple[str, dict, str]] = {
     "bloom": ("Bloom", {}, "ALiBi"),
     "falcon_alibi": ("Falcon", {"alibi": True}, "ALiBi"),
@@ -123,7 +124,7 @@ def random_model(name: str = "Llama", seed: int = 0, attention: str | None = Non
         name: of the architecture, as in LlamaConfig.
         seed: of the weights.
         attention: the model's attn_implementation; None for the library's choice.
-        settings: of the model's configuration, beside SHAPE.
+        settings: of the model's configuration, in addition to SHAPE.
     """
     config_class = getattr(transformers, f"{name}TextConfig", None) or getattr(transformers, f"{name}Config")
     config = config_class(**(SHAPE | settings))

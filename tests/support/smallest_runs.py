@@ -1,7 +1,7 @@
-"""The smallest run of every study of benchmarks/: arguments with which it takes about a second on a tiny model.
+"""Arguments with which each study of benchmarks/ takes about a second on a tiny model.
 
-FILE is a JSON-lines file of one prompt with all fields that the docs name, CHECKOUT a folder like a checkout of
-transformers. A command of docs/ whose study is here is checked by its arguments, and run with these.
+FILE is a JSON-lines file with one prompt, which has all fields that the docs name. CHECKOUT is a folder like a checkout
+of transformers. A test checks the arguments of a command in docs/, and runs its study with these arguments instead.
 """
 
 from __future__ import annotations
@@ -59,5 +59,5 @@ STUDIES = {
         "where_lp_pays": f"{PROMPTS} --prefixes 16 --degrees 1 2 --processes",
     },
 }
-# Exit statuses of smallest runs that are not 0: so few samples do not tell a wrong sampler from a right one.
+# Smallest runs whose exit status is not 0: few samples cannot tell a wrong sampler from a right one.
 STATUS = {("correctness.py", "distribution"): 1, ("correctness.py", "identity"): 1}

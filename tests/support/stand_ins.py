@@ -1,7 +1,7 @@
-"""Stand-ins of Triton's attention kernels, by torch's operations on the same table of addresses.
+"""Replacements of Triton's attention kernels: torch operations on the same table of addresses.
 
-Each is an operator of torch's own, so that a simulated GPU records it in a graph as one call, which then reads what the
-table says when the graph is replayed. The kernels themselves are held to float64 in tests/kernels.
+Each is a torch operator, so that a simulated GPU records it in a graph as one call, which reads the table at replay.
+The kernels themselves are compared with float64 in tests/kernels.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ HEADER = 4
 
 
 def memory_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """What lies at an address."""
+    """Return the tensor at an address."""
     count = torch.Size(shape).numel()
     buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
     return torch.frombuffer(buffer, dtype=dtype, count=count).view(shape)
 
 
 def sequences(table: Tensor, layer: int, heads: int, size: int, dtype: torch.dtype) -> Iterator[tuple]:
-    """(first, T, L, keys, values) of each sequence, [heads, capacity, size]."""
+    """Yield (first, T, L, keys, values) of each sequence; keys and values are [heads, capacity, size]."""
     for row in table[:-1].tolist():
         first, count, length, capacity = row[:HEADER]
         if count:
@@ -50,7 +50,7 @@ def write(key: Tensor, value: Tensor, owners: Tensor, table: Tensor, layer: int)
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Without what fused_blocks.py keeps of a pass: replays are given the same tensors with other contents."""
+    """Rotate states without the cache of fused_blocks.py, since replays reuse tensors with new contents."""
     first, second = states.chunk(2, -1)
     return states * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
 
@@ -66,7 +66,7 @@ def rotate_and_write(
 
 
 def visible(lowest: Tensor, positions: Tensor, words: Tensor, first: int, count: int, length: int) -> Tensor:
-    """[T, L + T] bool: what each token of a sequence may see."""
+    """Return [T, L + T] bool: the keys that each token of a sequence may see."""
     own, places = slice(first, first + count), torch.arange(count)
     is_ancestor = (words[own][:, places // 64] >> (places % 64)) & 1 != 0
     at = torch.cat([torch.arange(length), positions[own]])
@@ -91,7 +91,7 @@ def attend(
 
 
 def softmax(scores: Tensor, sinks: Tensor | None) -> Tensor:
-    """Of [heads, T, S] with a sink of each head, whose weight is left out."""
+    """Return the softmax of [heads, T, S] scores; each head may have a sink, whose weight is left out."""
     if sinks is None:
         return scores.softmax(-1)
     return torch.cat([scores, sinks.float()[:, None, None].expand(*scores.shape[:2], 1)], 2).softmax(-1)[..., :-1]
@@ -102,7 +102,7 @@ def attend_strictly(
     query: Tensor, num_heads: int, lowest: Tensor, positions: Tensor, paths: Tensor, owners: Tensor, table: Tensor,
     layer: int, scale: float, sinks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    """Token by token: what is computed of one has the same shapes whatever else is fed."""
+    """Attend token by token, so that the shapes do not depend on what else is fed."""
     assert query.stride(3) == 1 and all(each.is_contiguous() for each in (paths, table, lowest, owners))
     _, num_queries, num_tokens, size = query.shape
     output = torch.zeros(1, num_tokens, num_queries, size, dtype=query.dtype)
@@ -135,7 +135,7 @@ def gate(gate_up: Tensor) -> Tensor:
 
 
 def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
-    """[n, width], as sampling/sampler.py packs the arg max of noisy scores and the likeliest tokens of the scores."""
+    """Return [n, width] arg max of noisy scores and top-k of scores, packed as in sampling/sampler.py."""
     ids, gaps = sampler.top_k(scores, packing.num or 1)
     words = torch.nn.functional.pad((ids << 8) | gaps, (0, packing.num % 2), value=NO_TOKEN << 8)
     found = torch.zeros((len(scores), packing.width), dtype=torch.int64, device=scores.device)
@@ -152,7 +152,7 @@ def sample_greedily(logits: Tensor, packing: Packing) -> Tensor:
 
 @torch.library.custom_op("lp_stand_ins::found_in_slice", mutates_args=())
 def found_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tensor:
-    """[n, 1 + K] the arg max of a slice's noisy scores, and its likeliest: scores and ids, half an integer each."""
+    """Return [n, 1 + K] arg max and top-k of a slice: a score and an id, half an integer each."""
     best_ids, best = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
     packing_of.find_top_k(np.ascontiguousarray(scores.numpy()), num, best_ids, best)
     ids = torch.cat([noisy.argmax(-1, keepdim=True), torch.from_numpy(best_ids)], 1)
@@ -162,7 +162,7 @@ def found_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tenso
 
 @torch.library.custom_op("lp_stand_ins::packed_of_slices", mutates_args=())
 def packed_of_slices(found: Tensor, num: int, width: int) -> Tensor:
-    """[n, width] from what was found in slices, [P, n, 1 + K]."""
+    """Return [n, width] packed results from those of slices, [P, n, 1 + K]."""
     words = found.transpose(0, 1)  # [n, P, 1 + K]
     ids, values = (words & 0xFFFFFFFF).numpy(), (words >> 32).int().view(torch.float32).numpy()
     packed = np.zeros((len(words), width), np.int64)

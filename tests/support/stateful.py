@@ -1,4 +1,4 @@
-"""Users' logits processors that keep a state between calls, as `generate` allows them to."""
+"""Users' logits processors that keep a state between calls, which `generate` allows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class EveryThird(LogitsProcessor):
-    """Counts its calls; at every third the likeliest token is out."""
+    """Counts its calls; every third call forbids the likeliest token."""
 
     def __init__(self):
         self.num_calls = 0
@@ -24,7 +24,7 @@ class EveryThird(LogitsProcessor):
 
 
 class GrewByOne(LogitsProcessor):
-    """Raises a token at every fourth call; a text that has not grown by one token since the last is nonsense to it."""
+    """Boosts a token at every fourth call; zeroes the scores if the text has not grown by one token."""
 
     def __init__(self):
         self.length, self.steps = None, 0
@@ -40,7 +40,7 @@ class GrewByOne(LogitsProcessor):
 
 
 class Budget(LogitsProcessor):
-    """A thinking budget: so many tokens, then a chain of tokens is forced, then the count begins anew."""
+    """A thinking budget: after `budget` free tokens it forces a chain of tokens, then counts again."""
 
     def __init__(self, budget: int, forced: tuple[int, ...]):
         self.budget, self.forced = budget, forced
@@ -71,7 +71,7 @@ class MovingAverage(LogitsProcessor):
 
 
 def counting_closure() -> Processor:
-    """A function with a counter in its closure: every other call lowers the likeliest token."""
+    """Return a function with a counter in its closure: every other call lowers the likeliest token."""
     num_calls = 0
 
     def process(input_ids, scores):

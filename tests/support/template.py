@@ -1,7 +1,7 @@
-"""Imported by the process that replicas of the tests are forked from: all that a replica imports, and its kernels.
+"""Imports of the process that tests fork replicas from: what a replica imports, and compiled kernels.
 
-A first replica has decoded in it, so that forked ones find what torch and transformers make at first use, which takes
-seconds: kernels of oneDNN, and the mapping of checkpoints.
+A first replica decodes in this process. Forked replicas inherit what torch and transformers set up at first use, which
+takes seconds: kernels of oneDNN, and the mapping of checkpoints.
 """
 
 from support import interpreted  # noqa: F401
@@ -40,7 +40,7 @@ compile_masks()
 compile_exchange()
 compile_partition()
 
-torch.set_num_threads(1)  # threads of this process would not be there in a forked one
+torch.set_num_threads(1)  # a forked process does not inherit threads
 settings = LookaheadConfig(W=5, N=4, G=5, prior="none")
 config = RuntimeConfig(device="cpu", dtype="float32", cache_dir=None, lookahead=settings)
 with start_replica(config, ReplicaContext(owns_process=False)) as replica:

@@ -22,13 +22,13 @@ from support.token_sequences import cut
 
 Check = Callable[[PreTrainedTokenizerBase, Sequence[int], Sequence[int], int], str | None]
 
-# Kinds in which a token's text depends on its neighbours: by suffixes of words, repetitions, spaces before punctuation,
+# Kinds in which a token's text depends on its neighbors: by suffixes of words, repetitions, spaces before punctuation,
 # or by what the decoder does with characters that byte tokens spell.
 NOT_TOKEN_BY_TOKEN = {"clip", "fused_replace", "unigram_cleaned", "wordpiece_cleaned", "openai_gpt", "ctc", "ctrl"}
 NOT_TOKEN_BY_TOKEN |= {"bpe_cleaned", "bytes_unfused", "strip_right"}
-# Kinds whose StopStringCriteria is right. In the others it takes each piece by itself, as it is after "abcdef", and
-# misses what neighbours change (NOT_TOKEN_BY_TOKEN), the first piece's ## (wordpiece), or bytes (bytes_unfused, byt5).
-# It cannot be made at all without a decoder: "substring not found".
+# Kinds for which StopStringCriteria is right. For the others it decodes each piece alone, after "abcdef". It misses
+# changes by neighbors (NOT_TOKEN_BY_TOKEN), the first piece's ## (wordpiece), or bytes (bytes_unfused, byt5).
+# Without a decoder it cannot be created at all: "substring not found".
 CRITERIA_KINDS = {"byte_level", "byte_level_added", "llama3", "tiktoken", "demo_model"}
 CRITERIA_KINDS |= {"llama2", "llama2_added", "llama_class", "gemma", "strip_right"}
 CRITERIA_KINDS |= {"metaspace_always", "metaspace_first", "metaspace_never", "t5"}
@@ -37,7 +37,7 @@ CRITERIA_KINDS |= {"metaspace_always", "metaspace_first", "metaspace_never", "t5
 def text_of(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], skip_special_tokens: bool = True
 ) -> str:
-    """Return what `new` adds to the text of `prompt`: what follows their common beginning in transformers' decode."""
+    """Return the text that `new` adds: decode(prompt + new) after its common prefix with decode(prompt)."""
     whole = tokenizer.decode([*prompt, *new], skip_special_tokens=skip_special_tokens)
     before = tokenizer.decode(list(prompt), skip_special_tokens=skip_special_tokens)
     return whole[len(os.path.commonprefix([whole, before])) :]
@@ -60,7 +60,7 @@ def deltas_fault(
 def token_texts_fault(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int
 ) -> str | None:
-    """Check that texts of tokens join to the text, do not depend on the steps, and are final once they are there."""
+    """Check that texts of tokens join to the text, do not depend on the steps, and never change."""
     rng = random.Random(seed)
     skips, steps = rng.random() < 0.7, cut(new, rng)
     detokenizer = Detokenizer(tokenizer, prompt, skips, splits_tokens=True)
@@ -106,7 +106,7 @@ def stop_strings_fault(
 def criteria_fault(
     tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int
 ) -> str | None:
-    """Check new tokens without a prompt against transformers' StopStringCriteria, where both mean the same text.
+    """Check new tokens without a prompt against StopStringCriteria, if both mean the same text.
 
     StopStringCriteria errs in three ways. It does not know that decode shows incomplete characters as U+FFFD. It takes
     byte tokens for characters even if their run has an invalid byte, for which decode shows U+FFFD throughout. It takes
@@ -125,7 +125,7 @@ def criteria_fault(
 
 
 def bytes_fault(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int) -> str | None:
-    """Check that bytes of tokens join to the text after a word, if it is whole characters."""
+    """Check that bytes of tokens join to the text after a word, if the text is whole characters."""
     word = tokenizer.encode("the", add_special_tokens=False)
     expected = text_of(tokenizer, word, new, False)
     if REPLACEMENT in expected:
@@ -168,7 +168,7 @@ def fault_of(
 def smallest_fault(
     check: Check, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int
 ) -> str:
-    """Return a fault and its input, after leaving out tokens without which it remains."""
+    """Return a fault and its input, without tokens that the fault does not need."""
     tokens, num_prompt = [*prompt, *new], len(prompt)
     size = len(tokens)
     while size := size // 2:

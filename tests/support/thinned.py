@@ -1,4 +1,4 @@
-"""Parameters of tests of which a part runs always, and the rest with the slow ones."""
+"""Test parameters: some always run, the others only with the slow tests."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from _pytest.mark import ParameterSet
 
 
 def thinned(one_in: int, *axes: Iterable[object]) -> list[object]:
-    """Return all combinations as parameters; one in so many is not marked as slow.
+    """Return all combinations as parameters; one in `one_in` is not marked as slow.
 
-    Which ones moves on with each place along every axis: of several axes, those that run have all values.
+    A combination always runs if the sum of its indices is a multiple of `one_in`. With several axes, the combinations
+    that always run have all values.
 
     Args:
-        one_in: how many combinations make one that runs always.
         axes: values of each parameter, or pytest.param of one value.
     """
     parameters = []

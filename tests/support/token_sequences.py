@@ -55,7 +55,7 @@ class RandomTokens:
         self._styles += [self._byte_text, self._byte_text, self._any_bytes] if self._bytes else []
 
     def tokens(self) -> list[int]:
-        """Return parts of different styles: some fifty tokens at most, rarely some hundred."""
+        """Return parts of different styles: at most about 60 tokens, rarely a few hundred."""
         lengths = [
             LONG if self._rng.random() < 0.02 else self._rng.choice(LENGTHS) for _ in range(self._rng.randint(1, 4))
         ]
@@ -101,7 +101,7 @@ class RandomTokens:
         return tokens
 
     def _byte_text(self, length: int) -> list[int]:
-        """Return tokens of single bytes: characters, the last of which may be incomplete."""
+        """Return tokens of single bytes that spell characters; the last one may be incomplete."""
         text = "".join(self._rng.choices(CHARACTERS, k=length)).encode()
         return [self._bytes[byte] for byte in text[: self._rng.choice([length, len(text)])]]
 

@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that transformers loads: by name, built here, without a hub.
+"""Small tokenizers of every kind that transformers loads, by name; built here, without the hub.
 
 Each has pieces that are awkward for an incremental detokenizer: parts of characters, spaces at either end, added tokens
 with non-ASCII content. Vocabularies are small, so that random token ids are often awkward, too.
@@ -139,7 +139,7 @@ def tiktoken() -> PreTrainedTokenizerBase:
 
     class Converter(TikTokenConverter):
         @staticmethod
-        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:  # as the package tiktoken, which is not required
+        def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:  # as in tiktoken, which is not required
             lines = Path(tiktoken_url).read_bytes().splitlines()
             return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in lines)}
 
@@ -163,7 +163,7 @@ def clip() -> PreTrainedTokenizerBase:
 
 @cache
 def _text_pieces() -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
-    """Return (pieces, merges) of a vocabulary of Latin, Greek and Cyrillic; most other characters are missing."""
+    """Return (pieces, merges) of a vocabulary of Latin, Greek, Cyrillic and very few other characters."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.pre_tokenizer = pre_tokenizers.Split("▁", behavior="merged_with_next")
@@ -224,13 +224,13 @@ def bytes_unfused() -> PreTrainedTokenizerBase:
 
 
 def strip_right() -> PreTrainedTokenizerBase:
-    """Decoding strips a space at the end of each piece; of an empty text, `tokenizers` 0.23 cannot strip any."""
+    """A decoder that strips a space at the end of pieces; `tokenizers` 0.23 cannot strip an empty text."""
     decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Strip(" ", 0, 1)]
     return _byte_fallback(decoder, [normalizers.Replace(" ", "▁")])
 
 
 def fused_replace() -> PreTrainedTokenizerBase:
-    """Decoding replaces text across tokens."""
+    """A decoder that replaces text across tokens."""
     decoder = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Replace(" ,", ","), decoders.Replace("st", "ſt")]
     return _byte_fallback(decoder, [normalizers.Replace(" ", "▁")])
 
@@ -254,17 +254,17 @@ def bpe_cleaned() -> PreTrainedTokenizerBase:
 
 
 def metaspace_always() -> PreTrainedTokenizerBase:
-    """Each ▁ of the first piece is dropped."""
+    """Metaspace that drops each ▁ of the first piece."""
     return _metaspace("always")
 
 
 def metaspace_first() -> PreTrainedTokenizerBase:
-    """Each ▁ of the first piece is dropped."""
+    """Metaspace that drops each ▁ of the first piece."""
     return _metaspace("first")
 
 
 def metaspace_never() -> PreTrainedTokenizerBase:
-    """Each ▁ becomes a space."""
+    """Metaspace that turns each ▁ into a space."""
     return _metaspace("never")
 
 
@@ -307,7 +307,7 @@ def wordpiece(**options) -> PreTrainedTokenizerBase:
 
 
 def wordpiece_cleaned() -> PreTrainedTokenizerBase:
-    """BERT's class with added tokens; transformers removes spaces before punctuation in the whole text, too."""
+    """BERT's class with added tokens; transformers removes spaces before punctuation across pieces, too."""
     return _with_added(wordpiece(clean_up_tokenization_spaces=True))
 
 
@@ -324,7 +324,7 @@ def openai_gpt() -> PreTrainedTokenizerBase:
 
 
 def no_decoder() -> PreTrainedTokenizerBase:
-    """Without a decoder, which joins pieces with spaces."""
+    """A tokenizer without a decoder, so that spaces join its pieces."""
     tokenizer = Tokenizer(models.WordLevel(_numbered(["<unk>", "<eos>", *_words(), "a ", " b", "é"]), "<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
@@ -332,7 +332,7 @@ def no_decoder() -> PreTrainedTokenizerBase:
 
 
 def ctc() -> PreTrainedTokenizerBase:
-    """A decoder that shows a piece that repeats only once."""
+    """A decoder that shows a repeated piece only once."""
     letters = sorted({character for character in CORPUS.lower() if character.isascii() and character.isprintable()})
     tokenizer = Tokenizer(models.WordLevel(_numbered(["<pad>", "<unk>", "|", *letters, "ab", "é"]), "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", behavior="isolated")
@@ -360,7 +360,8 @@ def ctrl() -> PreTrainedTokenizerBase:
         return transformers.CTRLTokenizer(str(vocabulary), str(merges))
 
 
-# Of trained models. REAL_MODELS lists their folders, separated as in PATH; the default is scripts/get_real_model.sh's.
+# Tokenizers of trained models. REAL_MODELS lists their folders, separated as in PATH. The default is the folder of
+# scripts/get_real_model.sh.
 FOLDERS = [Path(each) for each in os.environ.get("REAL_MODELS", "/tmp/lp_models/real").split(os.pathsep)]
 TRAINED = {"demo_model": DEMO_MODEL} | {
     f"real_{folder.name}": folder for folder in FOLDERS if (folder / "tokenizer.json").exists()

@@ -1,4 +1,4 @@
-"""Answers with tool calls, recorded, random and constrained, and what a parser makes of them.
+"""Answers with tool calls (recorded, random and constrained), and how a parser reads them.
 
 PYTHONPATH=.:tests python -m support.tool_answers 2000    checks 2,000 random answers of each format, and prints a table
 """
@@ -44,7 +44,7 @@ def tools_of(calls: Sequence[tuple[str, Mapping[str, Any]]]) -> list[Tool]:
 
 
 def parts_of(parser: Any, texts: Sequence[str]) -> tuple[str, str, list[tuple[str, Any]]]:
-    """Return reasoning, text and calls of an answer that comes as some texts."""
+    """Return reasoning, text and calls of an answer that arrives in several texts."""
     pieces = [piece for text in texts for piece in parser.add(text)] + parser.finish()
     texts_of = {kind: "".join(each.text for each in pieces if each.kind == kind) for kind in ("reasoning", "content")}
     names = {each.call: each.name for each in pieces if each.name is not None}
@@ -104,7 +104,7 @@ def random_object(rng: random.Random, depth: int) -> tuple[dict[str, Any], dict[
     return values, {"type": "object", "properties": {key: schema for key, (_, schema) in members.items()}}
 
 
-# Texts that end an argument in a format that knows no escapes.
+# Texts that end an argument in a format without escapes.
 ENDS = {
     **{name: "</parameter>" for name in ("qwen3_coder", "seed_oss", "minimax_m2")},
     "glm": "</arg_value>",
@@ -133,7 +133,7 @@ def random_answer(name: str, form: ChatFormat, rng: random.Random) -> tuple[str,
 
 
 def wrong_random_answers(name: str, num: int, seed: int) -> list[str]:
-    """Return those of some random answers that are not read back: whole, cut at random, and cut everywhere."""
+    """Return random answers that are read back wrong, whether whole, cut at random, or cut everywhere."""
     rng, wrong, form = random.Random(f"{name} {seed}"), [], ChatFormat(SAMPLES[name].template.text)
     for _ in range(num):
         text, (thought, content, calls), tools = random_answer(name, form, rng)
@@ -146,7 +146,7 @@ def wrong_random_answers(name: str, num: int, seed: int) -> list[str]:
                 read = parts_of(form.parser(tools, ""), texts)
             except ValueError as error:
                 read = (thought, content, error)
-            # The template's text after the calls is text, too.
+            # The template's text after the calls counts as text, too.
             if (read[0], read[2]) != (thought, calls) or not read[1].startswith(content.strip()):
                 wrong.append(f"{text!r}: {read}, not {(thought, content, calls)}")
     return wrong
@@ -205,12 +205,12 @@ def cut_answers(name: str) -> list[list[str]]:
 
 
 def read_recorded(name: str, form: ChatFormat, texts: Sequence[str]) -> Any:
-    """Return the parts of a format's recorded answer that comes as some texts."""
+    """Return the parts of a format's recorded answer that arrives in several texts."""
     return parts_of(form.parser(tools_of(SAMPLES[name].parts[2]), SAMPLES[name].prompt_end), texts)
 
 
 def main(num: int) -> None:
-    """Print how many answers of each format are read wrong, of how many."""
+    """Print how many answers of each format are read wrong, and their total."""
     print("| format | recorded, cut anywhere | of the history, at random | constrained |\n| --- | --- | --- | --- |")
     for name in SAMPLES:
         form, cut = ChatFormat(SAMPLES[name].template.text), cut_answers(name)

@@ -1,6 +1,6 @@
-"""Tool formats for tests: the part of a chat template that writes calls, and a recorded answer, of each.
+"""Tool formats for tests: for each, a chat template that writes calls, and a recorded answer.
 
-The answers are those of the formats' documentation; the templates are written after it.
+The answers are from the formats' documentation, and the templates follow it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Template(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A format in use.
+    """A tool format, with a recorded answer.
 
     Attributes:
-        template: chat template whose model writes it.
+        template: chat template of a model that uses the format.
         answer: an answer of the model.
-        parts: what the answer consists of: reasoning, text, and (name, arguments) of its calls.
-        prompt_end: end of the prompt that it answers.
+        parts: the answer's reasoning, text, and (name, arguments) of its calls.
+        prompt_end: end of the prompt.
     """
 
     template: Template
@@ -53,20 +53,20 @@ def template(begin: str, calls: str, end: str, more: str = "", prompt_end: str |
 
 
 def each(call: str, separator: str = "", before: str = "", after: str = "") -> str:
-    """Return the template of a message's calls, from that of a call, with its function as `f`."""
+    """Return the template of a message's calls, given that of one call with its function as `f`."""
     call = "{% for c in m.tool_calls %}{% set f = c.function %}" + call
     separator = "{{ '' if loop.last else " + json.dumps(separator) + " }}{% endfor %}"
     return "{% if m.tool_calls %}" + before + call + separator + after + "{% endif %}"
 
 
 def keyed(argument: str) -> str:
-    """Return the template of a call's arguments, from that of one, with `k`, `v` and `text` of its value."""
+    """Return the template of a call's arguments, given that of one: `k`, `v`, and the value as `text`."""
     begin = "{% for k, v in f.arguments.items() %}{% set text = v if v is string else v | tojson %}"
     return begin + argument + "{% endfor %}"
 
 
 def gemma(quote: str) -> str:
-    """Return a macro that writes a literal of Gemma's."""
+    """Return a macro that writes a literal in Gemma's syntax."""
     comma = "{{ '' if loop.first else ',' }}"
     return (
         "{% macro literal(v) %}{% if v is string %}" + quote + "{{ v }}" + quote + "{% elif v is mapping %}{{ '{' }}"

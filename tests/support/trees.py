@@ -30,7 +30,7 @@ ARCHITECTURES = {
 
 @torch.inference_mode()
 def plain_logits(model, tokens: list[int]) -> torch.Tensor:
-    """[V] logits after the last of the tokens, without a cache."""
+    """Return [V] logits after the last token, without a cache."""
     return model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1]
 
 
@@ -56,6 +56,6 @@ def random_tree(rng: random.Random, num_pending: int) -> TokenTree:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # random models have logits of about 0.1, so that an absolute tolerance would hide much
+    # random models have logits of about 0.1, so an absolute tolerance would hide errors
     scale = expected.std()
     torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What older versions of transformers, which pyproject.toml allows, do not have yet."""
+"""Marks for features that older allowed versions of transformers (pyproject.toml) do not have yet."""
 
 import pytest
 import transformers
@@ -7,7 +7,7 @@ VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def needs_transformers(minor: int, what: str) -> pytest.MarkDecorator:
-    """Return a mark that skips a test before transformers 5.`minor`, which is the first to do `what`."""
+    """Return a mark that skips a test before transformers 5.`minor`, the first version that does `what`."""
     return pytest.mark.skipif((5, minor) > VERSION, reason=f"transformers 5.{minor} is the first that {what}")
 
 

@@ -1,4 +1,4 @@
-"""A process whose PYTHONPATH has this folder has a simulated GPU from its start on, and so have those it starts:
+"""Give processes with this folder in PYTHONPATH, and their children, a simulated GPU from their start:
 
 PYTHONPATH=tests/support/simulated_site OMP_NUM_THREADS=1 python -m pytest tests/gpu
 """
