@@ -1,4 +1,4 @@
-"""What is measured of a model, and how it is kept."""
+"""Measurements of a model, and their files."""
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_steps_are_measured_in_nanoseconds(model):
 
 
 def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatch):
-    """A step of n tokens behind L tokens: 3 ns for each of the L, and 2 more for each token but the first."""
+    """After L tokens, a step of n tokens takes L (3 + 2 (n - 1)) ns longer than without them."""
 
     def step(meter: _StepMeter, size: int) -> int:
         return 100 + 100 * size + meter._slot.cache.length * (3 + 2 * (size - 1))
@@ -55,7 +55,10 @@ def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatc
 
 
 def test_sizes_that_there_is_no_time_for_get_estimates(model, monkeypatch):
-    """On the line through the first and the last timed size: a machine that is busy now may feed more later."""
+    """Estimates lie on the line through the first and the last timed size.
+
+    They are needed because a machine that is busy now may feed more tokens later.
+    """
     monkeypatch.setattr(step_meter, "MEASURE_SECONDS", -1.0)
     monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: 100 + 10 * size)
     steps = measure_steps(model)
@@ -136,19 +139,19 @@ def tune_on_ranks(group: Group, folder: str):
 
 
 def made_up(value: int) -> Answers:
-    """All candidates of all tokens are one token."""
+    """Return answers in which all candidates of all tokens are the same token."""
     pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
     packed = np.full((64, WIDTH), pair, dtype=np.int64)
     return Answers(packed, np.ones(64, np.bool_))
 
 
 def part_of(answers: Answers, first: int, last: int) -> Answers:
-    """Of some tokens alone."""
+    """Return answers that are known for some tokens only."""
     places = np.arange(64)
     return Answers(answers.packed, (places >= first) & (places < last))
 
 
-# What each of two replicas knows as they meet, by what comes of it.
+# The answers that each of two replicas has before they share them; the keys say which ones both have afterwards.
 KNOWN = {
     "the same": (made_up(3), made_up(3)),
     "rank 0's": (made_up(3), made_up(4)),

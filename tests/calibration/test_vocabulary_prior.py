@@ -1,4 +1,4 @@
-"""The vocabulary prior, asked for within a time limit: over several starts, by several replicas."""
+"""The vocabulary prior, computed within a time limit, over several starts and by several replicas."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import start_replica
 
-SIZE = 700  # of the vocabulary: several slices
+SIZE = 700  # tokens of the vocabulary: several slices
 FIXED = LookaheadConfig(5, 4, 5)
 
 
@@ -32,7 +32,7 @@ def folder(make_model_dir) -> Path:
 
 @pytest.fixture
 def one_slice(monkeypatch) -> None:
-    """Each start has time for one slice."""
+    """Give each start time for only one slice."""
     monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 0.0)
 
 
@@ -80,7 +80,10 @@ def test_a_device_without_memory_asks_about_less_and_then_no_more(folder, monkey
 
 
 def start_on_ranks(group: Group, folder: Path, cache_dir: Path) -> list[np.ndarray]:
-    """Return what a replica knows after two starts with time for one slice each, and after joining a new replica."""
+    """Return a replica's entries after a first start, a second start, and after a new replica joins.
+
+    Each start has time for one slice.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vocabulary_prior, "ASKING_SECONDS", 0.0)
         model, known, new = model_of(folder), Measured(), Measured()
@@ -101,7 +104,7 @@ def test_replicas_share_the_work_and_agree(folder, tmp_path):
 
 
 def test_a_replica_has_asked_when_it_is_ready(folder, tmp_path, one_slice):
-    model = ModelConfig(path=str(folder), packing="off")  # otherwise measured times decide, and name the files
+    model = ModelConfig(path=str(folder), packing="off")  # otherwise measured times would affect file names
     for num_starts in (1, 2):
         config = RuntimeConfig(
             model=model, device="cpu", dtype="float32", lookahead=FIXED, cache_dir=str(tmp_path / "cache")

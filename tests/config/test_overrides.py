@@ -1,4 +1,7 @@
-"""Command-line overrides: what an unknown key suggests. More of them are in tests/entrypoints/test_cli.py."""
+"""Command-line overrides: suggestions for unknown keys, and values of text settings.
+
+More overrides are tested in tests/entrypoints/test_cli.py.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ def test_renamed_settings_are_suggested(override, name):
     ),
 )
 def test_texts_stay_as_they_are_written(key, text):
-    """Hydra reads numbers, and some of them lose digits; a key of the API may look like one."""
+    """Hydra would read some texts as numbers and lose digits; an API key may look like a number."""
     config = load_config(ServeConfig, [f"{key}={text}"])
     found = {"api_key": config.api_key, "model.revision": config.model.revision}
     assert (found | {"launcher.interface": config.launcher.interface})[key] == text

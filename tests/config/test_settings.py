@@ -1,4 +1,4 @@
-"""Each settings class: its defaults, its ranges, and what it says of a value outside them."""
+"""Settings classes: their defaults, their ranges, and the errors for values out of range."""
 
 from __future__ import annotations
 

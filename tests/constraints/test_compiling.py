@@ -1,4 +1,4 @@
-"""What is refused, where, and within which time."""
+"""Compilation of constraints: refusals with the place of the error, and limits on waiting."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def compiler() -> Iterator[ConstraintCompiler]:
 
 
 def process() -> psutil.Process:
-    """Return the process of the only compiler there is."""
+    """Return the process of the only compiler that runs."""
     (pid,) = living_processes(COMPILER)
     return psutil.Process(pid)
 
@@ -92,12 +92,12 @@ def test_the_process_survives_what_takes_too_long(compiler):
     first = compiler.compile(ConstraintConfig(regex="ab"))
     assert compiler.compile(ConstraintConfig(regex="ab")) is first
     child = process()
-    os.kill(child.pid, signal.SIGSTOP)  # as one that compiles for long
+    os.kill(child.pid, signal.SIGSTOP)  # simulates a long compilation
     compiler.seconds = 0.1
     with pytest.raises(ConstraintError, match="takes longer than 0.1 s"):
         compiler.compile(ConstraintConfig(regex="cd"))
     assert not child.is_running()
-    assert compiler.compile(ConstraintConfig(regex="ab")) is first  # kept
+    assert compiler.compile(ConstraintConfig(regex="ab")) is first  # still cached
 
 
 def regex_options(regex: str) -> RequestOptions:
@@ -105,7 +105,7 @@ def regex_options(regex: str) -> RequestOptions:
 
 
 def submitter(compiler: ConstraintCompiler) -> Submitter:
-    """Return what compiles the constraints of HTTP requests, and has nothing to decode them with."""
+    """Return a Submitter that compiles the constraints of HTTP requests but cannot decode them."""
     return Submitter(
         SimpleNamespace(
             config=None,
@@ -119,7 +119,10 @@ def submitter(compiler: ConstraintCompiler) -> Submitter:
 
 
 def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
-    """Above that number requests are refused at once; equal constraints count once, those that are kept not at all."""
+    """Requests above the limit are refused at once.
+
+    Equal constraints count once; constraints that are already compiled do not count.
+    """
     child, server = process(), submitter(compiler)
 
     async def ask() -> tuple[list[asyncio.Task], list[asyncio.Task]]:
@@ -132,7 +135,7 @@ def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
             assert not any(task.done() for task in [*tasks[:MAX_PENDING], *again])
             assert all(task.done() for task in tasks[MAX_PENDING:])
             async with asyncio.timeout(20):
-                await server.compile(regex_options("ab"))  # kept
+                await server.compile(regex_options("ab"))  # already compiled
             gone.cancel()
         finally:
             os.kill(child.pid, signal.SIGCONT)
@@ -150,7 +153,7 @@ def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
 
 
 def test_the_wait_for_others_begins_with_the_request(compiler, monkeypatch):
-    """All that wait are refused once WAIT_SECONDS are over, however few threads asyncio has on few processors."""
+    """All waiting requests are refused after WAIT_SECONDS, even if asyncio has a single thread."""
     monkeypatch.setattr(compile_process, "WAIT_SECONDS", 0.2)
     child, server = process(), submitter(compiler)
 
@@ -194,7 +197,7 @@ def test_a_closed_compiler_starts_no_process(started_compilers, compiler):
 
 
 def joining_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer that shows a token's last letter a as a space, except at the end of a text."""
+    """Return a tokenizer that decodes a token's last letter `a` as a space, except at the end of a text."""
     tokens = copy.deepcopy(tokenizer())
     tokens.backend_tokenizer.decoder = decoders.BPEDecoder("a")
     return tokens

@@ -1,4 +1,4 @@
-"""Constrained text equals masked decoding of one token a step, whatever is drafted and by how many replicas."""
+"""Constrained text equals masked decoding of one token per step, with any drafts and any LP degree."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
 
 
 def masked_on_rank(group: Group, drafter: str) -> list[tuple[list[int], int, int]]:
-    """Return (numbers of nodes that masks were asked of, nodes owned, nodes of the tree) of each step."""
+    """Return (numbers of nodes in each query for masks, nodes owned, nodes of the tree) for each step."""
     steps, asked, model = [], [], runner("Llama")
 
     def observe(nodes, step, rank, samples):
@@ -123,7 +123,7 @@ def masked_on_rank(group: Group, drafter: str) -> list[tuple[list[int], int, int
 
 @pytest.mark.parametrize("drafter", ["full", "paper"])
 def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
-    """Behind the pass; before it the drafter full fills those of the root and of what is forced behind it."""
+    """Masks are filled after the pass; drafter `full` fills the root's and forced tokens' masks before it."""
     both = run_ranks(masked_on_rank, 2, drafter)
     for ranks in zip(*both, strict=True):
         assert sum(num_owned for _, num_owned, _ in ranks) == ranks[0][2]
@@ -131,12 +131,12 @@ def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
             assert asked[-1] == num_owned
             assert len(asked) <= 2 if drafter == "full" else len(asked) == 1
     is_shared = any(min(num_owned for _, num_owned, _ in ranks) > 0 for ranks in zip(*both, strict=True))
-    assert is_shared or drafter == "paper"  # whose trees are a chain under so strict a constraint
+    assert is_shared or drafter == "paper"  # its trees are chains under such a strict constraint
 
 
 @pytest.mark.parametrize("seed", range(30, 34))
 def test_resuming_goes_on_behind_what_is_committed(seed):
-    """A new attempt behind any committed token goes on with the text, sampled or not, whatever drafts it."""
+    """A retry after any committed token continues the same text, greedy or sampled, with any drafter."""
     draw, model = random_draw(random.Random(seed)), runner("Llama")
     whole, rng = reference(model.model, draw), random.Random(seed)
     for done in {1, len(whole) - 1, rng.randrange(len(whole))} - {0}:
@@ -147,7 +147,7 @@ def test_resuming_goes_on_behind_what_is_committed(seed):
 
 
 def test_resuming_calls_ordered_processors_again():
-    """What they saw does not depend on the constraint's mask, which stands behind them."""
+    """Their input does not depend on the constraint's mask, which is applied after them."""
     model, request = runner("Llama"), record_request(processors=(LikesItsCalls(),))
     whole, _, _ = decode(model, request, Group.alone())
     assert len(whole) > 5
@@ -157,7 +157,7 @@ def test_resuming_calls_ordered_processors_again():
 
 
 def strict_runner() -> ModelRunner:
-    """Return a model in bfloat16, where ties are common, whose passes are cut into equal ones."""
+    """Return a runner with passes of equal size, and with a bfloat16 model, in which ties are common."""
     model = random_model("Llama", seed=1, initializer_range=0.3).to(torch.bfloat16)
     return ModelRunner(model, prefill_chunk=16, strict_tokens=16, own_attention=True)
 
@@ -177,7 +177,7 @@ def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float
 
 @pytest.mark.slow
 def test_strict_bits_on_several_replicas():
-    """With exactness=strict, in bfloat16, a text and its log-probabilities have the bits of one token a step."""
+    """In strict bfloat16, tokens and log-probabilities have the same bits as with one token per step."""
     seeds, model = [42, 43], strict_runner()
     expected = []
     for seed in seeds:
@@ -205,7 +205,7 @@ def test_requests_of_a_batch_keep_their_own_constraints():
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=3)])
 @pytest.mark.parametrize("grammar", ['"ab" ("é" | "cd" "é")', '([a-z] ", "){3} "é"'])
 def test_a_dead_end_for_want_of_a_token_is_called_one(drafter, sampling, grammar):
-    """The vocabulary has no token that begins as `é`, which no check of the grammar alone can know."""
+    """No token of the vocabulary can begin `é`, which a check of the grammar alone cannot know."""
     constraint = compile_for_test(ConstraintConfig(grammar=f"root ::= {grammar}"))
     lookahead = LookaheadConfig(W=5, N=4, G=5, drafter=drafter)
     request = record_request(constraint=constraint, sampling=sampling, lookahead=lookahead, logprobs=True)
@@ -214,9 +214,9 @@ def test_a_dead_end_for_want_of_a_token_is_called_one(drafter, sampling, grammar
 
 
 def test_drafts_may_come_to_a_dead_end():
-    """A text that never goes there is decoded as if nothing was wrong."""
+    """A text that never reaches the dead end is decoded normally."""
     guide = grammars().guide(compile_for_test(ConstraintConfig(grammar='root ::= "a" | "b" "é"')))
-    tokens, parents = np.array([1, 1]), np.array([-1, 0])  # b behind any root
+    tokens, parents = np.array([1, 1]), np.array([-1, 0])  # b after any root
     end, dead = guide.masks(tokens, parents, 0, [0, 1])
     assert end.any() and not dead.any()
     guide.advance([0, EOS])
@@ -225,7 +225,7 @@ def test_drafts_may_come_to_a_dead_end():
 
 
 class LikesItsCalls:
-    """An ordered processor: what it adds depends on how often it was called."""
+    """An ordered processor: the scores that it adds depend on the number of its calls."""
 
     def __init__(self):
         self.calls = 0

@@ -1,4 +1,4 @@
-"""Regular expressions, grammars and choices allow what their syntax says, for characters of all Unicode planes."""
+"""Regular expressions, grammars and choices follow their syntax for characters of all Unicode planes."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ def random_regex(rng: random.Random, depth: int = 3) -> str:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_random_regular_expressions_match_what_those_of_python_match(seed):
-    """Both a constraint and a pattern of JSON strings without escapes; in automata and in grammars."""
+    """Each is tested as a constraint and as a pattern of JSON strings, in automata and in grammars.
+
+    The JSON strings have no escapes.
+    """
     rng = random.Random(seed)
     regex, characters = random_regex(rng), ["a", "é", "^", "😀", '"']
     texts = ["".join(text) for length in range(4) for text in itertools.product(characters, repeat=length)]
@@ -75,7 +78,7 @@ def test_random_regular_expressions_match_what_those_of_python_match(seed):
     is_plain = [is_matched and '"' not in text for is_matched, text in zip(expected, texts, strict=True)]
     try:
         is_allowed = allows(ConstraintConfig(json_schema={"type": "string", "pattern": pattern}))
-    except ConstraintError:  # no text without an escape, or a beginning that only an escape can follow
+    except ConstraintError:  # all texts need an escape, or one must follow some beginning
         assert '"' in regex or "\\\\" in regex or not any(is_plain)
     else:
         assert [is_allowed(f'"{text}"') for text in texts] == is_plain

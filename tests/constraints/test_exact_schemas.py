@@ -1,4 +1,4 @@
-"""Texts under a JSON schema satisfy it, where xgrammar by itself allows more."""
+"""Texts under a JSON schema satisfy it, also for schemas where xgrammar by itself allows more."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ESCAPED = 'a\n\0"\\/\x1f\x7f\u2028\U0001f600é1'
 
 
 def is_valid(schema: dict, text: str) -> bool:
-    """Whether a text is JSON that satisfies a schema, by other means than xgrammar."""
+    """Return whether a text is JSON that satisfies a schema, according to jsonschema."""
     try:
         return jsonschema.Draft202012Validator(schema).is_valid(json.loads(text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Grammars in which a text can come to a dead end are refused, whatever wrote them; others are not."""
+"""Grammars in which a text can reach a dead end are refused, whatever their source; others are not."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_dead_end_is_refused_when_the_constraint_is_compiled(settings, reason)
 
 
 def can_end_from_everywhere(grammar: xgrammar.Grammar, max_length: int = 4) -> bool:
-    """Whether the matcher has an allowed byte, or the end, behind every text of up to so many bytes that it accepts."""
+    """Return whether each text of up to `max_length` bytes that the matcher accepts can continue or end."""
     info = xgrammar.TokenizerInfo([*BYTES, b"</s>"], xgrammar.VocabType.RAW, vocab_size=257, stop_token_ids=[256])
     compiled = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False).compile_grammar(grammar)
     mask, todo = xgrammar.allocate_token_bitmask(1, 257), [b""]

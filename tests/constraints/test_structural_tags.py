@@ -1,4 +1,4 @@
-"""JSON of any characters is exact in every path that takes a schema: formats, tools, structural tags, harmony."""
+"""JSON of any characters is exact wherever a schema is used: formats, tools, structural tags, harmony."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ RECORD = {
     "required": ["ße", "café1", "p", "ÿ0😀\n"],
 }
 JSON = '{"ße": false, "café1": "Grüße", "p": "éaéa", "ÿ0😀\\n": {"\u2028é":["ü\\u0000"]}}'
-OTHER = {"ße": "\u0dfe", "café1": "caf\u0e91", ": ": ":"}  # what xgrammar makes of printed names; other whitespace
+OTHER = {"ße": "\u0dfe", "café1": "caf\u0e91", ": ": ":"}  # printed names as xgrammar misreads them; other whitespace
 BEGIN, END = "<tç😀>", "</é1>"
 SCHEMA = {"type": "json_schema", "json_schema": RECORD}
 NULL = {"type": "json_schema", "json_schema": {"type": "null"}}
@@ -42,7 +42,7 @@ FREE = {"type": "tag", "begin": "<é>", "content": {"type": "any_text"}, "end": 
 
 @functools.cache
 def grammars() -> Grammars:
-    """Return what makes guides of texts in the demo model's vocabulary, which has all bytes."""
+    """Return a factory of guides for the demo model's vocabulary, which has all bytes."""
     tokenizer = load_tokenizer(ModelConfig(path=None))
     return Grammars(lambda: tokenizer, len(tokenizer), {tokenizer.eos_token_id})
 
@@ -53,7 +53,7 @@ def structural(part: dict, **options: str) -> ConstraintConfig:
 
 @pytest.mark.parametrize("name", thinned(2, PATHS))
 def test_random_texts_of_every_path_satisfy_the_schema(name):
-    """Random tokens of a byte-level vocabulary; jsonschema and Python's json judge."""
+    """Texts consist of random tokens of a byte-level vocabulary; jsonschema and json validate them."""
     for seed, schema in [(0, RECORD), *((seed, random_schema(random.Random(seed))) for seed in range(1, 3))]:
         path = PATHS[name](schema)
         vocabulary = grammars().vocabulary(path.constraint.kind == "structural_tag")

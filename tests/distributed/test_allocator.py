@@ -10,7 +10,7 @@ import pytest
 
 from lp_runtime.distributed.context import ALLOCATOR_VARIABLES, use_expandable_segments
 
-# What torch's allocator will use on a GPU, in a process that has imported torch before.
+# Prints the allocator settings that torch will use on a GPU, in a process that has already imported torch.
 READ = """
 import torch
 from lp_runtime.distributed.context import use_expandable_segments

@@ -1,4 +1,4 @@
-"""Which device replicas run on, and the line for a machine whose GPUs torch cannot use."""
+"""The device that replicas run on, and the message for a machine whose GPUs torch cannot use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Rele
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """A machine with NVIDIA devices that torch does not see; sets the driver, torch's CUDA and the control device."""
+    """Simulate a machine whose NVIDIA devices torch does not see.
+
+    Return a function that sets the driver, torch's CUDA version and the control device.
+    """
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(devices, "DRIVER_VERSION", tmp_path / "version")
     monkeypatch.setattr(devices, "DRIVER_CONTROL", tmp_path / "nvidiactl")
@@ -105,8 +108,8 @@ def test_two_replicas_on_what_each_takes_for_its_own_gpu():
         (15, None, 8, False, True),
         (16, "max 100000", 8, False, False),
         (16, "1550000 100000", 8, False, True),
-        (16, None, 8, True, False),  # booked by Ray, which leaves all cores to every process
-        (15, None, 8, True, False),  # pinned to cores of its own
+        (16, None, 8, True, False),  # assigned by Ray, which lets every process use all cores
+        (15, None, 8, True, False),  # pinned to its own cores
         (1, None, 1, True, True),
     ],
 )

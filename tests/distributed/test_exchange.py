@@ -1,4 +1,4 @@
-"""The exchange, among real processes, over every transport that a machine without GPUs has."""
+"""The exchange between real processes, over each transport that is available without GPUs."""
 
 import logging
 import os
@@ -44,7 +44,7 @@ def gather(exchange: Exchange, digest: int = 5, control: int = 0, offset: int = 
 
 
 def three_ranks(group: Group):
-    """Three steps on one exchange, broadcasts, then a step in which rank 1's state has diverged from the others'."""
+    """Run three steps on one exchange, a broadcast, and a step in which rank 1's state has diverged."""
     rank = group.rank
     exchange = Exchange(group, capacity=12)
     outcomes = [
@@ -89,7 +89,7 @@ def test_replicas_whose_digests_differ_all_say_so(three_results):
 
 
 def lose_rank_1(group: Group):
-    """Rank 1 is killed between two steps; afterwards the others try to broadcast, too."""
+    """Kill rank 1 between two steps; afterwards the other ranks also try to broadcast."""
     rank = group.rank
     exchange = Exchange(group, capacity=12)
     gather(exchange)
@@ -136,7 +136,7 @@ STEP_TIMEOUT = 1.0  # seconds
 
 
 def wait_for_a_request(group: Group):
-    """Rank 0 takes longer than a step may."""
+    """Broadcast a request from rank 0 after more than the step timeout."""
     if group.rank == 0:
         time.sleep(2 * STEP_TIMEOUT)
     return group.connected.broadcast(b"a request" if group.rank == 0 else None, is_patient=True)
@@ -171,7 +171,7 @@ def test_a_taken_port_is_an_error_in_one_line():
 
 def test_a_host_that_is_not_this_machine_is_an_error_in_one_line():
     with pytest.raises(LaunchError, match="192.0.2.1:0") as caught:
-        host_store("192.0.2.1", 0, 1.0)  # an address that documentation may use and no machine has
+        host_store("192.0.2.1", 0, 1.0)  # an address that is reserved for documentation
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -206,7 +206,7 @@ def test_torchruns_variables_become_the_context(monkeypatch):
 
 @pytest.mark.parametrize(("visible", "num_local", "index", "owns"), [("3", 4, 0, True), ("GPU-7", 1, 0, False)])
 def test_a_process_that_sees_one_gpu_alone_has_that_one(monkeypatch, visible, num_local, index, owns):
-    """`srun --gpus-per-task=1` starts it so."""
+    """`srun --gpus-per-task=1` starts processes that way."""
     values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": min(2, num_local - 1), "LOCAL_WORLD_SIZE": num_local}
     for name, value in {
         **values,
@@ -302,7 +302,7 @@ def test_a_group_that_is_there_is_used():
 
 
 def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(monkeypatch):
-    """It would close connections that a slower rank is still making."""
+    """Otherwise it would close connections that a slower rank is still opening."""
     events = []
 
     def connect(backend, rank, store, **kwargs):

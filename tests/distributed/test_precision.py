@@ -1,4 +1,4 @@
-"""TF32: off in processes that are ours, and warned of in the caller's."""
+"""TF32: turned off in our own processes, and only warned about in the caller's process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from lp_runtime.model.checks import make_runner
 
-# NVIDIA's images set the variable, which torch reads as it is imported.
+# NVIDIA's images set TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, which torch reads when it is imported.
 OURS = """
 import torch
 from lp_runtime.distributed.precision import turn_off_tf32

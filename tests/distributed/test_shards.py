@@ -1,4 +1,4 @@
-"""Sums and announcements between the shards of a replica."""
+"""All-reduces and announcements between the shards of a replica."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
     sums = [reducer.all_reduce(each.clone()) for each in tensors(place.shard, dtype)] + [reducer.all_reduce(transposed)]
     gathered = [reducer.all_gather(each) for each in tensors(place.shard, dtype)]
     smallest = link.smallest(10 - place.shard)
-    link.smallest(0)  # nobody leaves before all have read
+    link.smallest(0)  # no shard closes its link before all shards have read
     link.close()
     return sums, gathered, smallest
 
@@ -64,7 +64,7 @@ def test_sums_are_equal_everywhere_and_right(kind, dtype, num_shards):
 
 
 class OnDevice(Reducer):
-    """Sums for which the GPU waits; so many of them have begun."""
+    """A reducer whose sums make the GPU wait; `num_calls` sums have begun."""
 
     can_capture = True
 
@@ -85,7 +85,7 @@ def end_or_fail(place: ShardPlace, num_calls: list[int], failing: int) -> str:
         found = "left"
     except (PassFailedError, ShardError) as error:
         found = str(error)
-    link.smallest(0)  # the next exchange is that of all again
+    link.smallest(0)  # all shards take part in the next exchange again
     return found
 
 
@@ -101,7 +101,7 @@ def test_a_pass_is_left_unless_a_gpu_waits_for_a_sum_that_does_not_come(num_call
 
 
 def test_half_precision_is_rounded_once():
-    """1 + 2^-9 + 2^-9 = 1 + 2^-8 in bfloat16, where 1 + 2^-9 is 1."""
+    """In bfloat16, 1 + 2^-8 + 2^-8 is 1 + 2^-7 if rounded once; 1 + 2^-8 is rounded to 1."""
     assert run_shards(sum_of_three, 3) == [1.0078125] * 3
 
 
@@ -146,7 +146,7 @@ def sum_on_one_gpu(place: ShardPlace) -> tuple[bool, list[float]]:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
 def test_shards_that_share_a_gpu_sum_on_the_host():
-    """NCCL refuses two ranks on a GPU."""
+    """NCCL refuses two ranks on one GPU."""
     assert run_shards(sum_on_one_gpu, 2) == [(True, [3.0] * 3)] * 2
 
 
@@ -167,7 +167,7 @@ def test_a_sum_with_a_shard_that_is_gone_ends():
 
 def fail_to_load(place: ShardPlace) -> None:
     with loading_group(place, CPU, 60.0):
-        torch.distributed.barrier()  # both have come
+        torch.distributed.barrier()  # both shards have joined
         raise ValueError("the output size is odd")
 
 

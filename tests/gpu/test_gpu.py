@@ -1,5 +1,7 @@
-"""What only a GPU has: captured passes, flash attention. Skipped elsewhere. (Triton's kernels:
-tests/kernels/test_triton_gpu.py, which runs on either.)"""
+"""Features that need a GPU: captured passes, flash attention; skipped if there is none.
+
+Triton's kernels are tested with and without a GPU, in tests/kernels/test_triton_gpu.py.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,7 @@ def test_a_longer_text_moves_the_cache():
 
 
 def test_greedy_equals_transformers():
-    """In float32, one replica, settings of several sizes."""
+    """One float32 replica decodes with lookahead settings of several sizes."""
     tokenizer = load_tokenizer(ModelConfig())
     model = load_model(ModelConfig(), torch.device("cuda"), "float32")
     model.generation_config.eos_token_id = None
@@ -108,7 +110,7 @@ def test_greedy_equals_transformers():
 
 
 def test_a_callers_model():
-    """In transformers' own generate, where nothing is fused or captured."""
+    """The model runs in transformers' `generate`, where nothing is fused or captured."""
     tokenizer = load_tokenizer(ModelConfig())
     model = load_model(ModelConfig(), torch.device("cuda"), "float32")
     ids = tokenizer(TEXT, return_tensors="pt", add_special_tokens=False).input_ids.cuda()
@@ -136,7 +138,7 @@ def test_replicas_that_share_a_gpu(gpus):
 
 
 def test_an_exchange_waits_once():
-    """It is begun while what it is to bring is still being made; the timer knows how long that took."""
+    """The exchange starts while the GPU computes its values; the timer reports how long that took."""
     timer = PassTimer(torch.device("cuda"))
     exchange = Exchange(Group.alone(torch.device("cuda")), 64, 5)
     started = torch.cuda.Event()
@@ -149,7 +151,7 @@ def test_an_exchange_waits_once():
         timer.stop()
         exchange.start(shares, values, digest=1, control=0)
         started.record()
-        assert number == 0 or not started.query()  # nothing has waited
+        assert number == 0 or not started.query()  # start() has not waited for the GPU
         outcome = exchange.finish()
         assert (outcome.values == np.arange(200).reshape(40, 5) + number).all()
         assert number == 0 or timer.seconds() > 0.005

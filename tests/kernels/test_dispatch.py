@@ -1,4 +1,4 @@
-"""Where Triton's kernels are used: on GPUs that they were made for, and only if one of them turns out to run."""
+"""Triton's kernels are used only on supported GPUs, and only if a trial kernel runs correctly there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 7)
 
 @pytest.fixture
 def gpu(monkeypatch) -> SimpleNamespace:
-    """A GPU that is not there, and what its kernel does."""
+    """Simulate a GPU; yield its capability and its trial kernel, which a test may change."""
     there = SimpleNamespace(capability=(9, 0), gate=lambda states: torch.tensor(0.73105857))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: there.capability)
     monkeypatch.setattr(torch, "ones", lambda *sizes, device: None)
@@ -39,7 +39,7 @@ def test_not_where_triton_cannot_compile(gpu, caplog):
 
     gpu.gate = fail
     assert dispatch.kernels_for(GPU) is None and dispatch.kernels_for(GPU) is None
-    (record,) = caplog.records  # said once
+    (record,) = caplog.records  # logged once
     assert "Triton does not run on cuda:7: " in record.message and "Failed to find C compiler" in record.message
     assert dispatch.why_no_kernels(GPU) == "Triton does not run on cuda:7: Failed to find C compiler."
 

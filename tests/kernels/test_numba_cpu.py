@@ -1,4 +1,4 @@
-"""Kernels for the CPU, against what torch computes; and for what they are not asked."""
+"""Kernels for the CPU: they compute the same as torch, and are used only for supported inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lp_runtime.utils import jit
 
 @pytest.fixture
 def anew():
-    """Kernels that are looked at once more, and again when the test is over."""
+    """Make the kernels be compiled and checked again, both now and after the test."""
     caches = (numba_cpu._can_run, numba_cpu._try_kernels, numba_cpu._kernels)
     for cache in caches:
         cache.cache_clear()
@@ -41,7 +41,7 @@ def test_norms(shape, scale):
 
 
 def test_a_row_is_normalized_alike_beside_any_others():
-    """Bit for bit: exactness=strict asks for that."""
+    """The bits are equal, which exactness=strict requires."""
     states, weight = torch.randn(9, 200), np.ones(200, np.float32)
     together = norm(states, weight, 1e-5)
     for row in range(9):
@@ -92,7 +92,7 @@ def test_what_they_are_not_for():
 
 def test_they_are_not_used_where_they_compute_something_else(anew, monkeypatch, caplog):
     monkeypatch.setattr(numba_cpu, "norm", lambda states, *_: states)
-    monkeypatch.setattr(jit, "_cache_folders", set())  # else all processes' cached code is deleted
+    monkeypatch.setattr(jit, "_cache_folders", set())  # keeps the cached code of other processes
     with caplog.at_level(logging.WARNING):
         assert not supports(torch.zeros(1, 2, 8))
     assert "kernels for the CPU do not run" in caplog.text and "going on without" in caplog.text

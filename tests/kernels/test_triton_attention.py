@@ -1,4 +1,4 @@
-"""Triton's attention kernels against float64: sequences of any length, caches anywhere, windows, padding."""
+"""Triton's attention kernels against float64: any lengths, caches at any address, windows, padding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def inputs_of(fed: list[Fed], num_tokens: int, num_sequences: int, limits: dict)
     return inputs
 
 
-CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, groups, size, (window, chunk)
+CASES = {  # (tokens, cached tokens) of each sequence; B; max. number of sequences; groups; head size; (window, chunk)
     "one": ([(1, 1)], 1, 1, 1, 16, (0, 0)),
     "long prefix": ([(1, 300)], 1, 1, 2, 64, (0, 0)),
     "padded": ([(5, 63)], 8, 1, 4, 20, (0, 0)),
@@ -40,7 +40,7 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, sequences at most, gro
 }
 
 
-ALWAYS = (("words", 12), ("one to a head", 12), ("batch", 1), ("batch with windows", 12))  # what differs most
+ALWAYS = (("words", 12), ("one to a head", 12), ("batch", 1), ("batch with windows", 12))  # these differ most
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_attention(case, num_processors, dtype):
     ("case", "num_processors"), thinned(3, ["one to a head", "padded", "batch with windows"], [1, 8])
 )
 def test_sinks(case, num_processors):
-    """Of weights from next to none to next to all."""
+    """The weights of the sinks range from almost none to almost all."""
     sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
     fed = [feed(*each, size, torch.float32, *limits, seed) for seed, each in enumerate(sizes)]
     inputs = inputs_of(fed, num_tokens, num_sequences, {"any": limits})
@@ -99,17 +99,17 @@ def test_sinks(case, num_processors):
 def test_parts_without_keys_are_neither_written_nor_read(
     num_cached, num_written, num_processors, num_parts, monkeypatch
 ):
-    """In a cache with a capacity of more than 64 parts, only the parts that hold keys are."""
+    """Only parts that hold keys are written and read, in a cache with a capacity of more than 64 parts."""
     made = []
 
     def unwritten(*args, **options):
-        """Memory that holds NaN, or a number of parts that there are not."""
+        """Return memory filled with NaN, or with an impossible number of parts."""
         made.append(torch.full(*args, torch.nan if options["dtype"] != torch.int32 else 1 << 20, **options))
         return made[-1]
 
     one = feed(1, num_cached, 16, torch.float16, 0, 0, 0)
     one.cache.grow(32 * 256 + 1000)
-    inputs = inputs_of([one], 2, 1, NO_LIMITS)  # and a token of padding, which has no part
+    inputs = inputs_of([one], 2, 1, NO_LIMITS)  # the second token is padding, which has no part
     query, key, value = torch.randn(3, 1, HEADS, 2, 16, device=DEVICE).half()
     positions, owners, table, words = inputs.device_inputs
     kernels.write(key, value, owners, table, LAYER)
@@ -129,7 +129,7 @@ def test_parts_without_keys_are_neither_written_nor_read(
     thinned(4, [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)], [True, False], TOLERANCES),
 )
 def test_rotating_and_writing(case, is_apart, dtype):
-    """Queries, keys and values may lie apart, or in one row for each token."""
+    """Queries, keys and values may be separate tensors, or slices of one row per token."""
     sizes, groups, size = case
     heads = (HEADS * groups, HEADS, HEADS)
     fed = [feed(*each, size, dtype, 0, 0, seed) for seed, each in enumerate(sizes)]
@@ -167,7 +167,7 @@ def test_padding_alone_touches_no_cache():
 
 
 def test_a_program_for_every_tile():
-    """However tokens are cut into sequences: the last of many small ones is attended to, too."""
+    """The number of programs suffices for any split into sequences, here a last one after many small ones."""
     sizes = [(1, 2)] * 7 + [(9, 2)]
     fed = [feed(*each, 16, torch.float32, 0, 0, seed) for seed, each in enumerate(sizes)]
     inputs = inputs_of(fed, 16, 8, NO_LIMITS)
@@ -186,7 +186,7 @@ def test_a_program_for_every_tile():
         (1024 * 4, 128, 2, 8, 1),  # there are more tiles than run at once
         (64 * 4, 64, 2, 8, 8),
         (64 * 4, 256, 2, 8, 4),
-        (4, 128, 2, 8, 49),  # of the smallest tiles, three share a multiprocessor
+        (4, 128, 2, 8, 49),  # three of the smallest tiles share a multiprocessor
         (64 * 4, 128, 4, 8, 2),
     ],
 )

@@ -1,4 +1,4 @@
-"""Triton's kernels: interpreted where there is no GPU, and compiled for some that need not be there."""
+"""Triton's kernels: interpreted if there is no GPU, and compiled for GPUs that need not be present."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
 if DEVICE == "cuda":
     TOLERANCES[torch.bfloat16] = 3e-2
-MAX_SHARED_BYTES = 99 << 10  # that a program has on every GPU from compute capability 8.0 on
+MAX_SHARED_BYTES = 99 << 10  # available to a program on all GPUs of compute capability 8.0 and above
 CAPABILITIES = ("80", "89", "90", "100", "120")
-MAX_STACK_BYTES = 64  # a few registers more or less
+MAX_STACK_BYTES = 64  # allows for a few spilled registers
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -55,7 +55,7 @@ def test_gating(num_tokens, size, dtype):
 
 
 class Launches(TorchDispatchMode):
-    """Counts torch's operations that launch something: no views, empty tensors and conversions to the same type."""
+    """Counts torch operations that launch work: no views, empty tensors or conversions to the same dtype."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ SIZES = (1, 24)  # tokens of a pass
 
 
 def counted_kernels(launches: Launches) -> SimpleNamespace:
-    """The kernels, of which each call counts as one launch."""
+    """Return the kernels, with each call counted as one launch."""
 
     def counted(name: str):
         kernel = getattr(kernels, name)
@@ -84,7 +84,7 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
         def call(*args):
             before = launches.counts.copy()
             output = kernel(*args)
-            launches.counts = before + Counter([name])  # without the interpreter's own
+            launches.counts = before + Counter([name])  # without the interpreter's operations
             return output
 
         return call
@@ -95,7 +95,7 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 
 
 def use_kernels(patch, kernels) -> None:
-    """Have models that are fused, and passes of fixed sizes, use these."""
+    """Make fused models and passes of fixed sizes use these kernels."""
     patch.setattr(cuda_graph, "kernels_for", lambda device: kernels)
     patch.setattr(fused_blocks, "kernels_for", lambda device: kernels)
     patch.setattr(fusing, "kernels_for", lambda device: kernels)
@@ -112,10 +112,10 @@ def use_kernels(patch, kernels) -> None:
     ],
 )
 def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
-    """Passes of fixed sizes of fused blocks, as on a GPU, beside the unchanged model."""
+    """Passes of fixed sizes with fused blocks, as on a GPU, give the logits of the unchanged model."""
     counted = counted_kernels(Launches())
     use_kernels(monkeypatch, counted)
-    monkeypatch.setattr(fixed_passes, "SIZES", SIZES)  # the self-check makes passes of all
+    monkeypatch.setattr(fixed_passes, "SIZES", SIZES)  # the self-check makes passes of all sizes
     monkeypatch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
     free, fixed = (
         OneSlot(ModelRunner(random_model(name, seed=3, **settings).to(DEVICE), 512, own_attention=True))
@@ -143,7 +143,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
 
 @pytest.mark.parametrize("family", thinned(30, FAMILIES))
 def test_families_through_the_kernels(random_model, family, monkeypatch):
-    """A step of each, beside eager attention where the model has it."""
+    """A step of each family is compared with eager attention, if the model supports it."""
     name, settings = FAMILIES[family]
     use_kernels(monkeypatch, kernels)
     eager = OneSlot(ModelRunner(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512))
@@ -170,7 +170,7 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
     [pytest.param(0.0, False, marks=pytest.mark.slow), pytest.param(0.0, True, marks=pytest.mark.slow), (0.8, False)],
 )
 def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
-    """What a pass has sampled on its own is used where that is all that is asked for."""
+    """Tokens that a pass has sampled itself are used if the request needs no more than those."""
     use_kernels(monkeypatch, kernels)
     were_presampled, sample = [], sampler.Sampler.sample
 
@@ -194,13 +194,16 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
         texts.append([token for output in outputs for token in output.token_ids])
     assert texts[0] == texts[1] and len(texts[0]) == 12
     is_greedy = temperature == 0 and not logprobs
-    assert were_presampled == [False] + [is_greedy] * (len(were_presampled) - 1)  # not of the prefill
+    assert were_presampled == [False] + [is_greedy] * (len(were_presampled) - 1)  # the prefill does not presample
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
 def test_what_is_launched_for_a_layer(random_model, monkeypatch):
-    """Four products and our kernels (attention is two launches); additions are the norms'."""
+    """A layer launches four matrix products and our kernels; the norm kernels do the additions.
+
+    Attention counts once here, but it is two launches.
+    """
     monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     counts = []
     for num_layers in (2, 3):
@@ -223,7 +226,7 @@ def test_what_is_launched_for_a_layer(random_model, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_they_compile_for_gpus_that_are_not_there(capability):
-    """For compute capability 8.0 (A100), 8.9 (L4, RTX 40), 9.0 (H100, H200), 10.0 (B200) and 12.0 (RTX 50)."""
+    """Capabilities are 8.0 (A100), 8.9 (L4, RTX 40), 9.0 (H100, H200), 10.0 (B200), 12.0 (RTX 50)."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(root)

@@ -1,4 +1,4 @@
-"""Norm with residual addition: the kernel beside float64, and layers that use it."""
+"""Norm with residual addition: the kernel, compared with float64, and layers that use it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def test_what_the_kernel_does_not_take(kind):
 
 
 def test_a_layers_last_addition_computes_the_next_norm(monkeypatch):
-    """Every norm but the first is computed with an addition, and none twice; a sum that has changed is normed anew."""
+    """All norms except the first are computed with an addition, and no norm is computed twice.
+
+    A sum that a hook has changed is normalized again.
+    """
     monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     model = random_model("Llama", num_hidden_layers=3)
     ids = torch.arange(5)[None]

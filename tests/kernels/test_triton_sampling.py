@@ -1,4 +1,4 @@
-"""Sampling kernels, interpreted where there is no GPU, beside what is sampled on a CPU."""
+"""Sampling kernels, interpreted if there is no GPU, compared with sampling on a CPU."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
     ("num", "kind", "size"),
     thinned(5, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
 )
-@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the interpreter: inf - inf
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes inf - inf
 def test_greedy_successors_and_candidates(num, kind, size):
-    """Beside those that are found on a CPU."""
+    """They equal the successors and candidates that are found on a CPU."""
     scores = {
         "random": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
         "equal": torch.zeros(3, size),
@@ -58,7 +58,7 @@ def test_what_is_no_number_gives_a_token():
 
 @pytest.mark.parametrize(("seed", "size"), thinned(6, SEEDS, [7, CHUNK + 33]))
 def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
-    """With equal scores noise alone decides; and one token's score is set so that its last bits decide."""
+    """With equal scores, only the noise decides; then one score is set so that its last bits decide."""
     positions = [0, 9, 4_000_000_000]
     expected = GumbelNoise(*seed, size, CPU).at(positions)
     noise = Noise(*seed, torch.tensor(positions, device=DEVICE))
@@ -79,7 +79,7 @@ def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
 
 
 def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
-    """The kernel samples what scores and noise on a CPU say."""
+    """Assert that the kernel samples the arg max of the scores and the CPU's noise."""
     found = kernels.sample_and_pack(scores.to(DEVICE), Packing(0, 1), noise)[:, 0]
     assert found.tolist() == (scores + expected).argmax(-1).tolist()
 
@@ -111,7 +111,7 @@ CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)
 )
 def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
     top_k, top_p = cut
-    """Of equal scores at the boundary as many are kept, and those that a stable sort leaves last."""
+    """Of equal scores at the boundary, the same number is kept: those that a stable sort puts last."""
     logits = 2 * torch.randn(2, 2500, generator=torch.Generator().manual_seed(1))
     logits = logits.to(dtype)
     logits[:, 7], logits[1, 100:200] = -torch.inf, 0.0
@@ -133,7 +133,7 @@ def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
 def test_scores_that_scaling_makes_equal_are_equal(temperature):
-    """In float32 neighbours may become one number: top_k keeps all of these."""
+    """Scaling may make adjacent float32 numbers equal; top_k then keeps all of them."""
     inverse = float(np.float32(1) / np.float32(temperature))
     base = torch.tensor(1.0)
     values = [base]
@@ -183,7 +183,7 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
 
 @pytest.mark.slow
 def test_no_kernel_is_compiled_anew_for_another_top_k():
-    """By default Triton compiles other variants for integers that are 1 and for multiples of 16."""
+    """By default, Triton compiles separate variants for integers that are 1 or multiples of 16."""
     code = "from lp_runtime.kernels.triton_cut import _find_cut; print(_find_cut.do_not_specialize)"
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)

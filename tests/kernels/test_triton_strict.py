@@ -1,4 +1,4 @@
-"""Triton's kernels of exactness=strict: against float64, and the same bits however a token is fed."""
+"""Triton's kernels for exactness=strict: compared with float64, and with equal bits in any pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Tri
 
 
 def attend(parts: list[Part], states, size: int, num_sequences: int, window: int = 0, sinks=None) -> torch.Tensor:
-    """[1, B, heads, D]: of one pass; `states` are queries, keys and values of its tokens, [T, heads, D] each."""
+    """Return the attention output of one pass, [1, B, heads, D].
+
+    `states` are the queries, keys and values of the pass's tokens, [T, heads, D] each.
+    """
     limits = {"any": (window, 0)}
     inputs = PassInputs(size, num_sequences, NUM_LAYERS, limits, False, DEVICE, 1 + BLOCK)
     inputs.fill(parts)
@@ -41,7 +44,7 @@ def whole(fed: list[Fed], size: int) -> list[Part]:
     return parts
 
 
-CASES = {  # (tokens, cached tokens) of each sequence, B, groups, size, window
+CASES = {  # (tokens, cached tokens) of each sequence; B; groups; head size; window
     "one": ([(1, 1)], 1, 1, 16, 0),
     "two blocks": ([(1, 2 * BLOCK - 1)], 2, 2, 64, 0),
     "more blocks than parts": ([(2, 19 * BLOCK + 5)], 2, 1, 16, 0),
@@ -55,7 +58,7 @@ CASES = {  # (tokens, cached tokens) of each sequence, B, groups, size, window
 
 @pytest.mark.parametrize(("case", "dtype"), thinned(9, CASES, TOLERANCES))
 def test_attention(case, dtype):
-    """With attention sinks in every other case."""
+    """Every other case has attention sinks."""
     has_sinks = list(CASES).index(case) % 2 == 1
     sizes, num_tokens, groups, size, window = CASES[case]
     fed = [feed(*each, size, dtype, window, 0, seed) for seed, each in enumerate(sizes)]
@@ -69,16 +72,16 @@ def test_attention(case, dtype):
 
 
 def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path: list, seed: int, capacity: int):
-    """A path of tokens behind committed ones, between other branches: (part, states, places of the path's tokens).
+    """Return (part, states, places of the path's tokens) for a path among other branches.
 
     Args:
-        length: committed tokens, whose keys and values are always the same.
-        others: tokens of branches that are fed before each token of the path.
-        size: of a head.
-        dtype: of all.
+        length: number of committed tokens; their keys and values are always the same.
+        others: numbers of tokens of other branches that are fed after each token of the path; used cyclically.
+        size: head size.
+        dtype: dtype of all tensors.
         path: queries, keys and values of the path's tokens, [n, heads, D] each.
-        seed: of the other branches.
-        capacity: of the cache.
+        seed: seed of the states of the other branches.
+        capacity: capacity of the cache in tokens.
     """
     generator = torch.Generator().manual_seed(7)
     cache = TreeCache(NUM_LAYERS, capacity)
@@ -114,7 +117,10 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
     ],
 )
 def test_bits_depend_on_the_path_alone(length, window, dtype):
-    """Fed one token a pass, in trees of several sizes, cut into passes, and beside other sequences in any order."""
+    """The path is fed token by token, in trees of several sizes, and split across passes.
+
+    Other sequences are fed in the same passes, in any order.
+    """
     size, groups, num_path = 32, 2, 3
     path = states_of(num_path, groups, size, dtype, seed=3)
     found = []
@@ -129,7 +135,7 @@ def test_bits_depend_on_the_path_alone(length, window, dtype):
     for others, num_tokens, neighbours in (([2, 0], 24, 2), ([1], 5, 1)):
         part, states, places = path_fed(length, others, size, dtype, path, 4, length + 500)
         parts, all_states, first = [part], [states], 0
-        for seed in range(neighbours):  # one before, one behind
+        for seed in range(neighbours):  # the first goes before the path's sequence, the second after it
             other = feed(3 + seed, 11 + 200 * seed, size, dtype, window, 0, seed)
             parts.insert(0 if seed == 0 else 2, Part.whole(other.cache, other.layout))
             all_states.insert(0 if seed == 0 else 2, states_of(3 + seed, groups, size, dtype, seed=9))
@@ -154,7 +160,7 @@ def test_padding_alone_touches_no_cache():
 
 @pytest.mark.slow
 def test_parts_without_blocks_are_neither_written_nor_read(monkeypatch):
-    """Behind 5 blocks 3 of the head's 16 parts have one; of a token of padding none."""
+    """After 5 blocks, 3 of the head's 16 parts have a block; for a padding token none has."""
     one = feed(1, 5 * BLOCK, 16, torch.float32, 0, 0, 0)
     made = []
 

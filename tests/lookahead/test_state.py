@@ -1,4 +1,4 @@
-"""The decoding state, driven by a toy language model: a function from all tokens so far to the next one."""
+"""The decoding state, with a toy language model: a function from all tokens so far to the next one."""
 
 from dataclasses import dataclass, replace
 
@@ -13,7 +13,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
 
 @dataclass(frozen=True)
 class Rules:
-    """What a test decodes by: the state's rules and the paper's settings."""
+    """Rules by which a test decodes: the state's rules and the paper's settings."""
 
     W: int = 4
     N: int = 3
@@ -34,7 +34,10 @@ RULES = Rules()
 
 
 def toy_next(tokens: list[int], seed: int = 0, vocabulary: int = 5, context: int = 3) -> int:
-    """The toy model: a hash of the last tokens, and of the position now and then, so that it repeats but not only."""
+    """Return the toy model's next token: a hash of the last tokens, and sometimes of the position.
+
+    So texts repeat themselves, but not all the time.
+    """
     value = seed
     for token in tokens[-context:]:
         value = (value * 31 + token + 7) % 10_007
@@ -44,7 +47,7 @@ def toy_next(tokens: list[int], seed: int = 0, vocabulary: int = 5, context: int
 
 
 def toy_successors(state: DecodingState, proposal: Proposal, seed: int = 0) -> list[int]:
-    """What the toy model says after every node, given the path to it."""
+    """Return the toy model's successor of each node, given the path to the node."""
     tree = proposal.tree
     texts: list[list[int]] = []
     for node, token in enumerate(tree.tokens):
@@ -63,7 +66,7 @@ def greedy_text(prompt: list[int], rules: Rules, seed: int = 0) -> list[int]:
 
 
 def advance(state: DecodingState, proposal: Proposal, successors: list[int]) -> tuple[list[int], list[int]]:
-    """Advance by a step whose pending tokens every replica has cached, and no others."""
+    """Advance by a step in which all replicas have cached the pending tokens and no other tokens."""
     found = state.advance(proposal, VerificationResult(successors))
     state.num_cached += proposal.tree.root + 1
     return found
@@ -121,7 +124,7 @@ def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed)
 def test_no_tree_crosses_the_length_after_which_the_text_is_fed_again(refed_at):
     prompt = [1, 2, 3, 1, 2, 3]
     _, proposals, outputs = decode(prompt, replace(RULES, refed_at=refed_at))
-    length, depths = len(prompt), {True: 0, False: 0}  # of trees of shorter texts, and of longer ones
+    length, depths = len(prompt), {True: 0, False: 0}  # maximum depth for shorter and for longer texts
     for proposal, committed in zip(proposals, outputs, strict=True):
         depth, is_shorter = max(proposal.tree.depths), length <= refed_at
         assert not is_shorter or length + depth <= refed_at
@@ -218,7 +221,7 @@ def test_the_prompts_ngrams_are_guessed_from_the_first_step_on():
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(100, 104), min_size=1, max_size=9), st.integers(2, 5), st.integers(0, 20))
 def test_without_pool_from_prompt_no_ngram_reaches_into_the_prompt(prompt, size, seed):
-    # The prompt's tokens are none that the toy model says.
+    # The toy model never produces the prompt's tokens.
     rules = replace(RULES, W=0, N=size, G=9, pool_from_prompt=False)
     state, _, _ = decode(prompt, rules, seed)
     out = state.new_tokens
@@ -276,7 +279,7 @@ def test_states_that_part_differ_in_digest_from_then_on():
     for state, token in zip(pair, (1, 2), strict=True):
         state.advance_prefill(state.propose_prefill(), VerificationResult([token]))
     assert pair[0].propose().digest != pair[1].propose().digest
-    # even where the next trees are equal: one has more history
+    # Digests also differ if the next trees are equal but the histories are not.
     pair = [replace(RULES, W=0, G=0).state([1, 2, 3]) for _ in range(2)]
     for state, tokens in zip(pair, ([1, 4, 4], [1, 3, 4]), strict=True):
         state.advance_prefill(state.propose_prefill(), VerificationResult(tokens[:1]))

@@ -9,7 +9,7 @@ BRANCHES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_siz
 
 
 def path_to(tree: TokenTree, node: int) -> list[int]:
-    """Tokens from below the root down to `node`."""
+    """Return the tokens from below the root down to `node`."""
     tokens = []
     while node != tree.root:
         tokens.append(tree.tokens[node])

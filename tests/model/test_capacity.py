@@ -1,4 +1,4 @@
-"""How many tokens fit into free memory."""
+"""The number of tokens that fit into free memory."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """A machine's files: call it with the available kB, and a container's limit and use in bytes."""
+    """Return a function that writes a machine's files: available kB; a container's limit and use in bytes."""
     monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
     monkeypatch.setattr(capacity, "CGROUP", tmp_path)
 
@@ -47,7 +47,7 @@ def test_tokens_that_fit(random_model, machine):
     model = random_model()
     config = model.config
     tree_model = ModelRunner(model, 2048)
-    assert capacity.capacity_in_tokens(tree_model, 1) is None  # nothing is known of its cache yet
+    assert capacity.capacity_in_tokens(tree_model, 1) is None  # its cache is unknown before the first pass
     with tree_model.slots.borrowed() as slot:
         tree_model.begin(slot, 50)
         tree_model.prefill(slot, [1, 2, 3])
@@ -56,7 +56,7 @@ def test_tokens_that_fit(random_model, machine):
     machine(available=1000 * each)  # kB
     assert capacity.capacity_in_tokens(tree_model, 1) == pytest.approx(1_024_000 * 0.9 - 1024, abs=2)
     assert capacity.capacity_in_tokens(tree_model, 4) == pytest.approx(256_000 * 0.9 - 1024, abs=2)
-    measured = PassBytes(1000 * each, 0.25 * each)  # of a text; no text is longer than 256 tokens
+    measured = PassBytes(1000 * each, 0.25 * each)  # for each text; no text is longer than 256 tokens
     left = 1_024_000 * 0.97 - 1000 - 0.25 * 256 - OVERHEAD_TOKENS
     assert capacity.capacity_in_tokens(tree_model, 1, pass_bytes=measured) == pytest.approx(left, abs=2)
     tree_model.context_length = None
@@ -68,7 +68,7 @@ def test_tokens_that_fit(random_model, machine):
 
 
 def test_what_graphs_and_exchanges_hold_is_not_free(monkeypatch):
-    """A graph's pool has what its tensors do not need between replays, and nobody else gets it."""
+    """Memory in a graph's pool that is unused between replays is not available to other allocations."""
     segments = [
         {"device": 0, "total_size": 500, "allocated_size": 100, "segment_pool_id": (0, 0)},
         {"device": 0, "total_size": 300, "allocated_size": 60, "segment_pool_id": (0, 7)},

@@ -1,4 +1,4 @@
-"""Models that are fed chains: states are as if nothing but the text had been fed."""
+"""Models that are fed chains: their states are the same as if only the text had been fed."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,8 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.utils.generators import result_of
 
-OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")  # no state: ALiBi, places, an indexer, no position_ids
+# No recurrent states, but in this order: ALiBi, positions by place, an indexer, no position_ids.
+OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")
 
 
 @pytest.mark.parametrize("model_type", thinned(2, [*RECURRENT, *OTHERS]))
@@ -65,7 +66,10 @@ def test_a_slot_that_is_not_emptied_is_found(monkeypatch):
 
 @pytest.fixture(params=["qwen3_next", "falcon_h1", "deepseek_v32"])
 def held(request) -> tuple[ChainRunner, CacheSlot, list[int]]:
-    """A runner, a slot that holds 12 of 30 tokens, and a wrong chain behind them."""
+    """Return a runner, a slot that holds 12 of a text's 30 tokens, and the text.
+
+    A wrong chain was fed after the 12 tokens.
+    """
     runner = ChainRunner(model_of(request.param), 5)
     text = torch.randint(8, runner.vocabulary_size, (30,), generator=torch.Generator().manual_seed(0)).tolist()
     slot = CacheSlot()
@@ -79,7 +83,7 @@ def held(request) -> tuple[ChainRunner, CacheSlot, list[int]]:
 
 
 def last_logits(runner: ChainRunner, slot: CacheSlot, text: list[int]) -> torch.Tensor:
-    """The logits of a text's last token, of which the slot holds a part."""
+    """Return the logits of a text's last token; the slot holds the text's first tokens."""
     start = len(slot.tokens)
     tree = TokenTree(text[start:], max_depth=0)
     nodes = np.arange(len(tree))

@@ -1,4 +1,4 @@
-"""Prompts of fill-in-the-middle."""
+"""Fill-in-the-middle prompts."""
 
 from __future__ import annotations
 

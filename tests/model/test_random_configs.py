@@ -1,4 +1,4 @@
-"""A part of `benchmarks/correctness.py random_configs`: whatever attention depends on is drawn at random."""
+"""A part of `benchmarks/correctness.py random_configs`: all settings of attention are random."""
 
 import random
 

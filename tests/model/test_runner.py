@@ -1,4 +1,4 @@
-"""A tree's forward pass against plain forward passes of the same text, on tiny random models."""
+"""A tree's forward pass, compared with plain forward passes of the same texts, on tiny random models."""
 
 import random
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from lp_runtime.model.runner import ModelRunner
 
 
 def kinds() -> list[object]:
-    """Architectures and attentions: with our own attention all run always, with the library's two each has one."""
+    """Return (architecture, attention) pairs; of sdpa and eager, one per architecture is marked slow."""
     return [
         pytest.param((name, attention), marks=pytest.mark.slow if (place + number) % 2 and attention != "own" else ())
         for place, name in enumerate(ARCHITECTURES)

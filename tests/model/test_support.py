@@ -1,4 +1,4 @@
-"""Families of models: each is decoded as transformers decodes it, or refused with a reason."""
+"""Model families: each is decoded exactly as by transformers, or refused with a reason."""
 
 import pytest
 import torch

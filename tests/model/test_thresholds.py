@@ -1,4 +1,4 @@
-"""What the self-check takes for a length beyond which a model may attend otherwise."""
+"""Config fields that the self-check treats as lengths beyond which a model's attention may change."""
 
 import pytest
 import transformers

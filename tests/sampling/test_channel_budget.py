@@ -1,4 +1,4 @@
-"""A bound on the tokens of a channel, in masked decoding of one token a step."""
+"""A limit on the tokens of a channel, in masked decoding of one token per step."""
 
 import itertools
 
@@ -13,7 +13,7 @@ THOUGHT = [CHANNEL, ANALYSIS, MESSAGE]
 
 
 def decode(wanted: list[int], num_tokens: int, end: list[int]) -> list[int]:
-    """Return what a model writes that wants some tokens, one after another, and else its second choice, FINAL."""
+    """Decode with a model whose first choices are the tokens of `wanted`, and its second choice FINAL."""
     budget = ChannelBudget(len(PROMPT), [CHANNEL, ANALYSIS], [MESSAGE], end, num_tokens)
     new: list[int] = []
     for token in wanted:

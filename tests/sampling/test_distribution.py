@@ -1,4 +1,7 @@
-"""Sampled tokens follow the model's distribution, and the test of it sees samplers that do not (a small benchmark)."""
+"""Sampled tokens follow the model's distribution, and the test detects samplers that do not.
+
+This is a small benchmark.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""The noise: its generator against published vectors, its distribution, and that nothing but the position matters."""
+"""The Gumbel noise: its generator, compared with published vectors, and its distribution.
+
+The noise depends only on seed, sample, position and token id.
+"""
 
 import pytest
 import torch
@@ -31,7 +34,7 @@ def test_uniforms_are_uniform_and_inside():
     assert numbers.min() > 0 and numbers.max() < 1
     assert numbers.mean().item() == pytest.approx(0.5, abs=0.002)
     assert numbers.var().item() == pytest.approx(1 / 12, abs=0.0005)
-    # neighbours share a counter, positions and token ids are neighbours in the counter: all must look independent
+    # Adjacent token ids share a counter or have adjacent ones, as have adjacent positions: all must look independent.
     for shifted in (numbers[:, 1:], numbers[1:]):
         rows, columns = shifted.shape
         pairs = torch.stack([numbers[:rows, :columns].flatten(), shifted.flatten()])
@@ -54,7 +57,7 @@ def test_noise_is_kept_and_made_again_alike():
     assert torch.equal(first[1], first[3])
     assert torch.equal(noise.at([6, 7, 8])[:2], first[1:3])
     assert torch.equal(noise.at([100])[0], GumbelNoise(1, 0, 16, CPU).at([99, 100])[1])
-    assert torch.equal(noise.at([5])[0], first[0])  # forgotten by then
+    assert torch.equal(noise.at([5])[0], first[0])  # dropped before, so computed again
     assert noise.at([5]).mean().isfinite()
 
 

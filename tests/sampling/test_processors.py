@@ -1,4 +1,4 @@
-"""transformers' processors on a tree give every node what they would give its text alone."""
+"""transformers' logits processors give each node of a tree the same scores as its text alone."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ TEXT = [1, 2, 3, 4, 1, 2, 3]
 
 
 class NoSuccessorOfItself(LogitsProcessor):
-    """A user's processor that knows one prompt at a time only."""
+    """A user's processor that supports only one prompt at a time."""
 
     def __call__(self, input_ids, scores):
         assert len(input_ids) == len(scores) == 1
@@ -69,7 +69,7 @@ def alone(processors, logits, tree, node) -> torch.Tensor:
 )
 def test_every_node_as_alone(processors):
     tree = make_tree()
-    nodes = [node for node in range(tree.root, len(tree)) if node != 3]  # a share need not own all
+    nodes = [node for node in range(tree.root, len(tree)) if node != 3]  # a share may own only some nodes
     logits = torch.randn((len(nodes), 16), generator=torch.Generator().manual_seed(1))
     before = logits.clone()
     scores = TreeProcessors(processors, CPU)(logits, tree, nodes, TEXT)
@@ -106,7 +106,7 @@ def test_a_share_without_nodes():
     ids=lambda processor: type(processor).__name__,
 )
 def test_a_processor_that_fails_is_its_requests_fault(processor):
-    """Token 99 is none of the 16; the error ends that request alone."""
+    """Token 99 is not in the vocabulary of 16 tokens; the error ends only that request."""
     text = TEXT[:1] if isinstance(processor, library.ForcedBOSTokenLogitsProcessor) else [*TEXT, 3]
     processors = TreeProcessors([processor], CPU, reports=True)
     with pytest.raises(RequestError, match=f"{type(processor).__name__} failed: "):
@@ -121,7 +121,7 @@ def test_processors_of_two_prompts_at_once_are_refused():
 
 def test_processors_of_one_row_of_a_batch():
     padded = library.RepetitionPenaltyLogitsProcessor(1.5)
-    padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers make it for a padded batch
+    padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers set it for a padded batch
     batch = LogitsProcessorList(
         [
             padded,
@@ -139,7 +139,7 @@ def test_processors_of_one_row_of_a_batch():
 
 
 class ForABatch(LogitsProcessor):
-    """A user's own that takes its batch for two prompts."""
+    """A user's processor that assumes a batch of two prompts."""
 
     def __call__(self, input_ids, scores):
         return scores + torch.ones((2, 16))
@@ -153,7 +153,7 @@ def test_a_processor_that_wants_a_batch_is_refused():
         processors(torch.zeros((1, 16)), TokenTree([1], max_depth=0), [0], TEXT)
 
 
-# A value of every field that a generation_config.json may have, and that a decoder accepts in one.
+# A value for each field that a generation_config.json may have and that a decoder accepts there.
 FIELDS = {
     "max_length": 40,
     "max_new_tokens": 7,

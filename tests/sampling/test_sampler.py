@@ -1,4 +1,4 @@
-"""The outcome of a node, packed to travel."""
+"""Sampling results of nodes, packed into integers for the exchange."""
 
 import pytest
 import torch
@@ -92,7 +92,7 @@ def test_top_k_candidates_are_found_on_a_cpu_as_elsewhere(kind, size, num):
             if ids[row, rank] == NO_TOKEN:
                 assert token == -1
                 continue
-            assert logits[row, token] == logits[row, ids[row, rank]]  # of equals any
+            assert logits[row, token] == logits[row, ids[row, rank]]  # any of the equal ones
             if num == K:
                 assert margin_of(entry[None], 0, rank) == margins[row, rank]
         found = [token for token in entry[:num].tolist() if token >= 0]
@@ -100,7 +100,7 @@ def test_top_k_candidates_are_found_on_a_cpu_as_elsewhere(kind, size, num):
 
 
 def test_a_processor_may_have_parameters():
-    """Their gradients are nobody's business here."""
+    """Sampling does not track gradients of the parameters."""
 
     class Bias(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""Sampling from slices of a vocabulary gives, bit for bit, what sampling from all of it gives."""
+"""Sampling from slices of a vocabulary gives the same bits as sampling from the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def scores_of(kind: str, size: int) -> torch.Tensor:
 
 
 class Sliced:
-    """Logits in slices, which count how often they are put together."""
+    """Logits in slices; counts how often the whole logits are read."""
 
     def __init__(self, logits: torch.Tensor, sizes: tuple[int, ...]):
         self._logits, self._slices = logits, logits.split(sizes, dim=1)
@@ -56,7 +56,7 @@ class Sliced:
         return self._logits[start:stop]
 
     def _find(self, start: int, stop: int, draw: SampleRequest) -> torch.Tensor:
-        draw = pickle.loads(pickle.dumps(draw))  # as it travels
+        draw = pickle.loads(pickle.dumps(draw))  # as when sent to other shards
         return torch.stack(
             [part.find(each[start:stop], draw) for part, each in zip(self._parts, self._slices, strict=True)]
         )
@@ -69,7 +69,7 @@ def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: in
     noise = None if seed is None else GumbelNoise(seed, 1, size, CPU)
     sampler = Sampler(TreeProcessors(processors, CPU), noise, num_top_k=num_top_k)
     packed = []
-    for step in range(steps):  # noise is remembered from step to step
+    for step in range(steps):  # noise is cached between steps
         tokens = [*TOKENS, *range(step)]
         packed.append(sampler.sample(found, tree(), NODES, tokens)[0].tolist())
         packed.append(sampler.sample(found, tree(), NODES, tokens, with_top_k=False)[0].tolist())

@@ -1,4 +1,4 @@
-"""Path probabilities, corrected by level with what was accepted."""
+"""Path probabilities, corrected per level by the observed acceptance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""lookahead=auto on recorded texts of a real model, beside the best of the fixed budgets."""
+"""lookahead=auto on recorded texts of a real model, compared with the best fixed budgets."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from lp_runtime.sizing.learned_costs import LearnedCosts
 MICROSECOND = 1000
 BUDGETS = (1, 4, 8, 16, 32, 64)
 MAX_NODES = 64  # of the recorded trees
-MIN_SHARE_PERCENT = 99  # of the tokens per second that each text has with its best fixed budget, over all texts
-# For the worst text: auto rests for some tens of steps if drafts did not pay in the text before.
+MIN_SHARE_PERCENT = 99  # of the tokens per second with the best fixed budget of each text, over all texts
+# For the worst text: auto stops drafting for tens of steps if drafts did not pay in the previous text.
 MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 85, "slow CPU": 94, "GPU": 99}
 CURVES = {  # microseconds of a step by its tokens
     "CPU": {1: 30_000, 2: 33_000, 4: 38_000, 8: 46_000, 16: 62_000, 32: 95_000, 64: 165_000, 128: 310_000},
@@ -24,7 +24,7 @@ CURVES = {  # microseconds of a step by its tokens
 
 
 def seconds_of(text: RecordedText, vocabulary: np.ndarray, times: np.ndarray, budget: int | LearnedCosts) -> int:
-    """Return the nanoseconds that a text takes at a fixed budget, or, with what steps have shown before, at auto's."""
+    """Return the nanoseconds that a text takes with a fixed budget, or with auto and these learned costs."""
     if isinstance(budget, int):
         return decode_recorded(
             text, open_recorded(text, budget, vocabulary, StepBudget(times[None], False, None)), times
@@ -33,7 +33,7 @@ def seconds_of(text: RecordedText, vocabulary: np.ndarray, times: np.ndarray, bu
     return decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
 
 
-# What a busy machine may have measured: [M + 1] times by the real ones.
+# Measurements that a busy machine may have made, as functions of the real times, [M + 1].
 MISMEASURED = {
     "all slow": lambda times: 3 * times,
     "large steps slow": lambda times: 3 * (times[1] + 4 * (times - times[1])),
@@ -49,9 +49,9 @@ def test_auto_is_nearly_as_fast_as_the_best_fixed_budget(curve):
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
     best = {text.kind: min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts}
     taken = dict.fromkeys(best, 0)
-    for first in range(0, len(texts), 2):  # what is learned depends on the order of the texts
+    for first in range(0, len(texts), 2):  # learned costs depend on the order of the texts
         order, learned = texts[first:] + texts[:first], LearnedCosts.initial(1)
-        for text in order:  # what an engine that has served some requests knows
+        for text in order:  # learn like an engine that has served some requests
             seconds_of(text, vocabulary, times, learned)
         for text in order:
             taken[text.kind] += seconds_of(text, vocabulary, times, learned)

@@ -17,7 +17,7 @@ MILLISECOND = 1_000_000
 
 
 def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenTree:
-    """Return a tree as the drafter `full` makes one: every node has two children; the likeliest nodes come first."""
+    """Return a tree like those of drafter `full`: two children per node, the likeliest nodes first."""
     root = num_pending - 1
     nodes = [(1.0, -1, 0)]
     open_nodes = [(rate, 0), (0.3 * rate, 0)]
@@ -41,7 +41,7 @@ def make_tree(num_nodes: int, num_pending: int = 1, rate: float = 0.7) -> TokenT
 
 
 def lines(learned: LearnedCosts) -> tuple[list[int], list[int]]:
-    """Return what is known of forward passes."""
+    """Return the learned slopes and offsets of forward passes."""
     return learned.passes.slopes.tolist(), learned.passes.offsets.tolist()
 
 
@@ -130,7 +130,7 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
     assert asked[:REST_AFTER_STEPS] == list(range(REST_AFTER_STEPS))
     pauses = np.diff(asked)
     assert (np.diff(pauses) >= 0).all() and pauses[-1] == MAX_REST_STEPS
-    # and it wakes up when something does
+    # Drafting goes on when a tree pays.
     while budget.is_resting:
         budget.end_step()
         budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
@@ -140,7 +140,7 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
 
 @pytest.mark.parametrize("slowdown", [2, 4])
 def test_a_replica_that_turns_out_slow_gets_less(slowdown):
-    """Three replicas, the second of which takes longer than measured: all are done at about the same time."""
+    """The second of three replicas takes longer than measured; all finish at about the same time."""
     curves = flat(400, 1, 0.02).repeat(3, axis=0)
     actual = curves * np.array([[1], [slowdown], [1]])
     budget = StepBudget(curves, False, None)
@@ -173,7 +173,7 @@ def test_small_differences_are_noise():
 @pytest.mark.parametrize("is_auto", [True, False])
 @pytest.mark.parametrize("slow", [1, 3])
 def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_auto, slow):
-    """Times with a plateau, and replicas of unequal speed: the budget holds all the same."""
+    """The budget holds even if times have a plateau and replicas have different speeds."""
     times = np.concatenate([flat(400, 64, 0.1), slow * flat(400, 64, 0.1)])
     for size in (2, 40, 57, 200):
         budget = StepBudget(times, is_auto, 30)
@@ -197,7 +197,7 @@ def test_promises_are_believed_as_far_as_they_were_kept():
 
 
 def test_the_first_trees_are_fed_whatever_was_measured():
-    """Measured on a busy machine, every token seemed to cost as much as the first; steps show that they are free."""
+    """On a busy machine each token was measured to cost as much as the first; steps show they are free."""
     tree, measured, real = make_tree(50), flat(50, 1, 1.0), flat(50, 50, 0)
     budget, sizes = StepBudget(measured, True, None, LearnedCosts.initial(1)), []
     for _ in range(20):
@@ -232,7 +232,7 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
 
 
 def test_a_step_is_learned_from_as_of_its_own_batch():
-    """Its times may arrive when the next step is already shared with another request."""
+    """Its times may arrive when the next step already shares its batch with another request."""
     times = flat(64, 8, 0.05)
     learned = [confirmed_costs(times) for _ in range(2)]
     tree = make_tree(20)
@@ -246,11 +246,11 @@ def test_a_step_is_learned_from_as_of_its_own_batch():
 
 
 def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
-    """Return a budget, and what it has learned, after 60 steps of trees of 100 to 400 nodes.
+    """Return a budget and its learned costs after 60 steps with trees of 100 to 400 nodes.
 
     Args:
         times: [1, M + 1] nanoseconds of the forward pass.
-        overhead: Nanoseconds of the host, by the number of nodes below the root.
+        overhead: Maps the number of nodes below the root to the host's nanoseconds.
     """
     learned = confirmed_costs(times)
     budget = StepBudget(times, True, None, learned)
@@ -275,13 +275,13 @@ def test_the_host_time_of_each_node_counts():
 
 
 def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
-    """Growing takes the host equally long for 2 nodes and for 30: that is no reason to feed 2."""
+    """The host grows trees of 2 and of 30 nodes equally fast, so its time is no reason to feed only 2."""
     times = flat(400, 1, 0.001)
     learned = confirmed_costs(times)
     for overhead in (lambda num: 20_000 + 60_000 * (num > 0), lambda num: 20_000):
         budget = StepBudget(times, True, None, learned)
         host_ns = 0
-        for _ in range(400):  # chains that promise little: two nodes, or none, pay
+        for _ in range(400):  # unlikely chains: two nodes pay, or none
             part = make_tree(3, rate=0.3)
             part.truncate(size := fitted(budget, part))
             budget.end_step()
@@ -303,7 +303,7 @@ def test_steps_in_which_nothing_paid_do_not_make_nodes_expensive():
 
 
 def chain_and_siblings(num_siblings: int, in_chain: float, beside: float) -> TokenTree:
-    """Return a tree of a chain of 30 nodes and siblings of its first, of these path probabilities."""
+    """Return a tree of a chain of 30 nodes and siblings of its first node, with these path probabilities."""
     tree = TokenTree([0], max_depth=30)
     tree.add_branch(list(range(1, 31)))
     for token in range(31, 31 + num_siblings):
@@ -314,10 +314,13 @@ def chain_and_siblings(num_siblings: int, in_chain: float, beside: float) -> Tok
 
 
 def test_a_chain_that_one_replica_must_feed_is_not_taken_for_nodes_that_all_can_share():
-    """Of four replicas three have nothing of a chain: it pays as far as it would on one, its siblings on all."""
+    """Three of four replicas get no node of a chain, so a chain pays only as much as on one replica.
+
+    Its siblings pay as much as on all four.
+    """
     times = np.tile(flat(100, 1, 0.2), (4, 1))
     certain = StepBudget(times, True, None, confirmed_costs(times)).select(chain_and_siblings(0, 0.95, 0))
-    assert certain.tolist() == list(range(31))  # each node for a fifth of a step
+    assert certain.tolist() == list(range(31))  # each node costs a fifth of a step
     doubtful = StepBudget(times, True, None, confirmed_costs(times)).select(chain_and_siblings(40, 0.3, 0.1)).tolist()
     in_chain = sum(node <= 30 for node in doubtful)
     assert in_chain < 15 and len(doubtful) - in_chain > 2 * in_chain
@@ -333,7 +336,7 @@ def rough(seed: int) -> np.ndarray:
     ("times", "most"),
     [
         (np.concatenate([rough(1), rough(1) + 200_000, rough(1)]), 60),
-        # One replica feeds what it may at once; the others are no less useful for that.
+        # The first replica feeds as much as it may at no cost; the others are nonetheless useful.
         (np.concatenate([flat(200, 64, 0.1), *[(1.2 * flat(200, 1, 0.002)).astype(np.int64)] * 3]), 30),
         (np.concatenate([flat(200, 64, 0.1), flat(200, 8, 0.02), 3 * flat(200, 8, 0.02)]), 16),
     ],
@@ -353,7 +356,7 @@ def test_the_choice_of_several_replicas_is_the_best_of_all_capacities(times, mos
 
 @pytest.mark.parametrize(("odds", "between", "padded"), [(64, 17, 16), (4, 24, 24)])
 def test_padding_is_a_part_of_what_a_node_costs(odds, between, padded):
-    """17 tokens cost what 24 do: the seventeenth node, though certain, pays only if others fill the pass, too."""
+    """17 tokens cost as much as 24, so even a certain 17th node pays only if others fill the pass, too."""
     tree = TokenTree([0], max_depth=64)
     tree.add_branch(list(range(1, 40)))
     probabilities = np.full(40, (1 << PATH_PROBABILITY_BITS) // odds, dtype=np.int64)

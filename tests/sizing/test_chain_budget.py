@@ -1,4 +1,4 @@
-"""Chains of replicas: who feeds what, what their states hold afterwards, and when they catch up."""
+"""Chains of replicas: the nodes that each replica feeds, its state after a step, and catching up."""
 
 import random
 
@@ -13,7 +13,7 @@ MAX_TOKENS = 60
 
 
 def tree_of(pending: int, branches: list[list[int]], probability: float = 0.5) -> TokenTree:
-    """A tree whose nodes' path probabilities fall by a factor with each depth."""
+    """Return a tree whose path probabilities fall by a constant factor with each depth."""
     grown = TokenTree(range(pending), max_depth=20)
     for branch in branches:
         grown.add_branch(branch)
@@ -47,7 +47,7 @@ def test_every_replica_goes_on_from_what_its_state_holds(num_replicas, is_auto):
             nodes = share.nodes.tolist()
             assert cached + nodes[0] == held[rank]
             assert tree.root in nodes and len(nodes) <= max(20, tree.root + 1)
-            assert [tree.parents[node] for node in nodes[1:]] == nodes[:-1]  # one path, nothing beside it
+            assert [tree.parents[node] for node in nodes[1:]] == nodes[:-1]  # exactly one path
             assert set(share.owned.tolist()) <= set(nodes)
         path = [tree.root]
         while children := [node for node in range(len(tree)) if tree.parents[node] == path[-1] and node > tree.root]:
@@ -68,7 +68,7 @@ def test_two_replicas_follow_two_paths():
     tree = tree_of(1, [[1, 2, 3], [4, 5]])
     shares = budget.shares(tree.part(budget.choose(tree)))
     assert [share.nodes.tolist() for share in shares] == [[0, 1, 2, 3], [0, 4, 5]]
-    assert budget.settle(shares, [0, 4, 5], 1) == 0  # the second holds its chain, the first nothing new
+    assert budget.settle(shares, [0, 4, 5], 1) == 0  # the second replica holds its chain, the first nothing new
     tree = tree_of(4, [[7, 8]])
     shares = budget.shares(tree.part(budget.choose(tree)))
     assert sorted(int(share.nodes[0]) for share in shares) == [0, 3]

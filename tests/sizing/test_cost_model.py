@@ -1,4 +1,4 @@
-"""The cost model: times by number of tokens."""
+"""The cost model: the time of a pass for each number of tokens."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ def test_times_go_through_measured_points_and_a_disturbed_one_is_lowered():
 
 
 def test_a_request_answers_for_its_part_of_a_batch():
-    times = interpolate([1, 4, 8], [100, 100, 180], 8)[None]  # 20 for each token behind the fourth
+    times = interpolate([1, 4, 8], [100, 100, 180], 8)[None]  # 20 for each token after the fourth
     assert shared_times(times, 1).tolist() == times.tolist()
     assert shared_times(times, 2)[0, [1, 2, 4, 8]].tolist() == [50, 50, 90, 170]
 

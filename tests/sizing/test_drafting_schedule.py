@@ -1,4 +1,4 @@
-"""Rests and trials of a request's drafting."""
+"""The drafting schedule of a request: rests and trials."""
 
 import numpy as np
 
@@ -36,14 +36,14 @@ def test_trees_that_pay_go_on():
 
 
 def test_trees_that_do_not_pay_rest_longer_and_longer():
-    """After each of the longest rests one tree is tried: its times may have changed."""
+    """After each rest of the maximum length, one tree is tried, because times may have changed."""
     expected = "d" * (REST_AFTER_STEPS - 1)
     for length in (2, 4, 8, 16, MAX_REST_STEPS):
         expected += "d" + "r" * (length - 1)
     expected += 2 * ("t" + "r" * (MAX_REST_STEPS - 1))
     schedule = DraftingSchedule(learned_from(NUM_TRIALS))
     assert steps_that_draft(schedule, len(expected), pays=False) == expected
-    assert steps_that_draft(schedule, 8, pays=True) == "t" + "d" * 7  # a tree that pays ends the row
+    assert steps_that_draft(schedule, 8, pays=True) == "t" + "d" * 7  # a tree that pays resets the schedule
     assert steps_that_draft(schedule, REST_AFTER_STEPS + 2, pays=False) == "d" * REST_AFTER_STEPS + "rd"
 
 

@@ -9,13 +9,13 @@ from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 
 
 def learned_from(line, sizes, plain: int = 100_000, disturb=lambda step: 0) -> HostCost:
-    """Return the host cost after a step that does not draft, and steps of so many nodes.
+    """Return the host cost after a step that does not draft, and steps of these sizes.
 
     Args:
-        line: Nanoseconds of a step, by its number of nodes.
+        line: Maps a step's number of nodes to its nanoseconds.
         sizes: Number of nodes of each step.
         plain: Nanoseconds of the step that does not draft.
-        disturb: Nanoseconds that a step takes longer, by its index.
+        disturb: Maps a step's index to its additional nanoseconds.
     """
     cost = HostCost()
     cost.observe_plain(plain)
@@ -38,7 +38,7 @@ def test_where_all_trees_are_of_a_size_something_is_assumed_of_a_node():
     cost = learned_from(lambda size: 500_000, [64] * 50)
     assert cost.per_node_ns / FIXED_POINT_ONE == pytest.approx(ASSUMED_NODE_NS, rel=0.01)
     assert cost.drafting_ns + 64 * cost.per_node_ns // FIXED_POINT_ONE == pytest.approx(500_000, rel=0.01)
-    cost = learned_from(lambda size: 101_000, [64] * 50)  # nodes cannot take more than steps do
+    cost = learned_from(lambda size: 101_000, [64] * 50)  # nodes cannot take longer than their step
     assert cost.per_node_ns * 64 / FIXED_POINT_ONE <= 1_001
     cost = HostCost()
     assert (cost.plain_ns, cost.drafting_ns, cost.per_node_ns) == (0, 0, 0)
@@ -48,18 +48,18 @@ def test_where_all_trees_are_of_a_size_something_is_assumed_of_a_node():
 
 @pytest.mark.parametrize("when", [0, 1, 3, 20])
 def test_a_step_without_drafts_that_was_disturbed_is_not_believed(when):
-    """Nothing would correct it where steps draft from then on."""
+    """If all later steps draft, nothing would correct it."""
     cost = HostCost()
     for step in range(30):
         cost.observe_plain(100_000 + 500_000_000 * (step == when))
         assert step == 0 or cost.plain_ns <= 150_000
     for _ in range(40):
         cost.observe_plain(300_000)
-    assert cost.plain_ns > 250_000  # what lasts is believed
+    assert cost.plain_ns > 250_000  # a lasting change is learned
 
 
 def test_steps_that_draft_correct_a_disturbed_one_that_does_not():
-    """Where it was the only one: a step that does not draft takes no longer than one that does."""
+    """A step that does not draft takes no longer than one that does, even if it was the only one."""
     cost = HostCost()
     cost.observe_plain(500_000_000)
     for _ in range(10):
@@ -69,7 +69,7 @@ def test_steps_that_draft_correct_a_disturbed_one_that_does_not():
 
 @pytest.mark.parametrize("when", [0, 1, 20])
 def test_a_step_that_was_disturbed_is_not_believed(when):
-    """The first time that something is called may take a hundred times as long."""
+    """The first call of a function may take a hundred times as long as later calls."""
     numbers = random.Random(1)
     sizes = [numbers.randint(0, 40) for _ in range(when + 8)]
     cost = learned_from(lambda size: 200_000 + 1000 * size, sizes, disturb=lambda step: 50_000_000 * (step == when))

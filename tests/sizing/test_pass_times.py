@@ -1,4 +1,4 @@
-"""Lines from measured times to real ones."""
+"""Pass times: lines fitted from measured times to the times of real steps."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ MEASURED = interpolate([1, 8, 16, 64], [14_000_000, 19_000_000, 25_000_000, 63_0
 
 
 def taught(took, sizes, measured: np.ndarray = MEASURED, noise: float = 0.0, num_steps: int = 200) -> PassTimes:
-    """Return what was learned from steps of these sizes, in turn, that took `took` of what was measured."""
+    """Return pass times learned from steps of these sizes in turn; `took` maps measured to real times."""
     passes, random = PassTimes(len(measured)), np.random.default_rng(0)
     for step in range(num_steps):
         size = np.full(len(measured), sizes[step % len(sizes)])
@@ -20,7 +20,7 @@ def taught(took, sizes, measured: np.ndarray = MEASURED, noise: float = 0.0, num
 
 
 def expected(passes: PassTimes, measured: np.ndarray = MEASURED) -> np.ndarray:
-    """Return [R, M + 1] what is expected."""
+    """Return the expected times, [R, M + 1]."""
     times = np.empty_like(measured)
     passes.expect(measured, times)
     return times
@@ -34,7 +34,7 @@ def test_before_the_first_step_passes_take_what_was_measured():
     "took",
     [
         lambda time: 2 * time,  # half as many cores
-        lambda time: 4_000_000 + time,  # memory that others use
+        lambda time: 4_000_000 + time,  # others use the memory
         lambda time: 9_000_000 + 0.6 * time,
         lambda time: 1.5 * time - 6_000_000,  # measured while others used the memory
     ],

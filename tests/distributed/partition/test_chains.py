@@ -1,4 +1,4 @@
-"""Chains of a tree: the paths that together hold the most weight."""
+"""Chains of a tree: the paths that together have the most weight."""
 
 import itertools
 import random
@@ -12,7 +12,10 @@ from lp_runtime.lookahead.tree import TokenTree
 
 
 def random_tree(seed: int) -> tuple[TokenTree, np.ndarray]:
-    """A tree of up to 14 nodes behind up to three pending tokens, and weights that fall from parent to child."""
+    """Return a tree of up to 14 nodes, with up to three pending tokens, and weights of its nodes.
+
+    Weights do not grow from parent to child.
+    """
     rng = random.Random(seed)
     tree = TokenTree([0] * rng.randrange(1, 4), max_depth=9)
     weights = [0] * (tree.root + 1)

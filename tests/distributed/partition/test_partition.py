@@ -1,4 +1,4 @@
-"""The partition: what a share must be, and how good the balance is."""
+"""The partition: the properties of shares, and the quality of the balance."""
 
 from functools import lru_cache
 
@@ -14,7 +14,7 @@ from lp_runtime.lookahead.tree import TokenTree
 
 @st.composite
 def trees(draw, max_nodes=30):
-    """Draw random trees: every node hangs under the root or any node below it."""
+    """Draw random trees: the parent of each node is the root or any node below it."""
     tree = TokenTree(range(draw(st.integers(1, 4))), max_depth=99)
     for token in range(100, 100 + draw(st.integers(0, max_nodes))):
         tree.add(draw(st.integers(tree.root, len(tree) - 1)), token)
@@ -22,7 +22,7 @@ def trees(draw, max_nodes=30):
 
 
 def lookahead_tree(W: int, N: int, G: int) -> TokenTree:
-    """Return the largest tree of a step: a full window, and G guesses that share nothing; only the root is pending."""
+    """Return a step's largest tree: a full window, and G disjoint guesses; only the root is pending."""
     tree = TokenTree([0], max_depth=99)
     tokens = iter(range(1, 10_000))
     window = Window(W, N, lambda previous: next(tokens))
@@ -50,7 +50,7 @@ def with_ancestors(tree: TokenTree, nodes: list[int]) -> set[int]:
 
 
 def check_shares(tree: TokenTree, shares: Shares) -> None:
-    """Assert what the docstrings of `Share` and `Shares` promise."""
+    """Assert the properties that the docstrings of `Share` and `Shares` state."""
     owned = [node for _, owned in lists(shares) for node in owned]
     assert sorted(owned) == list(range(tree.root, len(tree)))
     assert shares.sizes == [len(nodes) for nodes, _ in lists(shares)]
@@ -63,7 +63,7 @@ def check_shares(tree: TokenTree, shares: Shares) -> None:
         assert set(owned) <= nodes
         assert fed[: tree.root + 1] == list(range(tree.root + 1))
         assert all(tree.parents[node] in nodes for node in nodes if node)
-        # it is leaves and their ancestors: nothing is fed that leads to nothing this replica owns
+        # Only leaves and their ancestors: each fed node leads to a node that this replica owns.
         assert nodes == with_ancestors(tree, owned)
 
 
@@ -116,7 +116,7 @@ def test_a_tree_that_is_larger_than_any_known_time_is_cut_all_the_same():
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_a_tree_is_filled_in_its_order(tree, capacity):
-    """No replica gets more than its capacity, and a node is left out only where it fits nowhere."""
+    """No replica gets more than its capacity, and a node is left out only if it fits on no replica."""
     nodes, shares = select_within(tree, np.array(capacity))
     part = tree.part(nodes)
     check_shares(part, shares)
@@ -140,7 +140,10 @@ def test_all_of_a_tree_is_taken_that_the_partition_can_share(tree, num_replicas)
 
 
 def test_siblings_are_fed_in_place_of_the_end_of_a_chain():
-    """A chain of nine and six siblings, for three replicas of four nodes: the chain's first four, all of the rest."""
+    """There are a chain of nine nodes and six siblings, and three replicas with a capacity of four nodes.
+
+    The chain's first four nodes and all siblings are fed.
+    """
     tree = TokenTree([0], max_depth=9)
     tree.add_branch(list(range(1, 10)))
     for token in range(10, 16):
@@ -198,7 +201,10 @@ def test_only_ratios_of_speeds_matter():
 
 
 def least_time(tree: TokenTree, speeds: list[float]) -> float:
-    """Return the optimum, by trying every assignment of leaves to replicas (replicas of equal load and speed once)."""
+    """Return the optimum, found by trying every assignment of leaves to replicas.
+
+    Replicas of equal load and speed are tried once.
+    """
     parents = set(tree.parents)
     leaves = [node for node in range(tree.root + 1, len(tree)) if node not in parents]
     paths = []
@@ -235,5 +241,5 @@ def test_small_trees_are_cut_nearly_as_well_as_can_be(case):
     shares = partition(tree, speeds)
     time = max(len(share.nodes) / speed for share, speed in zip(shares, speeds, strict=True))
     best = least_time(tree, speeds)
-    # In 1,500 other trees: the optimum in 99 of 100, and never more than one token above it.
+    # In 1,500 other trees, 99 of 100 were optimal, and none was more than one token above the optimum.
     assert best <= time <= best + 1

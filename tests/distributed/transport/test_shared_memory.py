@@ -1,4 +1,4 @@
-"""The exchange over shared memory: what is its own beside what test_exchange.py holds of every transport."""
+"""The exchange over shared memory, in addition to the tests of all transports in test_exchange.py."""
 
 import errno
 import os
@@ -24,16 +24,16 @@ from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.lookahead.tree import TokenTree
 
 OWN = f"-of-{os.getpid()}-"
-STEP_TIMEOUT = 0.2  # seconds; where it is what a test is about
+STEP_TIMEOUT = 0.2  # seconds; for tests of the timeout itself
 
 
 def own_segment_name() -> str:
-    """A name for a segment that tells that it is this process's: other tests run at the same time."""
+    """Return a segment name that identifies this process, because other tests run at the same time."""
     return new_segment_name() + OWN
 
 
 def segments() -> list[str]:
-    """Names of this process's segments that lie in memory."""
+    """Return the names of this process's segments that exist in shared memory."""
     return [path.name for path in FOLDER.glob(f"lp_runtime-*{OWN}*")]
 
 
@@ -43,7 +43,7 @@ def joined(rank: int, num_replicas: int, segment: str, is_abandoned=lambda: Fals
 
 
 def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -> list:
-    """What `task(group)` returns or raises in a thread for each rank."""
+    """Run `task(group)` in a thread for each rank; return what each thread returned or raised."""
     segment, found = own_segment_name(), [None] * num_replicas
 
     def work(rank: int) -> None:
@@ -63,7 +63,7 @@ def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -
 
 @pytest.mark.parametrize("size", [1, BUFFER_WORDS - 1, BUFFER_WORDS, BUFFER_WORDS + 1, 3 * BUFFER_WORDS])
 def test_rows_of_any_size(size):
-    """Of several rounds, where one buffer does not hold them."""
+    """Rows that are larger than a buffer take several rounds."""
 
     def task(group: Group):
         return [gather_rows(np.arange(size) * 10 + group.rank + step, group) for step in range(3)]
@@ -80,7 +80,7 @@ def test_broadcasts_of_any_size(size):
 
 
 def many_rounds(group: Group, num_rounds: int) -> bool:
-    """Whether every row of many rounds was its replica's, whoever was slow."""
+    """Return whether every row of many rounds was its replica's; replicas are slow at random."""
     transport, rng = group.connected, np.random.default_rng(group.rank)
     sent, received = torch.empty(40, dtype=torch.int64), torch.empty(group.size * 40, dtype=torch.int64)
     for number in range(num_rounds):
@@ -117,7 +117,7 @@ def test_a_thousand_groups_leave_nothing_behind():
             pass
         assert of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist()) == [[[0], [1]]] * 2
     (fds, *rest), (fds_before, *rest_before) = sizes(), before
-    # What earlier tests of this process have left may be collected meanwhile; a thousand groups would leave more.
+    # Garbage of earlier tests may be collected meanwhile, but leaks of a thousand groups would be more than that.
     assert fds <= fds_before and rest == rest_before
 
 
@@ -156,7 +156,7 @@ def test_one_that_does_not_answer_is_an_error_after_the_steps_timeout():
 
 
 def test_a_patient_wait_outlasts_the_steps_timeout():
-    """As long as the peers live: followers wait for the next request."""
+    """A patient wait lasts as long as the peers are alive, because followers wait for the next request."""
     waiting = threading.Event()
 
     def task(group: Group):
@@ -187,7 +187,7 @@ def test_an_abort_by_another_thread_ends_a_wait():
 
 
 def be_killed(group: Group, sign: int):
-    """Rank 1 ends without leaving while rank 0 waits patiently for it."""
+    """Kill rank 1, which does not leave the group, while rank 0 waits patiently for it."""
     gather_rows(np.array([group.rank]), group)
     if group.rank == 1:
         os.kill(os.getpid(), sign)
@@ -199,7 +199,7 @@ def be_killed(group: Group, sign: int):
 
 
 def test_a_process_that_ended_is_noticed_without_a_timeout():
-    """A zombie, too: nobody has waited for the process yet."""
+    """The process is still a zombie, because its parent has not waited for it yet."""
     with running_ranks(be_killed, 2, signal.SIGKILL, backend="shared") as (processes, results):
         assert next_result(results, processes) == (0, "rank 0 lost a peer in the exchange: rank 1 is gone")
 
@@ -243,7 +243,7 @@ def test_a_link_that_another_user_left_is_not_followed(tmp_path):
 
 
 class Permuted(Transport):
-    """Gives the rows of two replicas in the wrong order, as an all-gather of NCCL was reported to do."""
+    """Returns the rows of two replicas in the wrong order, as an NCCL all-gather was reported to do."""
 
     def __init__(self):
         super().__init__("permuted", CPU)
@@ -257,10 +257,10 @@ class Permuted(Transport):
         raise NotImplementedError
 
     def abort(self) -> None:
-        """Nothing waits."""
+        """Do nothing: no thread waits."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no resource is held."""
 
 
 def test_rows_in_another_order_are_noticed():
@@ -277,7 +277,10 @@ def test_rows_in_another_order_are_noticed():
     ("announced", "latest", "most_polls"), [(2e-3, 1e-4, 200), (7e-3, 1e-4, 300), (0.019, 1e-4, 500), (1.0, 2e-3, 2000)]
 )
 def test_a_patient_wait_hears_soon_of_what_comes_within_a_step(announced, latest, most_polls, monkeypatch):
-    """The clock is simulated: a yield takes 5 us, and a sleep 55 us more than it should. Long waits poll rarely."""
+    """Long waits poll rarely.
+
+    The clock is simulated: a yield takes 5 us, and a sleep takes 55 us longer than requested.
+    """
     transports: dict[int, Transport] = {}
     ready = threading.Barrier(3)
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""All drafters, and the best-first one in detail, driven by a toy language model whose top-k candidates are known."""
+"""All drafters, the best-first one in detail, with a toy language model whose candidates are known."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SMALL = 1 << 16  # bytes of draft tables
 
 
 def toy_ranking(tokens: list[int], seed: int) -> list[int]:
-    """The toy model: all tokens, the likeliest first, by a hash of the last two, and of the position now and then."""
+    """Rank all tokens with the toy model: a hash of the last two tokens, and sometimes of the position."""
     value = seed
     for token in tokens[-2:]:
         value = (value * 31 + token + 7) % 10_007
@@ -36,7 +36,7 @@ def toy_ranking(tokens: list[int], seed: int) -> list[int]:
 
 
 def entries_of(rankings: list[list[int]], nats: int = 1) -> np.ndarray:
-    """Top-k candidates as a verification result has them, with margins of so many nats, twice as many, and so on."""
+    """Return top-k entries as in a verification result, with margins of 0, `nats`, 2 `nats` and so on."""
     entries = np.full((len(rankings), ENTRY), -1, np.int32)
     steps = np.minimum(np.arange(K) * nats * UNITS_PER_NAT, MAX_MARGIN).astype(np.uint8)
     margins = np.tile(steps, (len(rankings), 1))
@@ -58,7 +58,7 @@ def best_first(
 def found_of(
     tree: TokenTree, committed: list[int], drafter: Drafter, seed: int, num_candidates: int = K
 ) -> VerificationResult:
-    """The toy model's verification result of a tree; `committed` ends with the tree's root."""
+    """Return the toy model's verification result for a tree; `committed` ends with the tree's root."""
     texts: list[list[int]] = []
     for node, token in enumerate(tree.tokens):
         parent = tree.parents[node]
@@ -117,7 +117,7 @@ DRAFTERS = {
     st.sampled_from([1, 3, K]),
 )
 def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidates):
-    """Nor does one that is told of fewer than K candidates, as with sampling.top_k=3, propose what is no token."""
+    """Given fewer than K candidates, as with sampling.top_k=3, drafters propose only valid tokens."""
     drafter = DRAFTERS[name]()
     state, trees = decode(prompt, drafter, seed, num_new, num_candidates=num_candidates)
     assert state.new_tokens == greedy_text(prompt, seed, num_new)
@@ -162,7 +162,7 @@ def test_nodes_stand_in_the_order_of_their_path_probabilities():
 
 
 def test_the_first_nodes_are_the_smaller_tree():
-    """What a smaller budget feeds is the beginning of what a larger one does, at the same state."""
+    """In the same state, the nodes of a smaller budget are the first nodes of a larger one."""
     draft_tables = DraftTables(SMALL)
     state, _ = decode([1, 2, 3], best_first(24, draft_tables), 4, 60)
     trees = []
@@ -183,7 +183,7 @@ def test_more_nodes_take_fewer_steps():
 
 
 def test_a_text_that_repeats_is_copied():
-    # The toy model knows two tokens back, but for the position; a text without that part repeats for ever.
+    # The toy model depends on the last two tokens and the position; without the position its text repeats forever.
     text = [3, 1, 4, 1, 5, 9, 2, 6]
     drafter = best_first(12)
     tokens = text * 3 + text[:3]
@@ -208,7 +208,7 @@ def test_what_follows_each_token_alone_is_a_start():
 
 
 def test_a_source_that_is_often_wrong_starves():
-    """Rates are learned: a source whose candidate is never what comes loses its place to one that is."""
+    """Rates are learned: a source whose candidate is never right loses its place to one that is."""
     draft_tables = DraftTables(SMALL)
     feature = features.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
     before = draft_tables.rates.rate.copy()
@@ -241,17 +241,17 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
     tree = drafter.propose(tokens, 2, max_depth=30)
     ranking = [5, 6, 7, 8, 9, 10, 0, 1]
     drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
-    # The root is 3 again, so what was found under 3 is ranked anew by the noise of the next position.
+    # The root is 3 again, so the candidates found after 3 are ranked again, by the noise of the next position.
     noise = tables.make_noise(True, *key)
     values = [tables.gumbel(noise, 4, token) - UNITS_PER_NAT * rank for rank, token in enumerate(ranking)]
     tree = drafter.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
-    assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before stands there, too
+    assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before may be the other one
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
-    """It holds the model's own log-probabilities, which the request divides by the temperature."""
+    """The prior holds the model's own log-probabilities, which the request divides by the temperature."""
     ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
     margins = UNITS_PER_NAT * np.arange(K)
     for seed in range(40):
@@ -297,7 +297,7 @@ def test_a_deeper_candidate_is_ranked_by_the_noise_of_its_position():
 
 
 def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
-    """(token, feature, how many agree) as `merge` has them, from one list by token."""
+    """Return (token, feature, number of sources that agree) as `merge` does, with one list per token."""
     naming: dict[int, list[tuple[int, bool, int]]] = {}
     for token, feature in zip(found.tokens[:num_rows].flat, found.features[:num_rows].flat, strict=True):
         if token >= 0:
@@ -357,7 +357,7 @@ def test_candidates_of_one_context_share_what_is_certain(chances, seed, is_root)
 
 
 def test_a_second_candidate_gets_what_it_was_worth_where_the_first_did_not_come():
-    """The first comes every other time; of the rest the second has a half, though each is estimated at 0.4."""
+    """The first is right half of the time, and the second half of the rest; the estimates are 0.4 each."""
     chances = [2 * estimates.ONE // 5 + 1, 2 * estimates.ONE // 5]
     rates, found = merged_candidates(chances)
     for token in (100, 101, 100, 7) * 200:
@@ -371,7 +371,7 @@ def test_a_second_candidate_gets_what_it_was_worth_where_the_first_did_not_come(
 
 
 def test_no_candidate_is_left_out_that_may_reach_the_floor():
-    """What the highest probability of a feature promises is kept: no probability is above it."""
+    """No probability is above the highest probability of its feature."""
     drafter = best_first(40)
     decode([1, 2, 3], drafter, 5, 200)
     rates, found = drafter._draft_tables.rates, features.make_candidates()
@@ -396,7 +396,7 @@ def test_contents_tell_trees_apart():
     assert len(trees) > len(kinds) > 100
     assert all(tree.content() == kinds[tuple(tree.tokens), tuple(tree.parents)] for tree in trees)
     assert len(set(kinds.values())) == len(kinds)
-    # The same tokens, as a chain and side by side.
+    # The same tokens, as a chain and as siblings.
     pair = []
     for top_k in ({0: [1], 1: [2]}, {0: [1, 2]}):
         vocabulary = np.full((3, ENTRY), -1, np.int32)

@@ -1,4 +1,4 @@
-"""The index of a corpus: its order, matches of contexts in it, and what follows them."""
+"""The corpus index: its order, matches of contexts, and the tokens that follow the matches."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_places_are_in_the_order_of_what_is_there(texts):
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=6))
 @example([[1, 2, 3, 3], [1, 2, 3, 0]], [1, 2], [3])
 def test_a_match_is_the_longest_end_of_the_text_and_grows_with_the_branch(texts, text, branch):
-    """And what may follow are the tokens that follow its places, the most frequent first."""
+    """The candidates are the tokens after the places of the match, the most frequent first."""
     index, tables = indexed(texts), DraftTables(1 << 16)
     tables.begin_text(text)
     matches = np.zeros((1 + len(branch), 3), np.int64)

@@ -1,4 +1,4 @@
-"""The draft tables: bounded, cleared, saved."""
+"""The draft tables: their size limit, clearing them, saving and loading them."""
 
 import numpy as np
 import pytest
@@ -61,7 +61,7 @@ def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
 
 
 def margins(draft_tables: DraftTables) -> np.ndarray:
-    """[n, K] margins of the stored entries that have any."""
+    """Return the margins of the stored entries that have any, [n, K]."""
     entries = draft_tables.top_k.entries
     rows, ranks = range(len(entries)), range(K)
     found = np.array([[margin_of(entries, row, rank) for rank in ranks] for row in rows])
@@ -74,7 +74,7 @@ def test_margins_are_brought_to_the_temperature_of_the_next_request():
     at_half = margins(draft_tables)
     saved = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
     for each in (draft_tables, saved):
-        best_first(12, each)  # greedy decoding is of the model's own log-probabilities
+        best_first(12, each)  # greedy decoding uses the model's own log-probabilities
         np.testing.assert_array_equal(margins(each), np.rint(at_half / 2))
         best_first(12, each, noise=NoiseKey(2, 0, 0.1))
         np.testing.assert_array_equal(margins(each), np.minimum(np.rint(at_half / 2) * 10, MAX_MARGIN))
@@ -111,7 +111,7 @@ def test_draft_tables_of_another_size_are_refused():
 
 
 def match(draft_tables: DraftTables, tail: list[int]) -> tuple[int, int]:
-    """(place, length) of the longest match of a chain of nodes under the text's last token."""
+    """Return (place, length) of the longest match of a chain of nodes below the text's last token."""
     nodes = make_nodes(len(tail) + 1)
     nodes.hashes[0] = draft_tables.text.hashes
     nodes.tokens[1:] = tail

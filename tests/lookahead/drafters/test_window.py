@@ -1,4 +1,4 @@
-"""The lookahead window: its geometry, its slide, the n-grams it makes."""
+"""The lookahead window: its geometry, how it slides, and its n-grams."""
 
 import pytest
 from hypothesis import given
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from lp_runtime.lookahead.drafters.paper.window import Window
 from lp_runtime.lookahead.tree import TokenTree
 
-GAP = -5  # what these tests refill slots with: a token that no model says
+GAP = -5  # refills slots in these tests: a token that no model produces
 
 
 def make_window(num_columns: int, ngram_size: int) -> Window:
@@ -15,7 +15,7 @@ def make_window(num_columns: int, ngram_size: int) -> Window:
 
 
 def unmerged_step(window: Window, step: int, num_committed: int):
-    """One step in which every node's successor is a token of its own, 1000 * step + node."""
+    """Run a step in which each node has a different successor, 1000 * step + node."""
     tree = TokenTree([10_000 + step], max_depth=99)
     slots = window.place(tree)
     successors = [1000 * step + node for node in range(len(tree))]
@@ -58,7 +58,7 @@ def test_a_full_window_slides_by_what_was_committed():
     old = [list(level) for level in window.levels]
     _, slots, successors, _ = unmerged_step(window, 3, num_committed=3)
     made = [successors[node] for node in slots[-1]]
-    # level r + 1 becomes level r, which is one column; the other two are cut at the left and refilled at the right
+    # Level r + 1 becomes level r, which slides by one column; two more columns are cut at the left and refilled.
     assert window.levels == [old[1][2:] + [GAP] * 2, old[2][2:] + [GAP] * 2, made[2:] + [GAP] * 2]
 
 

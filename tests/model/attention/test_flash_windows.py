@@ -1,4 +1,4 @@
-"""Sliding windows of prompts by flash attention, on a simulated GPU, and without it."""
+"""Sliding-window attention of prompts on a simulated GPU, with flash attention and without it."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def refuse(*args, **options):
 
 
 def ignore(*args, window_size_left, **options):
-    """Compute plain causal attention, as builds without windows may do."""
+    """Compute plain causal attention, as builds without window support may do."""
     return simulation._flash_forward(*args, window_size_left=1 << 20, **options)
 
 
 @pytest.mark.parametrize(("family", "flash"), thinned(3, ["mistral", "gemma3", "gpt_oss"], [None, refuse, ignore]))
 def test_prompts_in_half_precision(gpu, family, flash, monkeypatch):
-    """A kernel that does not compute windows is not used; no kernel reads more than the window and the chunk."""
+    """A kernel without windows is not used; one with windows reads only the window and the chunk."""
     given: list[int] = []
 
     def watched(*args, **options):

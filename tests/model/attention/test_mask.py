@@ -1,4 +1,4 @@
-"""Masks of a token tree."""
+"""Attention masks of token trees and of prompt chunks."""
 
 from types import SimpleNamespace
 
@@ -12,7 +12,7 @@ from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.attention.tree_attention import window_of
 
 CPU = torch.device("cpu")
-# Two pending tokens, a branch of two, a branch of one.
+# Two pending tokens, then a branch of two tokens and a branch of one.
 PARENTS = [-1, 0, 1, 2, 1]
 POSITIONS = torch.tensor([4, 5, 6, 7, 6])
 FULL = [
@@ -83,7 +83,7 @@ def test_full_layers_alone_ignore_a_window_that_the_config_mentions():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
-    """Where a layer hides committed tokens, a boolean mask of all keys."""
+    """A layer that hides committed tokens gets a boolean mask of all keys instead."""
     config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
     builder = MaskBuilder(config, TREE, dtype, CPU)
     assert builder.is_own and builder.form is MaskForm.ADDITIVE

@@ -20,11 +20,11 @@ from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
-ALWAYS = ("llama", "gpt_oss")  # the other families are slow, together
+ALWAYS = ("llama", "gpt_oss")  # the others are marked slow: together they take long
 
 CPU = torch.device("cpu")
-# Attention of their own that takes no other (falcon, gptj), experts whose bits depend on what else is fed (gpt_oss),
-# chunks (llama4).
+# These families cannot be strict: their attention cannot be replaced (falcon, gptj), their experts' bits depend on the
+# rest of the pass (gpt_oss), or their attention is chunked (llama4).
 NOT_STRICT = ("falcon", "gptj", "gpt_oss", "llama4")
 HALF = [torch.bfloat16, torch.float16]
 
@@ -73,7 +73,7 @@ def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype)
                 if strict_tokens:
                     assert same, (length, num_pending, strict_tokens)
                 differed += not same
-    assert differed or dtype == torch.float32  # without strict_tokens: else there was nothing to see
+    assert differed or dtype == torch.float32  # without strict_tokens they must differ, or the test shows nothing
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_model_whose_bits_depend_on_the_pass_is_refused(random_model, monkeypa
     feed = Passes.forward
 
     def sloppy(self, ids, positions, mask, cache, rows, *view):
-        """As if a kernel rounded by the row a token is fed in."""
+        """Add an error that depends on a token's row in the pass, as a kernel's rounding might."""
         logits = feed(self, ids, positions, mask, cache, rows, *view)
         return logits + 1e-3 * torch.arange(len(logits))[:, None] * (mask is not None)
 

@@ -1,4 +1,4 @@
-"""Attention to prefix and tree, folded or merged, against one dense softmax over both."""
+"""Attention to prefix and tree, in one call or merged from two, compared with one dense softmax."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
 
 def inputs(num_tokens: int, num_cached: int, groups: int, dtype: torch.dtype, size: int = 16):
-    """(query, key, value, additive mask of the tree, ancestors) of 3 key/value heads, laid out as models do."""
+    """Return (query, key, value, additive mask of the tree, ancestors) for 3 key/value heads.
+
+    Queries, keys and values have the memory layout that models produce.
+    """
     generator = torch.Generator().manual_seed(num_tokens + num_cached)
 
     def random_states(heads: int, tokens: int) -> torch.Tensor:
@@ -34,7 +37,7 @@ def inputs(num_tokens: int, num_cached: int, groups: int, dtype: torch.dtype, si
 
 
 def dense(query, key, value, seen, scale) -> torch.Tensor:
-    """[1, T, heads, D] float64, by the definition."""
+    """Compute attention by its definition, [1, T, heads, D] float64."""
     groups = query.shape[1] // key.shape[1]
     key, value = (each.double().repeat_interleave(groups, dim=1) for each in (key, value))
     scores = query.double() @ key.transpose(2, 3) * scale
@@ -60,7 +63,7 @@ def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, length):
 
 
 def test_scores_far_apart_do_not_overflow():
-    """All weight is on the prefix, or none of it."""
+    """Either all attention weight is on the prefix, or none of it."""
     query, key, value, mask, seen = inputs(9, 20, 2, torch.float32)
     for factor in (300.0, -300.0):
         shifted = key.clone()
@@ -70,7 +73,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 def test_a_kernels_layout_does_not_matter(monkeypatch):
-    """As the memory-efficient kernel's on GPUs, which puts tokens before heads."""
+    """The memory-efficient kernel on GPUs, for example, puts tokens before heads."""
     query, key, value, _, seen = inputs(5, 7, 2, torch.float32)
     mask = torch.zeros(5, 12).masked_fill_(~torch.cat([torch.ones(5, 7, dtype=torch.bool), seen], 1), -1e30)
     attend_with_mask = torch.nn.functional.scaled_dot_product_attention

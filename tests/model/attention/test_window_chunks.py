@@ -1,4 +1,4 @@
-"""Chunks of prompts in sliding windows: which keys are read, and the text compared with transformers'."""
+"""Prompt chunks under sliding windows: the keys that they read, and texts equal to transformers'."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-WINDOW = 8  # of the families
+WINDOW = 8  # tokens; the sliding window of all models below
 CHUNK = 12
 WINDOWED = ("mistral", "mixtral", "qwen2", "gemma3", "phi3", "gpt_oss", "starcoder2", "exaone4")
 
 
 class Watch(TorchDispatchMode):
-    """Notes how many keys each call of an attention kernel is given."""
+    """Records the number of keys that each call of an attention kernel receives."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ def test_the_text_is_that_of_transformers(family):
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
 def test_a_later_chunk_reads_the_window_and_its_own_keys(family):
-    """Half of the layers have full attention, except Mistral's."""
+    """Half of the layers have full attention, except in Mistral, where no layer has."""
     name, settings = FAMILIES[family]
     model = OneSlot(ModelRunner(random_model(name, seed=3, **settings), CHUNK, own_attention=True))
     model.begin(8 * CHUNK)

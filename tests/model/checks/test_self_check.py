@@ -27,9 +27,9 @@ def test_rounding_is_no_reason_to_refuse(random_model, dtype):
 
 
 def disturbed(model, where):
-    """A model whose logits are others after tokens for which `where` is true, in passes that continue a text.
+    """Change a model's logits after tokens for which `where` is true, in passes that continue a text.
 
-    `where` gets a pass's token ids and their indices in the pass, [T] each.
+    `where` receives the token ids of a pass and their indices in the pass, [T] each.
     """
 
     class Disturbed(type(model)):
@@ -49,7 +49,7 @@ def disturbed(model, where):
 
 
 def test_differences_that_depend_on_the_text_are_no_reason_to_refuse_16_bits(random_model):
-    """Rounding sends some tokens of a mixture of experts to other experts."""
+    """In a mixture of experts, rounding sends some tokens to other experts."""
     assert check(disturbed(random_model().bfloat16(), lambda ids, index: ids % 3 == 0)) <= TOLERANCES[torch.bfloat16]
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check(disturbed(random_model(), lambda ids, index: ids % 3 == 0))
@@ -61,7 +61,7 @@ def test_a_difference_at_one_place_of_every_tree_is_found_in_16_bits(random_mode
 
 
 class Unwindowed(MaskBuilder):
-    """Knows its window, but leaves it out of the masks."""
+    """Builds masks that leave out the sliding window."""
 
     def _windowed(self, kind, ancestors, positions, num_cached):
         return super()._windowed(FULL, ancestors, positions, num_cached)
@@ -77,7 +77,7 @@ def test_the_check_is_longer_than_a_sliding_window(random_model):
 
 
 NEEDS_DOGE = needs_transformers(23, "computes Doge's trees right within its window")
-BEYOND = [  # models that attend otherwise beyond a length, by keys or by places in the input
+BEYOND = [  # models whose attention changes beyond a number of keys or a place in the input
     pytest.param("Doge", {"keep_window_size": 64}, "keep_window_size=64", marks=NEEDS_DOGE),
     pytest.param("Doge", {"keep_window_size": 200}, "keep_window_size=200", marks=NEEDS_DOGE),
     (
@@ -91,7 +91,7 @@ BEYOND = [  # models that attend otherwise beyond a length, by keys or by places
 @pytest.mark.parametrize(("name", "settings", "where"), BEYOND, ids=lambda value: value if type(value) is str else "")
 @pytest.mark.parametrize("seed", range(3))
 def test_a_model_that_is_wrong_beyond_a_length_is_found_out(random_model, monkeypatch, name, settings, where, seed):
-    """Whether its type is known or not: here nobody knows it by name."""
+    """The check by model type is disabled, so that only the self-check can find the error."""
     monkeypatch.setattr("lp_runtime.model.runner.check_family", lambda model: None)
     sizes = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64} if name == "Llama4" else {}
     model = random_model(name, seed=seed, initializer_range=0.3, **settings, **sizes)

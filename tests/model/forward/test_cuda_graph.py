@@ -1,4 +1,4 @@
-"""Passes of fixed sizes, without capturing them: a CUDA graph needs a GPU, but what it would replay does not."""
+"""Passes of fixed sizes, run without capture: CUDA graphs need a GPU, but their operations do not."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lp_runtime.replica import loading
 
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch) -> None:
-    """Stand-ins of Triton's attention kernels; tests/kernels has those themselves."""
+    """Replace Triton's attention kernels by PyTorch operations; tests/kernels tests the kernels."""
     monkeypatch.setattr(cuda_graph, "kernels_for", lambda device: KERNELS)
 
 
@@ -41,7 +41,7 @@ FAMILIES = {
 
 
 def pair(random_model, name: str = "Llama", **settings) -> tuple[ModelRunner, ModelRunner]:
-    """The same model twice: fed in passes of any size, and of fixed sizes."""
+    """Return the same model twice: with passes of any size, and with passes of fixed sizes."""
     models = [OneSlot(ModelRunner(random_model(name, seed=3, **settings), 512, own_attention=True)) for _ in range(2)]
     models[1].enable_graphs(capture=False)
     return models[0], models[1]
@@ -64,7 +64,7 @@ def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
     for model in (free, fixed):
         model.begin(400)
         model.prefill(list(range(10)))
-    # The sliding window of 24 is crossed on the way.
+    # These steps cross the sliding window of 24 tokens.
     for num_pending, num_guesses in ((1, 0), (1, 6), (3, 0), (2, 31), (5, 3), (1, 90), (4, 20), (1, 2)):
         tree = random_tree(rng, num_pending, num_guesses)
         nodes = list(range(len(tree)))
@@ -76,7 +76,7 @@ def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
 
 
 def test_shares_without_their_neighbours(random_model):
-    """A share of a tree is fed without committing, then another one with."""
+    """One share of a tree is fed without committing, then another share is fed and committed."""
     free, fixed = pair(random_model)
     tree = random_tree(random.Random(1), 2, 12)
     path = [node for node in range(len(tree)) if node <= tree.root or tree.parents[node] <= tree.root]
@@ -102,7 +102,7 @@ def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
 
 
 def test_a_longer_text_and_another_slot(random_model):
-    """No pass is made again because a cache is larger, or another one."""
+    """A larger cache or another slot does not require new passes."""
     free, fixed = pair(random_model, max_position_embeddings=4096)
     rng = random.Random(4)
     text = [rng.randrange(60) for _ in range(CAPACITY_UNIT + 40)]
@@ -206,7 +206,7 @@ def test_the_self_check_goes_through_them(random_model):
 
 
 def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
-    """Here for want of a GPU; anything else that fails at the start is met alike."""
+    """Capture fails here because there is no GPU; any other failure at start-up is handled the same way."""
     monkeypatch.setattr(loading, "why_not_captured", lambda model: None)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
     model, difference = loading.ready_model(config, torch.device("cpu"))

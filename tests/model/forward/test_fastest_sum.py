@@ -1,4 +1,4 @@
-"""Small sums go in one shot where that was faster when it was measured, right, and possible; else over NCCL."""
+"""Small all-reduces use the one-shot kernel if it works, is correct and is measured faster than NCCL."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ FASTER_UP_TO = 32  # tokens
 
 
 def one_shot(buffer: torch.Tensor, numbers: torch.Tensor, operation: str, name: str) -> torch.Tensor:
-    """What torch's kernel computes."""
+    """Compute the same sum as torch's one-shot kernel."""
     assert operation == "sum" and buffer.shape == numbers.shape and numbers.dim() == 1
     return simulated_shards._host[-1].all_reduce(numbers.clone())
 
 
 def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, list[float], list[int]]:
-    """The largest sum in one shot, in tokens; sums of 1, 32 and 64 tokens; and which of them were in one shot."""
+    """Let the shards choose a reducer, and use it.
+
+    Return the largest one-shot sum in tokens; the sums of 1, 32 and 64 tokens; and which of these were one-shot.
+    """
     called: list[int] = []
 
     def counted(buffer, numbers, operation, name):
@@ -41,7 +44,7 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
         return total + (kind == "wrong")
 
     def seconds(link, reducer, size, dtype, device):
-        if measured(link, reducer, size, dtype, device) is None:  # captured and replayed
+        if measured(link, reducer, size, dtype, device) is None:  # this captures and replays the sum
             return None
         if kind == "cannot be captured" and isinstance(reducer, OneShotReducer):
             return None
@@ -61,10 +64,10 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
         reducer = fastest_reducer(link, WIDTH, torch.float32, CUDA, 60.0)
         called.clear()
         sums = [float(reducer.all_reduce(torch.ones(rows, WIDTH, device=CUDA)).cpu().mean()) for rows in (1, 32, 64)]
-        reducer.all_reduce(torch.ones(4, 4, dtype=torch.bfloat16, device=CUDA))  # of another type: never in one shot
+        reducer.all_reduce(torch.ones(4, 4, dtype=torch.bfloat16, device=CUDA))  # another dtype: never one-shot
         gathered = reducer.all_gather(torch.ones(1, device=CUDA) * place.shard).cpu()
         assert gathered.tolist() == [[0.0], [1.0]]
-        link.smallest(0)  # nobody leaves before all have read
+        link.smallest(0)  # no shard closes its link before all shards have read
         link.close()
         return getattr(reducer, "max_numbers", 0) // WIDTH, sums, called
 
@@ -73,7 +76,7 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
     ("kind", "slow_shard", "largest"),
     [
         ("faster", -1, FASTER_UP_TO),
-        ("faster", 1, 0),  # on one shard it was not
+        ("faster", 1, 0),  # slower on one of the shards
         ("wrong", -1, 0),
         pytest.param("cannot be captured", -1, 0, marks=pytest.mark.slow),
         pytest.param("impossible", -1, 0, marks=pytest.mark.slow),

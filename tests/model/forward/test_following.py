@@ -1,4 +1,4 @@
-"""Followers run what shard 0 announces: their caches grow, are truncated and go as shard 0's do."""
+"""Followers run the passes that shard 0 announces, and their caches change as shard 0's do."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lp_runtime.replica.loading import ready_follower, ready_model
 
 CPU = torch.device("cpu")
 PROMPT = list(range(3, 15))
-REFED_AT = len(PROMPT) + 2  # tokens: with the second tree's root the story's text is longer
+REFED_AT = len(PROMPT) + 2  # tokens; the text of `story` exceeds this with the root of its second tree
 REFED = LONG | {"original_max_position_embeddings": REFED_AT}
 
 
@@ -42,14 +42,14 @@ def tree_of(root: list[int]) -> TokenTree:
 
 
 def story(model: ModelRunner) -> list[torch.Tensor]:
-    """Logits of a sequence that grows, is cut back, resumed and decoded beside another one."""
+    """Return logits of a sequence that grows, is truncated, is resumed and is batched with another one."""
     found = []
     first, second = CacheSlot(), CacheSlot()
     model.begin(first, 20)
     found.append(model.prefill(first, PROMPT))
     found.append(model.forward(StepInputs.whole(first, tree_of([4]))).logits)
     found.append(model.forward(StepInputs.whole(first, tree_of([7, 8]))).logits)
-    for _ in model.resume(first, PROMPT, [4, 7, 20, 21, 22], 90):  # what is cached differs from the third token on
+    for _ in model.resume(first, PROMPT, [4, 7, 20, 21, 22], 90):  # cached tokens differ from the third one on
         pass
     assert first.cache.capacity >= 90
     found.append(model.forward(StepInputs.whole(first, tree_of([22]))).logits)
@@ -74,10 +74,10 @@ def play(place: ShardPlace, folder: Path) -> object:
     assert model.leading is not None and difference < 1e-5 and model.supports_batching
     found = story(model)
     gc.collect()
-    model.slots.clear()  # what the self-check has used
+    model.slots.clear()  # the slots that the self-check has used
     slot = CacheSlot()
     model.begin(slot, 20)
-    model.prefill(slot, PROMPT)  # announces what is gone
+    model.prefill(slot, PROMPT)  # announces the dropped caches
     model.leading.tell("count")
     model.leading.close()
     return found
@@ -87,7 +87,7 @@ def play(place: ShardPlace, folder: Path) -> object:
     ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=[needs_rotary_by_length, pytest.mark.slow])]
 )
 def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
-    """They are told the lengths of prompts, too, where rotary factors go by them."""
+    """If rotary factors depend on the prompt's length, followers receive that length, too."""
     folder = make_model_dir(name, **settings)
     found, counts = run_shards(play, 2, folder)
     whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
@@ -98,7 +98,7 @@ def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
 
 
 def lack_memory(owner: type, name: str, at_end: bool) -> None:
-    """Let the second call of a method of this process find no memory, before or after its work."""
+    """Make the second call of a method raise an out-of-memory error, before or after its work."""
     method, calls = getattr(owner, name), iter(range(1 << 20))
 
     def call(*args, **options):
@@ -108,7 +108,7 @@ def lack_memory(owner: type, name: str, at_end: bool) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return found
 
-    setattr(owner, name, call)  # in a process of its own, until its end
+    setattr(owner, name, call)  # never undone: this process ends with the test
 
 
 def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, name: str, at_end: bool) -> object:
@@ -148,7 +148,7 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
     ],
 )
 def test_shards_leave_a_pass_for_which_one_lacks_memory(make_model_dir, who, owner, name, at_end):
-    """Wherever the others are in it; and the next passes are right."""
+    """The other shards may be anywhere in the pass; the next passes are correct."""
     folder = make_model_dir("Llama")
     found, _ = run_shards(play_without_memory, 2, folder, who, owner, name, at_end)
     whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
@@ -175,7 +175,7 @@ def fail(place: ShardPlace, folder: Path) -> str:
 
 
 class Broken:
-    """Passes that fail on one shard alone."""
+    """Passes that fail; only shard 0 has them."""
 
     lengths = UNCHANGING
 
@@ -186,7 +186,7 @@ class Broken:
 
 
 def test_a_pass_that_fails_on_shard_0_alone_ends_the_replica(tiny_model_dir):
-    """The others wait inside it, and must not wait for ever."""
+    """The other shards wait inside the pass and must not wait forever."""
     mine, theirs = run_shards(fail, 2, tiny_model_dir)
     assert mine == "a pass failed on shard 0: an illegal memory access"
     assert "rank 0 is gone" in theirs

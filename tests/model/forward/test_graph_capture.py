@@ -1,4 +1,4 @@
-"""Captures that fail, on a simulated GPU: refused before they begin, and everything is as it was."""
+"""CUDA graph captures that fail, on a simulated GPU: refused before they begin, or undone completely."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_a_pass_that_waits_is_refused_before_a_capture_begins(gpu):
         capture.capture(run)
     assert runs == [True] and not Graph.captured
     assert torch.cuda.get_sync_debug_mode() == 0 and torch.cuda.current_stream() == Stream.of_device
-    assert there.tolist() == [1.0] * 3  # which waits, as ever
+    assert there.tolist() == [1.0] * 3  # waiting for the device is allowed again
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("no memory")])
 def test_a_capture_that_fails_leaves_stream_and_pool(gpu, error, monkeypatch):
-    """torch leaves its own stream current, and the pool open to whatever is allocated next."""
+    """torch alone would leave its capture stream current and its pool open to later allocations."""
     closed, runs = [], []
     monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: closed.append(args))
 
@@ -97,14 +97,14 @@ def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, 
     slot, tree = CacheSlot(), TokenTree(range(20), max_depth=1)
     model.begin(slot, 40)
     model.prefill(slot, [1, 2])
-    assert model.forward(StepInputs.whole(slot, tree)).presampled is None  # in a pass of any size
+    assert model.forward(StepInputs.whole(slot, tree)).presampled is None  # fed in a pass of any size
     monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 32)
     with pytest.raises(torch.OutOfMemoryError):
         list(runner_of_demo().fixed_passes.make_all(False))
 
 
 def test_the_time_of_a_capture_is_no_pass_s(gpu):
-    """Each run of the model takes a second here, a replay next to nothing."""
+    """Each run of the model takes a second here; a replay takes almost no time."""
     model = runner_of_demo()
     slot = CacheSlot()
     model.begin(slot, 40)

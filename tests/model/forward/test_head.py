@@ -1,4 +1,4 @@
-"""A tree's logits stay on the shards: successors are found in slices, and logits travel only where they are read."""
+"""Logits stay on their shards: successors are found in slices, and logits are gathered only if read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def config_of(folder: Path, exactness: str) -> RuntimeConfig:
 
 
 def samplers(model: ModelRunner) -> list[tuple[Sampler, bool]]:
-    """Samplers, and whether each reads all logits."""
+    """Return samplers, each with whether it reads all logits."""
     size = model.vocabulary_size
 
     def sampler(processors: list, seed: int | None = None, with_logprobs: bool = False) -> Sampler:
@@ -84,7 +84,7 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
                 kept.append((sampler, packed, found.logits, scores()))
                 kinds.clear()
     model.leading.close()
-    for sampler, packed, logits, scores in kept:  # what was sampled is what the logits say
+    for sampler, packed, logits, scores in kept:  # sampling from the gathered logits gives the same result
         expected, processed = sampler.sample(StepLogits(logits), tree, nodes, [*PROMPT, 4])
         assert packed.tolist() == expected.tolist()
         assert torch.equal(scores, processed())
@@ -96,7 +96,7 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
     [("Llama", "fast"), ("Gemma2", "fast"), pytest.param("Llama", "strict", marks=pytest.mark.slow)],
 )
 def test_successors_are_found_in_slices(make_model_dir, name, exactness):
-    """Gemma 2 caps its logits behind the head."""
+    """Gemma 2 is tested because it caps its logits after the head."""
     folder = make_model_dir(name)
     logits, _ = run_shards(play, 2, folder, exactness)
     whole, _ = ready_model(config_of(folder, exactness), CPU)

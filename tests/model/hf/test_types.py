@@ -1,4 +1,4 @@
-"""A part of `benchmarks/correctness.py types`: types of models are decoded as `generate` decodes them, or refused."""
+"""A part of `benchmarks/correctness.py types`: model types are decoded as by `generate`, or refused."""
 
 import pytest
 from support.causal_configs import DEFAULT, TYPES, small_config, variants_of
@@ -26,7 +26,7 @@ REFUSED = [
     ("openai-gpt", DEFAULT),
     ("prophetnet", DEFAULT),
 ]
-# Attention that reads a token's place in the input, or the number of keys, from a threshold on.
+# Beyond a threshold, attention depends on a token's place in the input or on the number of keys.
 THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
 
 

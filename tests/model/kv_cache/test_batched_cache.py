@@ -1,4 +1,4 @@
-"""Several texts in one forward pass against each text alone."""
+"""Several texts in one forward pass, compared with each text alone."""
 
 import random
 
@@ -22,7 +22,7 @@ def model(request, random_model):
 
 
 def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSlot, list[int]]]:
-    """Slots that were prefilled, and their tokens."""
+    """Return prefilled slots, each with its tokens."""
     slots = []
     for length in lengths:
         slot, tokens = CacheSlot(), draw(rng, length)
@@ -41,7 +41,7 @@ def test_each_text_gets_what_it_gets_alone(model, apart):
         tree_model.masks.form = MaskForm.TREE_ONLY
     texts = begin(tree_model, (21, 3, 40), rng)
     for step in range(3):
-        fed = texts[step % 2 :]  # they need not always be the same
+        fed = texts[step % 2 :]  # the texts may change from step to step
         trees = [random_tree(rng, rng.randint(1, 4)) for _ in fed]
         wanted = [range(tree.root, len(tree)) for tree in trees]
         parts = [

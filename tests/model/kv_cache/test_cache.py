@@ -1,4 +1,4 @@
-"""The cache: written behind the committed tokens, truncated by moving a length."""
+"""The KV cache: written after the committed tokens, truncated by changing its length."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 
 
 def states(*values: float) -> torch.Tensor:
-    """[1, 2 heads, T, 3] with one value a token."""
+    """Return states [1, 2 heads, T, 3] with one value per token."""
     return torch.tensor(values)[None, None, :, None].expand(1, 2, len(values), 3).clone()
 
 

@@ -1,4 +1,4 @@
-"""Names of a KV cache in older and newer versions of transformers."""
+"""Names of the KV cache's keyword argument in older and newer versions of transformers."""
 
 from types import SimpleNamespace
 

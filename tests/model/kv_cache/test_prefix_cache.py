@@ -1,4 +1,4 @@
-"""The prefix cache: what is found, what it holds, and what leaves first. A key is its token."""
+"""The prefix cache: lookup, contents and order of eviction; keys have their token ids as values."""
 
 import functools
 import random
@@ -13,7 +13,7 @@ TOKEN_BYTES = 10
 
 
 def filled(tokens) -> CacheSlot:
-    """A slot that holds tokens, of two layers; the second's keys are negative."""
+    """Return a slot that holds tokens in two layers; the second layer's keys and values are negative."""
     slot = CacheSlot()
     slot.reset(functools.partial(TreeCache, 2), len(tokens) + 8)
     values = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 3)
@@ -25,14 +25,14 @@ def filled(tokens) -> CacheSlot:
 
 
 def held(slot: CacheSlot) -> list[int]:
-    """The tokens that a slot's keys and values stand for."""
+    """Return the tokens that a slot's keys and values encode."""
     states = [each for _, keys, values in slot.cache.committed() for each in (keys, values / 2)]
     assert len(states) == 4 and all(torch.equal(each.abs(), states[0]) for each in states)
     return states[0][0, 0, :, 0].int().tolist()
 
 
 def read(cache: PrefixCache, tokens, salt: str = "") -> list[int]:
-    """What a prompt finds, read into a slot; its keys and its tokens agree."""
+    """Read a prompt's cached prefix into a slot, check that keys and tokens agree, and return the tokens."""
     prefix, slot = cache.find(tokens, salt), CacheSlot()
     slot.reset(functools.partial(TreeCache, 2), len(tokens))
     slot.restore(prefix)
@@ -67,7 +67,7 @@ def test_the_longest_common_prefix_is_found_at_any_token():
             for each in kept
         )
         found = len(read(cache, prompt))
-        # A sequence of which fewer than MIN_TOKENS tokens were new keeps none of those.
+        # A sequence's new tokens are not stored if there are fewer than MIN_TOKENS of them.
         assert min(longest, len(prompt) - 1) - MIN_TOKENS < found <= min(longest, len(prompt) - 1)
 
 
@@ -93,11 +93,11 @@ def test_what_was_not_used_for_longest_leaves_first_and_memory_is_bounded():
         start = 1000 * number
         store(cache, filled(list(range(start, start + 60))), "")
         assert cache.num_bytes <= 200 * TOKEN_BYTES
-        read(cache, range(61))  # the first one stays in use
+        read(cache, range(61))  # uses the first sequence again
     assert len(read(cache, range(61))) == 60
     assert len(read(cache, range(499_000, 499_061))) == 60
     assert read(cache, range(100_000, 100_061)) == []
-    store(cache, filled(list(range(700, 1000))), "")  # too large for all there is
+    store(cache, filled(list(range(700, 1000))), "")  # larger than the whole cache
     assert read(cache, range(700, 1001)) == [] and cache.num_bytes <= 200 * TOKEN_BYTES
 
 
@@ -105,7 +105,7 @@ def test_a_prefix_is_not_dropped_before_what_goes_on_from_it():
     cache = make(max_tokens=100)
     store(cache, filled(list(range(40))), "")
     store(cache, filled([*range(40), *range(100, 140)]), "")
-    store(cache, filled(list(range(500, 530))), "")  # the end of the first conversation leaves, not its beginning
+    store(cache, filled(list(range(500, 530))), "")  # evicts the first conversation's end, not its beginning
     assert len(read(cache, [*range(40), *range(100, 140), 1])) == 40
 
 
@@ -124,7 +124,7 @@ def test_slots_take_the_memory_that_they_need():
     second.reset(functools.partial(TreeCache, 2), 90)
     slots.release(first)
     slots.release(second)
-    slots.acquire(1000)  # more than there is: nothing is kept beside it
+    slots.acquire(1000)  # more than the memory: all prefixes are evicted
     assert cache.num_bytes == 0
 
 

@@ -1,4 +1,4 @@
-"""Which slot a sequence gets: a large enough one if there is any, and one that holds a prefix of a resumed sequence."""
+"""Choice of a slot: a large enough one, or one that holds a prefix of a resumed sequence."""
 
 from types import SimpleNamespace
 
@@ -60,7 +60,7 @@ def test_a_borrowed_slot_comes_back():
 
 
 def test_slots_in_use_are_limited_together():
-    """Free ones go first; one alone may have any size."""
+    """Free slots are dropped first; a slot that is the only one may have any size."""
     slots = pool(slot(60))
     slots.limit = 100
     alone = slots.acquire(150)

@@ -1,4 +1,4 @@
-"""Loading: what works, and that everything broken is one line that names model.path."""
+"""Loading of checkpoints; each broken checkpoint gives a one-line error that names model.path."""
 
 import gc
 import json
@@ -157,7 +157,7 @@ def assert_decodes_as_transformers(model) -> None:
 
 @pytest.mark.slow
 def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):
-    """BitNet: three-valued weights, activations of 8 bits; transformers has all of it and runs it on CPUs."""
+    """BitNet has ternary weights and 8-bit activations; transformers runs it on CPUs by itself."""
     pytest.importorskip("accelerate")
     folder = shutil.copytree(demo_model_dir, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
@@ -179,7 +179,7 @@ TORCHAO = {
 
 
 def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
-    """The quantization given as transformers' object, or as its fields."""
+    """The quantization may be given as a transformers object or as its fields."""
     torchao = pytest.importorskip("torchao.quantization")
     for given in (TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig()), TORCHAO):
         model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
@@ -211,21 +211,21 @@ def test_a_quantization_that_transformers_refuses(demo_model_dir):
 
 
 def _own_bytes() -> int:
-    """What this process has of memory that it shares with no file."""
+    """Return this process's resident memory that no file backs."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) << 10
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
 def test_replicas_of_a_machine_share_what_they_load(random_model, tmp_path):
-    """The files are mapped, not copied: eight replicas on their way to eight GPUs need a model's memory once."""
+    """Files are mapped, not copied: eight replicas that load for eight GPUs need the memory of one model."""
     size = 96 << 20
-    model = random_model("Llama", vocab_size=size // 2 // 4 // 32)  # its embedding and its last layer
+    model = random_model("Llama", vocab_size=size // 2 // 4 // 32)  # half in its embedding, half in its last layer
     model.save_pretrained(tmp_path)
     del model
     gc.collect()
     before = _own_bytes()
     loaded = load_model(ModelConfig(path=str(tmp_path)), CPU, "float32")
-    sums = [float(each.detach().sum()) for each in loaded.parameters()]  # all of it has been read
+    sums = [float(each.detach().sum()) for each in loaded.parameters()]  # reads all weights
     assert len(sums) > 10
     assert _own_bytes() - before < size // 2

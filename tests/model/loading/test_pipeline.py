@@ -1,4 +1,4 @@
-"""A model whose layers lie on several devices of one process: where each part lies, and what it computes."""
+"""A model with its layers on several devices of one process: placement of each part, and results."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_weight_has_one_device_and_a_layer_is_not_split(family, tied, rand
     for weight, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         (place,) = {devices[part] for part in devices if weight == part or weight.startswith(f"{part}.")}
         found.setdefault(id(tensor), set()).add(place)
-    assert all(len(each) == 1 for each in found.values())  # shared weights, too
+    assert all(len(each) == 1 for each in found.values())  # including shared weights
     assert set(devices.values()) == {"cuda:0", "cuda:1"}
 
 
@@ -60,7 +60,7 @@ def test_a_model_whose_layers_are_in_no_list(random_model):
 
 
 def test_a_replica_of_two_stages_decodes_as_transformers_does(demo_model_dir):
-    """On a CPU; the process that runs both stages is this one."""
+    """Both stages run on a CPU, in this process."""
     expected = reference.greedy(demo_model_dir)
     config = ModelConfig(path=str(demo_model_dir), parallelism="pipeline")
     with LookaheadRuntime(config, 2, device="cpu", dtype="float32", gpus_per_replica=2) as runtime:
@@ -70,7 +70,7 @@ def test_a_replica_of_two_stages_decodes_as_transformers_does(demo_model_dir):
 
 
 def test_hooks_between_stages(demo_model_dir):
-    """accelerate's hooks, which move inputs between GPUs, are there and change nothing: trees are as plain passes."""
+    """accelerate's hooks, which move inputs between GPUs, are present and do not change results."""
     config = ModelConfig(path=str(demo_model_dir))
     devices = device_map_of(parts_of(without_memory(config, "float32")), [CPU, CPU])
     hooked = dispatch_model(load_model(config, CPU, "float32"), devices, force_hooks=True)

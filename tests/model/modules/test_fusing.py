@@ -1,4 +1,4 @@
-"""Blocks in fewer operations give equal results where the block is one that is known; everything else stays."""
+"""Fused blocks give the same results as the known blocks that they replace; other blocks are kept."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica import loading
 
 ATTENTION, MLP, NORM, LAYER = FusedAttention, FusedMLP, FusedNorm, FusedLayer
-FUSED = {  # of two layers; norms: two a layer and the last, and one each of queries and keys
+FUSED = {  # in two layers; norms: two per layer, the last one, and for some models one each of queries and keys
     "llama": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mistral": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mixtral": {ATTENTION: 2, NORM: 5},
@@ -49,7 +49,7 @@ def blocks_of(model: nn.Module) -> dict[type, int]:
 
 
 def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention: bool = True) -> list[torch.Tensor]:
-    """Of a prompt in chunks, of a tree, and of two sequences at once."""
+    """Return the logits of a prompt in chunks, of a tree, and of two sequences in a batch."""
     tree_model = ModelRunner(model, 5, strict_tokens, own_attention)
     rng = random.Random(0)
     tree = TokenTree([3, 4], max_depth=8)
@@ -109,7 +109,7 @@ def test_rotary_embedding():
     torch.testing.assert_close(rotate(states, cos, sin), expected)
     other = torch.randn(1, 5, 16)
     expected, _ = apply_rotary_pos_emb(states, states, cos, other, unsqueeze_dim=2)
-    torch.testing.assert_close(rotate(states, cos, other), expected)  # not with the sines of another pass
+    torch.testing.assert_close(rotate(states, cos, other), expected)  # does not reuse the sines of another pass
 
 
 def test_weights_are_freed_block_by_block():
@@ -165,7 +165,7 @@ def test_what_is_not_known_stays(change):
 
 
 class TableNorm(LlamaRMSNorm):
-    """Of the same code, but with a weight for each place."""
+    """A norm with the same code, but with a separate weight for each place."""
 
     def __init__(self, norm):
         super().__init__(norm.weight.shape[0])
@@ -196,14 +196,14 @@ def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
     monkeypatch.setattr(wrong, "forward", forward)
     model = random_model("Llama")
     fuse_blocks(model)
-    # A layer is made of all the others.
+    # A fused layer consists of all the other fused blocks.
     assert set(blocks_of(model)) == {ATTENTION, MLP, NORM} - {wrong}
 
 
 def test_layers_with_hooks_stay():
     for change in (lambda layer: layer, lambda layer: layer.mlp, lambda layer: layer.input_layernorm):
         model, seen = random_model("Llama"), []
-        fuse_blocks(model)  # all but the layers, which are taken apart again
+        fuse_blocks(model)  # the fused layers are taken apart again below; the other blocks stay fused
         for index, layer in enumerate(model.model.layers):
             plain = llama.LlamaDecoderLayer(model.config, index)
             for name, block in layer.named_children():
@@ -218,7 +218,7 @@ def test_layers_with_hooks_stay():
 @pytest.mark.parametrize("strict_tokens", [None, 8])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_a_cache_that_is_new_and_one_that_was_used_hold_the_same(name, strict_tokens):
-    """Bit for bit: replicas that have decoded other requests before must not differ."""
+    """The bits are equal: replicas that have decoded other requests before must not differ."""
     model = random_model(name, initializer_range=0.3)
     fuse_blocks(model)
     tree_model = OneSlot(ModelRunner(model, 512, strict_tokens, own_attention=True))
@@ -263,7 +263,7 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
         raise ModelError("wrong")
 
     monkeypatch.setattr(loading, "check_runner", fail)
-    monkeypatch.setattr(loading, "pack_fastest", lambda model: pack_linears(model) and "oneDNN")  # whatever is faster
+    monkeypatch.setattr(loading, "pack_fastest", lambda model: pack_linears(model) and "oneDNN")  # not measured
     for settings, hint in (
         ({}, "try model.fusing=off model.packing=off"),
         ({"packing": "off"}, "try model.fusing=off"),

@@ -1,4 +1,4 @@
-"""Packed linear layers give equal products for any number of tokens; what cannot be packed stays as it is."""
+"""Packed linear layers give equal products for any number of tokens; other layers are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLASSES = [PackedLinear, pytest.param(MKLPackedLinear, marks=needs_mkl)]
 
 
 def packs(kind: type[PackedLinear], dtype: torch.dtype) -> bool:
-    """Whether this CPU's library packs weights of a dtype. oneDNN packs bfloat16 only on CPUs with AVX-512."""
+    """Return whether the library packs this dtype on this CPU; oneDNN packs bfloat16 only with AVX-512."""
     if dtype not in kind.dtypes:
         return False
     try:
@@ -32,7 +32,7 @@ def packs(kind: type[PackedLinear], dtype: torch.dtype) -> bool:
 
 @pytest.fixture(params=[True, False], ids=["packs bfloat16", "refuses bfloat16"])
 def packs_bfloat16(request, monkeypatch) -> bool:
-    """Simulates a library that packs bfloat16, or one that refuses to, on any CPU."""
+    """Simulate, on any CPU, a library that packs bfloat16, or one that refuses to."""
     pack, forward = PackedLinear._pack, PackedLinear.forward
 
     def simulated_pack(self: PackedLinear, weight: torch.Tensor) -> torch.Tensor:
@@ -70,7 +70,7 @@ def test_products_are_those_of_a_linear_layer(kind, dtype, bias, num_tokens):
         return
     packed = kind(linear)
     for shape in ((num_tokens, 80), (1, num_tokens, 80), (num_tokens, 160)):
-        x = torch.randn(shape).to(dtype)[..., :80]  # the last one does not lie in one piece
+        x = torch.randn(shape).to(dtype)[..., :80]  # the last one is not contiguous
         torch.testing.assert_close(packed(x), linear(x), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
     assert packed.weight.shape == linear.weight.shape
     assert packed.weight.dtype == dtype
@@ -108,7 +108,7 @@ def test_an_embedding_that_is_tied_to_the_last_layer_stays(random_model):
 
 
 class Adapted(nn.Linear):
-    """A linear layer that does more than one."""
+    """A subclass of linear layers, which may compute something else."""
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_what_cannot_be_packed_stays(layer):
 
 
 def test_packed_weights_cannot_be_computed_with():
-    """A model that reads a layer's weights itself must fail, and not compute with what is not there."""
+    """A model that reads a packed layer's weights itself must fail instead of computing with missing data."""
     packed = PackedLinear(nn.Linear(8, 8))
     assert packed.weight.device.type == "cpu"
     with pytest.raises(TypeError):
@@ -216,7 +216,7 @@ def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
 
 
 def test_a_pass_is_timed_for_what_it_is(random_model):
-    """That is, it is run."""
+    """The real model is run: its hooks are called."""
     model, seen = random_model("Llama"), []
     model.register_forward_hook(lambda *_: seen.append(1))
     before = model(torch.arange(5)[None]).logits

@@ -1,4 +1,4 @@
-"""Rotary factors that change with the length of a text: each token has those of its own length, as the library's."""
+"""Rotary factors that depend on the text's length: each token has the same factors as in transformers."""
 
 import copy
 
@@ -34,13 +34,13 @@ def positions(*numbers: int) -> torch.Tensor:
 
 @pytest.fixture(params=MODELS)
 def kind(request, random_model):
-    """(random model, what its lengths are)."""
+    """Return (random model, its RotaryLengths)."""
     name, settings, lengths = MODELS[request.param]
     return random_model(name, seed=3, **RANGE, **settings), lengths
 
 
 def test_bits_are_the_librarys(kind):
-    """Of a prompt of any length, and of each token behind it, whatever stands beside it in a pass."""
+    """This holds for prompts of any length and for each later token, whatever else is in its pass."""
     model, lengths = kind
     library = model.model.rotary_emb
     assert replace_rotaries(model) == lengths
@@ -54,14 +54,14 @@ def test_bits_are_the_librarys(kind):
             map(torch.equal, prompt, view_for_length(model, length).model.rotary_emb(X, torch.arange(length)[None]))
         )
         seen.add(tuple(prompt[0][0, min(1, length - 1)].tolist()))
-        # The next token alone, as `generate` feeds it; in ours it stands among others of a tree, of another sequence.
+        # `generate` feeds the next token alone; our pass also has tokens of a tree and of another sequence.
         alone, among = fresh(X, positions(length)), ours(X, positions(3, length, 120, length + 7, 40))
         assert all(torch.equal(a[:, 0], b[:, 1]) for a, b in zip(alone, among, strict=True))
     assert len(seen) == (6 if lengths.num_rows > 2 else 3), "the factors differ"
 
 
 def test_there_are_operations_on_tensors_alone(kind):
-    """A pass that is captured must not ask what a tensor holds."""
+    """A captured pass must not read the values of a tensor on the host."""
     model, _ = kind
     replace_rotaries(model)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
@@ -100,7 +100,10 @@ def test_a_second_runner_replaces_the_librarys_modules_again(kind):
 
 
 def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch, caplog):
-    """What is not known to take its factors from a buffer, has hooks, or factors by layer, or whose type drops keys."""
+    """Modules stay if they have hooks, factors per layer type, or code that does more than read factors.
+
+    They also stay if `generate` drops the model's cache at the length and the text cannot be re-fed.
+    """
     assert ModelRunner(random_model("Phi3", **LONG), 8, strict_tokens=16).context_length == ROPE_THRESHOLD
     assert [each.message for each in caplog.records] == [
         "Phi3ForCausalLM: its context ends where its rotary factors change"
@@ -123,7 +126,7 @@ def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch, caplog
 
 
 def test_the_self_check_goes_across_the_length(kind, monkeypatch):
-    """It compares with the library's modules, so it finds out each part that is missing."""
+    """The check compares with transformers' modules, so it finds each missing part."""
     model, lengths = kind
     assert check_model(ModelRunner(model, 8)) < 1e-5
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Scans of state-space layers are as long as what is fed."""
+"""Scans of state-space layers are as short as the number of fed tokens allows."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_a_view_continues_a_text_as_the_model_does(model, num_tokens):
 
 @torch.inference_mode()
 def test_passes_of_a_chain_fit_their_scans(model, monkeypatch):
-    """What a scan is given is no longer than the chain, rounded up to a power of two."""
+    """A scan's input is as long as the chain, rounded up to a power of two."""
     runner, seen = ChainRunner(model, prefill_chunk=7), []
 
     def model_for(scans, num_tokens, original=FittedScans.model_for):

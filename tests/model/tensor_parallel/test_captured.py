@@ -1,4 +1,4 @@
-"""Passes of a replica of several GPUs are captured: followers capture and replay what shard 0 does."""
+"""Captured passes on several GPUs: followers capture and replay the same passes as shard 0."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++"),
 ]
 PROMPT = tuple(range(300, 312))
-FIXED = LookaheadConfig(5, 4, 5, prior="none")  # a prior is computed anew for each engine, which takes seconds
+FIXED = LookaheadConfig(5, 4, 5, prior="none")  # computing a prior takes seconds for each engine
 REQUESTS = {
     "greedy": Request(PROMPT, FIXED, 24),
     "paper": Request(PROMPT[1:], LookaheadConfig(5, 4, 5, drafter="paper"), 16),
@@ -41,13 +41,13 @@ REQUESTS = {
     "cut": Request(PROMPT[3:], FIXED, 12, sampling=SamplingConfig(temperature=0.8, top_p=0.9, seed=5)),
     "logprobs": Request(PROMPT[4:], FIXED, 12, logprobs=True),
 }
-ONE_STEP = {"copy_": 1, "graph": 1}  # all that a greedy step launches on a GPU: the inputs, and the pass
+ONE_STEP = {"copy_": 1, "graph": 1}  # all launches of a greedy step on a GPU: copy the inputs, replay the pass
 POINTS = {"tokens": [1, 8, 32], "nanoseconds": [1_000_000, 1_050_000, 1_200_000], "num_padded": 0, "harvest_ns": 0}
 POINTS["prefix_ns"] = [0, 0]
 
 
 def follow(place: ShardPlace, config: RuntimeConfig) -> tuple[int, list[dict]]:
-    """Graphs that a follower has captured, and what each of the announced steps has launched."""
+    """Run a follower; return the number of captured graphs, and the launches of each announced step."""
     launches = []
     with gpu_of_a_shard() as gpu:
         follower = ready_follower(config, CUDA, place)
@@ -62,7 +62,11 @@ def follow(place: ShardPlace, config: RuntimeConfig) -> tuple[int, list[dict]]:
 
 
 def lead(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request]) -> tuple[int, dict, list, set]:
-    """Graphs that shard 0 has captured; outputs; what each step of the first request has launched; where it waited."""
+    """Run shard 0 with some requests.
+
+    Return the number of captured graphs, the outputs, the launches of each step of the first request, and the functions
+    that waited for the GPU.
+    """
     launches = []
     with gpu_of_a_shard() as gpu:
         model, _ = ready_model(config, CUDA, place=place)
@@ -74,7 +78,7 @@ def lead(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request])
             loop.prepare(request.lookahead)
             gpu.waits.clear()
             outputs[name] = [token for each in list(loop.run(request))[:-1] for token in each.token_ids]
-            waits |= set(gpu.waits) - {"hf_settings.py: build_processors"}  # once a request
+            waits |= set(gpu.waits) - {"hf_settings.py: build_processors"}  # once per request
 
         def observe(*args: object) -> None:
             launches.append(dict(gpu.launches))

@@ -1,4 +1,4 @@
-"""Layers of a sliced model, each shard computed in turn: the sum over shards is the whole layer's output."""
+"""Sliced layers, computed shard by shard: the sum over shards is the whole layer's output."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from lp_runtime.model.tensor_parallel.layers import VocabularyEmbedding
 
 
 class NoReducer(Reducer):
-    """Returns what one shard computes; the test adds up the shards."""
+    """Returns one shard's result unchanged; the test adds up the shards."""
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor

@@ -1,4 +1,4 @@
-"""Slices of models on two and three processes compute what the whole models do."""
+"""Models sliced across two or three processes compute the same as the whole models."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ CASES = {
     "phi3": {},
     "olmo2": {},
 }
-if VERSION < (5, 21):  # whose vocabularies are whole, or must be multiples
+if VERSION < (5, 21):  # these versions do not split a vocabulary, or only one that the shards divide
     del CASES["llama, a vocabulary of 63, tied"]
-WHOLE_ATTENTION = ("phi3", "olmo2")  # their plans put queries, keys and values together on every shard
+WHOLE_ATTENTION = ("phi3", "olmo2")  # their plans gather queries, keys and values on every shard
 
 
 @pytest.fixture(scope="module")
 def model_dirs(tmp_path_factory, random_model) -> dict[str, Path]:
-    """A checkpoint of each case; no bias and no norm is trivial."""
+    """Save a checkpoint for each case, with nontrivial biases and norms."""
     folders = {}
     for case, settings in CASES.items():
         name, family = FAMILIES[case.partition(",")[0]]
@@ -73,8 +73,11 @@ def logits_of(model: ModelRunner) -> torch.Tensor:
 
 
 def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, tuple]:
-    """Of each model: logits as sliced, as fused and packed; weights; bytes of a cached token; packed layers; bytes of
-    the weights."""
+    """Slice each model for one shard and run it.
+
+    Return for each model: the logits of the sliced model; the logits after fusing and packing; the number of weights;
+    the bytes of a cached token; the number of packed layers; the bytes of the weights.
+    """
     found = {}
     for case, folder in folders.items():
         own = dataclasses.replace(place, segment=f"{place.segment}-{list(folders).index(case)}")
@@ -113,8 +116,8 @@ def test_slices_compute_what_the_whole_model_does(model_dirs):
         norms = sum(each.numel() for name, each in runner.model.named_parameters() if "proj" not in name)
         assert first[2] + second[2] < num_weights + 2 * norms, case
         assert first[4] and second[4], case
-        size = size_of_model(ModelConfig(path=str(folder)), "float32")  # told without reading weights
-        if VERSION >= (5, 21) or case != "gpt_oss":  # before, our plan's slices of the embedding are whole
+        size = size_of_model(ModelConfig(path=str(folder)), "float32")  # known without reading weights
+        if VERSION >= (5, 21) or case != "gpt_oss":  # before 5.21, our plan does not slice the embedding
             assert (size.weight_bytes(2), size.cache_bytes_per_token(2)) == (first[5], first[3]), case
         assert size.weight_bytes(1) == sum(
             each.numel() * 4 for each in [*runner.model.parameters(), *runner.model.buffers()]
