@@ -1,4 +1,4 @@
-"""lp-bench: what it reports is what was run; critical paths take the steps that so many replicas would."""
+"""Tests of lp-bench: reports match the runs; a critical path of n replicas takes n replicas' steps."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_report_of_all_methods(tmp_path, capsys):
     assert rows["default", None]["S"] == rows["critical path, 1", 0]["S"] > 1
     assert rows["default", None]["tokens_a_step"] == pytest.approx(rows["critical path, 1", 0]["tokens_a_step"])
     assert rows["critical path, 2", 0]["tokens_a_step"] < rows["critical path, 1", 0]["tokens_a_step"]
-    # A second's exchange in every step: so many seconds a step more.
+    # An exchange of one second in every step makes every step one second longer.
     free, dear = rows["critical path, 2", 0], rows["critical path, 2", 1e6]
     assert dear["step_ms"] - free["step_ms"] == pytest.approx(1000)
     for (name, _), row in rows.items():
@@ -74,7 +74,10 @@ def test_a_report_of_all_methods(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_conversations_by_task_to_their_end(tmp_path, capsys):
-    """Turns go through the chat template; methods end where transformers ends; tables by task, prefill and decode."""
+    """Turns use the chat template, and all methods stop where transformers stops.
+
+    The report has tables by task and separate figures for prefill and decode.
+    """
     folder = demo_model_that_chats(tmp_path / "chat")
     prompts = tmp_path / "prompts.jsonl"
     records = [
@@ -87,7 +90,7 @@ def test_conversations_by_task_to_their_end(tmp_path, capsys):
     with LookaheadRuntime(folder, device="cpu") as runtime:
         messages = [{"role": "user", "content": "def f():"}]
         tokens = runtime.generate(messages=messages, max_new_tokens=12, eos=False).token_ids
-    end = next(place for place in range(3, 12) if tokens[place] not in tokens[:place])  # the answer ends with it
+    end = next(place for place in range(3, 12) if tokens[place] not in tokens[:place])  # becomes the EOS token
     (folder / "generation_config.json").write_text(json.dumps(config | {"eos_token_id": tokens[end]}))
     out = tmp_path / "out"
     settings = ["each=1", "max_new_tokens=12", "methods=[hf,hf_prompt_lookup,plain,default]", "degrees=[1]"]
@@ -142,7 +145,7 @@ def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, d
     path = CriticalPathRunner(model, calibration, num_replicas).run(request)
     assert path.token_ids == [token for output in outputs for token in output.token_ids]
     if not lookahead.is_auto:
-        assert path.num_steps == report.num_steps  # the tree is the same, however it is cut
+        assert path.num_steps == report.num_steps  # the tree does not depend on how it is partitioned
         assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
 
 

@@ -1,4 +1,4 @@
-"""lp-bench url=...: what is asked, what is measured and counted, of a fake server and of our own."""
+"""Tests of lp-bench url=...: its requests, measurements and counts, with a fake server and with ours."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def prompts(tmp_path) -> str:
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
-    """(exit status, stdout, stderr) of lp-bench."""
+    """Run lp-bench and return (exit status, stdout, stderr)."""
     try:
         bench_main(list(arguments))
         status = 0
@@ -40,7 +40,7 @@ def test_a_closed_loop_asks_in_turn_and_counts_errors(capsys, prompts, tmp_path)
     gate = threading.Barrier(3)
 
     def pieces(number: int):
-        gate.wait()  # three at once, always
+        gate.wait()  # always three concurrent requests
         return {1: 503, 4: ["a", ""]}.get(number % 6, ["a", "b", "c"])
 
     with fake_server(pieces) as (url, fake):
@@ -66,7 +66,7 @@ def test_an_open_loop_does_not_wait_for_answers(capsys, prompts):
     everybody = threading.Barrier(6)
 
     def pieces(number: int):
-        everybody.wait()  # nobody is answered before all have asked
+        everybody.wait()  # no answer before all six requests have arrived
         return ["a"]
 
     with fake_server(pieces) as (url, fake):
@@ -80,7 +80,7 @@ def test_an_open_loop_does_not_wait_for_answers(capsys, prompts):
             "served_name=other",
         )
     assert status == 0 and fake.num_at_once == 6 and fake.keys == []
-    asked = sorted(body["messages"][0]["content"] for body in fake.bodies)  # who asks first may be heard last
+    asked = sorted(body["messages"][0]["content"] for body in fake.bodies)  # requests may arrive in another order
     assert asked == sorted(["one", "two", "three"] * 2) and {body["model"] for body in fake.bodies} == {"other"}
     assert all(body["messages"][0]["role"] == "user" and len(body["messages"]) == 1 for body in fake.bodies)
     assert "| 6 | 0 |" in out
@@ -90,7 +90,7 @@ STOP = {"choices": [{"text": "", "finish_reason": "stop"}]}
 
 
 def loaded(capsys, tmp_path, prompts: str, events: list[str | dict], *arguments: str) -> dict:
-    """The report of a load whose every request is answered by the same pieces."""
+    """Return the report of a load run in which every request gets the same answer."""
     with fake_server(lambda number: events) as (url, _):
         run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=5", f"output={tmp_path}/out", *arguments)
     return json.loads((tmp_path / "out" / "load.json").read_text())

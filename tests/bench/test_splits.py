@@ -1,4 +1,4 @@
-"""lp-bench splits=auto measures each split of the GPUs, and gpus_per_replica=fastest takes the best of them."""
+"""Tests of lp-bench splits=auto, which measures each split of the GPUs, and gpus_per_replica=fastest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIXED = LookaheadConfig(W=5, N=3, G=5, prior="none")
 
 @pytest.mark.slow
 def test_splits_of_two_processes(demo_model_dir, tmp_path, capsys):
-    """Both are run, printed and written, and the faster one is taken from then on."""
+    """Both splits are measured, printed and written, and gpus_per_replica=fastest takes the faster one."""
     settings = {"model": ModelConfig(path=str(demo_model_dir)), "gpus": 2, "device": "cpu", "dtype": "float32"}
     settings |= {"cache_dir": str(tmp_path / "cache"), "lookahead": FIXED}
     with pytest.raises(
@@ -41,7 +41,7 @@ def test_splits_of_two_processes(demo_model_dir, tmp_path, capsys):
 
 def test_what_one_split_cannot_do_is_told_and_the_others_are_measured(demo_model_dir, tmp_path, monkeypatch, capsys):
     settings = {"model": ModelConfig(path=str(demo_model_dir)), "gpus": 4, "cache_dir": str(tmp_path)}
-    made = {1: 10.0, 2: 5.0}  # seconds
+    made = {1: 10.0, 2: 5.0}  # GPUs per replica: seconds
 
     def decode(config):
         if config.replica_gpus not in made:
@@ -61,12 +61,12 @@ def test_what_one_split_cannot_do_is_told_and_the_others_are_measured(demo_model
 
 
 def test_speeds_are_those_of_a_model_and_a_number_of_gpus(demo_model_dir, tmp_path):
-    """Others are not taken for them; what cannot be kept is not."""
+    """Speeds are not used for other settings, and are not kept without a cache folder."""
     config = RuntimeConfig(model=ModelConfig(path=str(demo_model_dir)), gpus=4, cache_dir=str(tmp_path))
     keep_speeds(config, {1: 1.0, 4: 3.0, 2: 2.0})
     wanted = {"model": config.model, "cache_dir": str(tmp_path), "gpus_per_replica": "fastest"}
     assert choose_split(RuntimeConfig(**wanted, gpus=4), 0, list).num_shards == 4
-    assert choose_split(RuntimeConfig(**wanted, device="auto"), 4, list).num_gpus == 4  # all that there are
+    assert choose_split(RuntimeConfig(**wanted, device="auto"), 4, list).num_gpus == 4  # all GPUs
     for other in ({"gpus": 2}, {"gpus": 4, "dtype": "bfloat16"}, {"gpus": 4, "cache_dir": None}):
         with pytest.raises(ConfigError, match="gpus_per_replica=fastest: nothing was measured"):
             choose_split(RuntimeConfig(**wanted | other), 0, list)

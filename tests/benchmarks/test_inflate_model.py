@@ -1,4 +1,4 @@
-"""The inflated model computes what the small one does, at its own cost."""
+"""Tests of the inflated model: it has the small model's outputs at the cost of a larger model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def small():
     return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
 
 
-# Each shape takes seconds, and most of them differ in sizes alone.
+# Each shape takes seconds, and most of them differ only in sizes: the others are slow tests.
 FEW = ("wider and deeper", "larger heads")
 
 
@@ -69,7 +69,7 @@ def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
     states = made.state_dict(), written.state_dict()
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    ids = torch.arange(2, 40)[None]  # what no checkpoint has, too
+    ids = torch.arange(2, 40)[None]  # compares buffers, too, which no checkpoint has
     assert torch.equal(made(ids).logits, written(ids).logits)
 
 
@@ -87,10 +87,10 @@ def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
     torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
     sent = torch.cat(chosen)
     assert sent.shape == (shape.layers * ids.shape[1], 2)
-    assert sent.flatten().bincount(minlength=4).min() > 0.05 * sent.numel()  # every expert has work
-    assert len({tuple(row) for row in sent.tolist()}) > 4  # and which ones depends on the token
+    assert sent.flatten().bincount(minlength=4).min() > 0.05 * sent.numel()  # every expert gets tokens
+    assert len({tuple(row) for row in sent.tolist()}) > 4  # and the choice depends on the token
     experts = model.model.layers[0].mlp.experts.gate_up_proj
-    assert torch.equal(experts[0], experts[3]) and experts.stride(0) == experts[0].numel()  # copies of their own
+    assert torch.equal(experts[0], experts[3]) and experts.stride(0) == experts[0].numel()  # separate copies
     assert generated(model, ids) == generated(small, ids)
     made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"), mixture)
     assert torch.equal(made(ids).logits, model(ids).logits)
@@ -109,7 +109,7 @@ def test_a_hybrid_says_what_the_small_model_says(small, tmp_path):
     for layer in model.model.layers[::2]:
         layer.mamba.out_proj.register_forward_hook(lambda _, args, found: read.append(args[0]))
     torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
-    assert len(read) == 7 and all(each.isfinite().all() and each.std() > 0.1 for each in read)  # states have work
+    assert len(read) == 7 and all(each.isfinite().all() and each.std() > 0.1 for each in read)  # the states are in use
     assert generated(model, ids) == generated(small, ids)
     made = inflate_model.inflated(DEMO_MODEL, shape, "float32", torch.device("cpu"), kind)
     assert torch.equal(made(ids).logits, model(ids).logits)
@@ -156,13 +156,13 @@ def test_only_what_would_reach_the_result_is_zero(big):
 def test_what_does_not_fit_is_refused_in_one_line(arguments, message, tmp_path):
     with pytest.raises(SystemExit) as caught:
         inflate_model.main(["--out", str(tmp_path / "out"), *arguments])
-    assert message in caught.value.code  # which Python prints, and ends with status 1
+    assert message in caught.value.code  # Python prints it and exits with status 1
     assert len(caught.value.code.splitlines()) == 1
     assert not (tmp_path / "out").exists()
 
 
 def test_shapes_of_the_papers_models_have_their_sizes():
-    """Parameters of the decoder layers, as published: 6.5, 12.7 and 33.2 thousand million."""
+    """The decoder layers have the published numbers of parameters: 6.5, 12.7 and 33.2 billion."""
     sizes = {}
     for name in ("7b", "13b", "34b"):
         shape = inflate_model.SHAPES[name]

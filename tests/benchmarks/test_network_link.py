@@ -1,4 +1,4 @@
-"""The link between two network namespaces: it passes packets, and loses them when it is cut."""
+"""Tests of the link between two network namespaces: it delivers packets, and drops them when cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The peers that drafting is compared with follow their published rules."""
+"""Tests that the drafters we compare with follow their published rules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
 def found(num_nodes: int, rows: list[list[int]]) -> VerificationResult:
-    """Return a result with these top-k candidates, a row a node from the root on; every successor is token 0."""
+    """Return a verification result with these top-k candidates: a row per node, from the root on.
+
+    The successor of every node is token 0.
+    """
     entries = np.zeros((len(rows), ENTRY), np.int32)
     for entry, row in zip(entries, rows, strict=True):
         entry[: len(row)] = row
@@ -50,12 +53,12 @@ def test_recycling_proposes_the_last_candidates_of_every_token():
     drafter = TokenRecyclingDrafter()
     drafter.begin([1])
     tree = drafter.propose([1, 2], 1, max_depth=50)
-    assert tree.tokens == [2, *[0] * 6]  # the table starts as zeros: a chain of them
+    assert tree.tokens == [2, *[0] * 6]  # the table starts as zeros, so the draft is a chain of zeros
     drafter.advance([1, 2, 5], tree, found(7, [[10 + rank for rank in range(8)]] * 7), [5], [])
     tree = drafter.propose([1, 2, 5, 2], 3, max_depth=50)
     below_root = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == 0]
     assert below_root == list(range(10, 18))
-    # tokens that were never fed have zeros, all of them the same child
+    # rows of tokens that were never fed are zeros: all entries are the same child
     assert sum(tree.parents[node] == 1 for node in range(len(tree))) == 1
 
 
@@ -107,7 +110,7 @@ def paths(tree) -> set[tuple[int, ...]]:
 
 
 def shown(rows: dict[int, list[int]], scores: list[float] | None = None):
-    """Return (tokens, ids, logits) to show a peer: what follows each token, filled up to 10 with unlikely tokens."""
+    """Return (tokens, ids, logits) for a drafter: a token's successors, padded to 10 with unlikely ones."""
     ids = np.array([[*row, *range(900, 910)][:10] for row in rows.values()])
     logits = np.array([([*(scores or [0.0] * len(row)), *[-50.0] * 10])[:10] for row in rows.values()], np.float32)
     return list(rows), ids, logits
@@ -126,22 +129,28 @@ def test_racers_logits_tree_is_that_of_the_papers_figure():
 
 
 def test_racer_fills_up_what_the_text_has_drafted():
-    """As the published tests have it: what both sources draft costs once, and the logits tree goes on below it."""
+    """A token that both sources draft costs one node, and the logits tree continues below it.
+
+    The published tests check the same.
+    """
     drafter = racer({10: [20, 21, 22, 23], 20: [30, 31, 32, 33], 30: [40, 41, 42, 43]}, 8)
     drafter.automaton.insert([1, 10, 20], 5)
     drafter.automaton.link()
     drafter.automaton.follow([1])
     tree = drafter.propose([1, 10], 1, max_depth=99)
-    # 20 is there; its share of the 4 children is 4 >> 0, then 2, 1, 1 for 21, 22, 23, which nothing is known to follow
+    # 20 is in the tree already and may have 4 >> 0 children. 21, 22, 23 may have 2, 1, 1, but no successors are known.
     assert paths(tree) == {(10, 20, token) for token in (30, 31, 32)} | {(10, token) for token in (21, 22, 23)}
     assert len(tree) == 8
     repeated = racer({10: [20] * 4, 20: [30, 31, 32, 33]}, 6).propose([10], 0, max_depth=99)
     assert paths(repeated) == {(10, 20, token) for token in (30, 31, 32, 33)}
-    assert paths(racer({}, 8).propose([7], 0, max_depth=99)) == {(7, *[0] * 7)}  # rows that were never seen are zeros
+    assert paths(racer({}, 8).propose([7], 0, max_depth=99)) == {(7, *[0] * 7)}  # unseen rows are zeros
 
 
 def test_racer_continues_the_states_of_every_border():
-    """Worked out by hand: behind 1 2, of the text's suffixes 1 2 and 2, the second is too short to be continued."""
+    """Only 1 2 is continued: of the suffixes 1 2 and 2 of the text, the second is too short.
+
+    The expected values are worked out by hand.
+    """
 
     def matched(states: list[State]) -> list[tuple[int, int]]:
         return [(state.token, state.depth) for state in states]
@@ -154,12 +163,12 @@ def test_racer_continues_the_states_of_every_border():
     borders = automaton.borders(2)
     assert matched(borders) == [(2, 2)]
     assert [(state.token, state.frequency) for state, _ in most_frequent(borders, 5)] == [(2, 3), (3, 3)]
-    assert matched(automaton.borders(3)) == [(3, 3)]  # 2 3 is not found: 1 2 was used, and fell back to the root
+    assert matched(automaton.borders(3)) == [(3, 3)]  # 2 3 is not found: 1 2 was used, so its failure link is the root
     automaton.link()
     automaton.follow([1])
     automaton.current = automaton.root.children[1].children[2]
     assert matched(automaton.borders(3)) == [(3, 3), (3, 2)]
-    assert automaton.borders(8) == [] and automaton.current.depth == 3  # without a state it stays where it is
+    assert automaton.borders(8) == [] and automaton.current.depth == 3  # without a border the current state stays
 
 
 def test_racer_keeps_the_most_frequent_of_a_level_and_stops_where_none_is():
@@ -178,7 +187,7 @@ def test_racer_drops_the_least_recently_used_leaf():
     trie.insert([1, 2])
     trie.insert([3])
     trie.insert([1])
-    trie.insert([4])  # in place of 2, which was used before 3
+    trie.insert([4])  # replaces 2, which was used before 3
 
     def ngrams(state: State) -> list:
         return [[token, *ngrams(child)] for token, child in state.children.items()]
@@ -192,11 +201,11 @@ def test_racer_learns_text_and_candidates_of_a_step():
     drafter.begin(prompt)
     text = [*prompt, 3]
     tree = drafter.propose(text, len(prompt), max_depth=99)
-    assert paths(tree) == {(3, *[0] * 11)}  # 3 alone is too short a match; rows that were never seen are zeros
+    assert paths(tree) == {(3, *[0] * 11)}  # 3 alone is too short a match; unseen rows are zeros
     drafter.note_nodes(tree, *shown({node: [60 + node] for node in range(len(tree))})[1:])
     drafter.advance([*text, 4, 5], tree, VerificationResult([4] * len(tree)), [4, 5], [1])
     tree = drafter.propose([*text, 4, 5], len(text) + 1, max_depth=99)
-    # 3 4 was followed by 5, which the text goes on with 6 to 2; then zeros, whose row is of the last node that was one
+    # 3 4 was followed by 5, and 5 by 6 to 2 in the text. Zeros follow; the last node with token 0 has set their row.
     assert (5, 6, 7, 8, 9, 10, 1, 2) in {path[:8] for path in paths(tree)}
     tree = drafter.propose([3], 0, max_depth=99)
     assert {path[1] for path in paths(tree)} >= {60, 900}
@@ -212,10 +221,10 @@ def test_goose_copies_what_followed_the_longest_context():
     matcher = Matcher()
     matcher.extend([1, 2, 3, 4, 9, 2, 3, 4, 8, 7])
     matcher.extend([1, 2, 3, 4])
-    assert matcher.chain([7, 1, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # behind 1 2 3 4
-    assert matcher.chain([5, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # behind 2 3 4, the first time
+    assert matcher.chain([7, 1, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # after 1 2 3 4
+    assert matcher.chain([5, 2, 3, 4]) == [9, 2, 3, 4, 8, 7, 1, 2, 3, 4]  # after the first 2 3 4
     assert matcher.chain([3, 4]) == []
-    # 2 3 4 was followed by 9 and by 8: a chain of ten is confident by its length
+    # 2 3 4 was followed by 9 and by 8, so the chain's confidence comes from its length, here ten
     assert matcher.confidence([5, 2, 3, 4], [0] * 10) == 0.7 + 0.2 * 2 / 12
     assert matcher.confidence([5, 2, 3, 4], [0] * 4) == 0.3
     assert matcher.confidence([5, 2, 3, 4], []) == 0
@@ -227,7 +236,7 @@ def test_goose_trusts_and_continues_what_always_follows():
     chain = matcher.chain([2, 3, 4])
     assert chain == [1, 2, 3, 4] * 5 and matcher.confidence([2, 3, 4], chain) == 1.0
     assert len(extended(matcher, [2, 3, 4], chain, 1.0)) == 100
-    assert len(extended(matcher, [2, 3, 4], chain, 0.7)) == 80  # 70, by chains of 20
+    assert len(extended(matcher, [2, 3, 4], chain, 0.7)) == 80  # at least 70, in chains of 20
 
 
 def test_gooses_table_by_two_tokens_comes_first():
@@ -243,8 +252,12 @@ ROWS = {1: [2, 50], 2: [3, 51], 3: [60, 61], 50: [70, 71], 51: [72, 73], 60: [74
 
 
 def test_goose_grows_a_spine_and_branches():
-    """Worked out by hand. The chain 2 3 has a confidence of 0.15, which makes 25 nodes of 12: 14 may be the spine's, 22
-    are left for branches, 11 at the root and 7 and 3 on the spine. The spine's own next token is passed over."""
+    """A spine gets branches at the root and at each of its nodes.
+
+    Worked out by hand: the chain 2 3 has a confidence of 0.15, which raises the budget from 12 nodes to 25. The spine
+    may have 14 of them. Without the root and the spine's two nodes, 22 are left for branches: 11 at the root, 7 and 3
+    on the spine. Branches skip the spine's own next token.
+    """
     drafter = goose(ROWS, [0.0, 0.0], budget=12)
     drafter.begin([7, 8, 1, 2, 3])
     draft = drafter.draft([7, 8, 1, 2, 3, 7, 8, 1])
@@ -265,7 +278,10 @@ def test_goose_grows_a_spine_and_branches():
 
 
 def test_goose_grows_branches_alone_by_their_scores():
-    """Worked out by hand. Of 6 nodes 3 are left below 2 and 50: 2 gets ceil(3 x 0.5), 50 the last one."""
+    """Branches alone share the budget by their scores.
+
+    Worked out by hand: of 6 nodes, 3 are left below 2 and 50. Token 2 gets ceil(3 x 0.5), 50 gets the last one.
+    """
     drafter = goose(ROWS, [0.0, 0.0], budget=6)
     drafter.begin([9])
     draft = drafter.draft([9, 1])
@@ -293,7 +309,7 @@ def test_goose_notes_how_much_of_a_spine_is_accepted():
     drafter.begin(text)
     tree = drafter.propose([*text, 1], len(text), max_depth=99)
     spine = [node for node in range(1, len(tree)) if 20 <= tree.tokens[node] < 60]
-    # a chain of 20 has a confidence of 0.9, and is continued by 20, then by 7 and 8: 42 nodes
+    # a chain of 20 has a confidence of 0.9, so it is extended by 20 tokens, then by 7 and 8: 42 nodes
     assert [tree.tokens[node] for node in spine[:40]] == list(range(20, 60))
     path = spine[:10]
 
@@ -312,7 +328,7 @@ def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
 
 
 def test_suffix_decoding_continues_the_suffix_whose_continuation_is_likeliest():
-    """No more tokens than the suffix has; answers of earlier requests count, but not their prompts."""
+    """A draft is at most as long as its suffix. Earlier requests' answers count, their prompts do not."""
     drafter = SuffixDrafter()
     drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert drafted(drafter, [1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
@@ -333,6 +349,6 @@ def test_suffix_decoding_counts_every_occurrence():
 
 
 def drafted(drafter: SuffixDrafter, tokens: list[int]) -> list[int]:
-    """Return the chain that is proposed after some tokens."""
+    """Return the chain that is drafted after some tokens."""
     tree = drafter.propose(tokens, len(tokens) - 1, max_depth=50)
     return tree.tokens[1:]

@@ -1,4 +1,4 @@
-"""Drafters that are compared on what a model said once take the steps that they take live, and ask only what is new."""
+"""Tests of recorded model outputs: drafters take the same steps as live, and only new nodes are fed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FULL = LookaheadConfig(W=5, N=5, G=0, budget=16, prior="none")
 
 @pytest.fixture
 def make_bench(tmp_path, monkeypatch):
-    """Makes a Bench of two prompts, in a folder that keeps what its model says."""
+    """Return a function that makes a Bench of two prompts and records model outputs in one folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
     from studies.drafting_bench import Bench
 
@@ -63,12 +63,12 @@ def test_what_was_said_is_not_asked_again(make_bench):
     first = bench.decode_all(FULL)
     num_fed = bench.num_fed
     again = bench.decode_all(FULL)
-    assert bench.num_fed == num_fed  # nothing was new
+    assert bench.num_fed == num_fed  # everything was recorded
     peer = bench.decode_all(lambda: RacerDrafter(16))
-    assert num_fed < bench.num_fed  # other nodes are
+    assert num_fed < bench.num_fed  # the peer's other nodes are new
     assert [run.tokens for run in peer] == [run.tokens for run in again] == [run.tokens for run in first]
     assert [run.num_steps for run in again] == [run.num_steps for run in first]
-    later = make_bench()  # another process, with the same files
+    later = make_bench()  # like another process that reads the same files
     assert [run.num_steps for run in later.decode_all(lambda: RacerDrafter(16))] == [run.num_steps for run in peer]
     assert later.num_fed == 0
 

@@ -1,4 +1,4 @@
-"""The table of splits, held to a row that was computed by hand."""
+"""Tests of the table of splits against a row computed by hand."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def size(tmp_path_factory):
 
 @needs_sliced_vocabulary
 def test_a_row_by_hand(study, size):
-    """2 x 4, 10 tokens a step, 100 tokens of context."""
+    """A step on 2 replicas x 4 GPUs, of 10 tokens after 100 tokens, has the cost computed by hand."""
     machine = study.Machine(hbm=1e9, link=1e8, collective=1e-5, memory=1e12)
     cost = study.cost_of_step(size, 2, 4, 10, 100, machine)
     layer = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64  # queries, keys and values, output, MLP: 36 864
     sliced, norms = 2 * layer + 2 * 1000 * 64, 5 * 64
-    frequencies = 2 * 4 * 4  # float32: those in use and those as they were
+    frequencies = 2 * 4 * 4  # of the rotary embedding, float32: those in use and the original ones
     assert cost.held == 2 * (sliced // 4 + norms) + frequencies
     keys = 100 * 2 * 2 * 8 * 2  # tokens, layers, keys and values, one head of 8, bytes
     assert cost.read == cost.held - 2 * 1000 * 64 // 4 + keys
-    sums = 5 * 10 * 64 * 2  # two a layer and the embeddings', of 10 tokens
+    sums = 5 * 10 * 64 * 2  # all-reduces of 10 tokens: two per layer and one for the embeddings
     assert cost.sent == (2 * sums + 10 * 1000 * 2) * 3 // 4 == 24600
     assert cost.collectives == 5 + 1 + 1
     assert cost.seconds == pytest.approx(cost.read / 1e9 + 24600 / 1e8 + 7e-5)

@@ -1,4 +1,4 @@
-"""Every study runs, at its smallest size; what it measures is not looked at."""
+"""Tests that every study runs at its smallest size; the measurements are not checked."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.forked import forking, living_processes
 from support.smallest_runs import PROMPT, STATUS, STUDIES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-SHORT = {  # studies that run always: of each command those that take a second or two
+SHORT = {  # not marked as slow: the studies of each command that take a second or two
     "correctness.py": ("transformers_tests", "text", "wrapped_models", "equality", "prefix_cache", "identity"),
     "speed.py": ("prediction", "kinds", "splits_on_paper"),
     "micro.py": ("machine", "partition", "exchange", "kernels", "step", "masks", "floor", "experts"),
@@ -25,7 +25,7 @@ RUNS = [
     for name, studies in STUDIES.items()
     for study in studies
 ]
-# transformers' test folder, cut down to one test of one family.
+# transformers' test folder, reduced to one test of one model family.
 MIXIN = """
 import torch
 
@@ -53,7 +53,7 @@ class LlamaModelTest(GenerationTesterMixin, unittest.TestCase):
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory) -> dict[str, str]:
-    """Values of the placeholders in smallest runs."""
+    """Return the values of the placeholders in STUDIES."""
     folder = tmp_path_factory.mktemp("studies")
     file = folder / "prompts.jsonl"
     file.write_text(json.dumps(PROMPT) + "\n")
@@ -70,7 +70,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def quick_processes(monkeypatch) -> None:
-    """Processes of a study are forked from one that has imported everything."""
+    """Fork a study's processes from a process that has imported everything."""
     common = command("common.py")
     for name in ("kills", "load", "faults"):
         study = common.load_study(name)
@@ -83,7 +83,7 @@ def quick_processes(monkeypatch) -> None:
 
 @pytest.fixture
 def one_rank_of_torchrun(monkeypatch) -> None:
-    """This process is the only rank of a torchrun."""
+    """Make this process the only rank of a torchrun."""
     from lp_runtime.distributed.store import host_store
 
     port = host_store("127.0.0.1", 0, 1.0).port

@@ -1,4 +1,4 @@
-"""Answers taken apart, whole and in pieces of any size."""
+"""Tests of parsing answers into reasoning, content and tool calls, whole and in chunks of any size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = [("f", ARGUMENTS[0]), ("g", ARGUMENTS[1])]
 
 
 def reading(tool_format, reasoning="none", prompt_end="", **more):
-    """Return a function that makes parsers."""
+    """Return a function that makes a parser."""
     return lambda: ChatFormat("", tool_format, reasoning).parser(tool_format != "none", prompt_end, **more)
 
 
@@ -30,7 +30,7 @@ F, G = f'{{"name": "f", "arguments": {ARGUMENTS[0]}}}', '{\n  "name": "g",\n  "a
 
 
 def known(**more):
-    """Return the parser of a chat with two tools."""
+    """Return a parser for a chat with two tools."""
     return ChatFormat("", "hermes", "think").parser(KNOWN, "", **more)
 
 

@@ -1,4 +1,4 @@
-"""Chat templates whose tool calls are in no form that is known for certain, and those that bring their own parser."""
+"""Tests of chat templates with an ambiguous tool-call format, and of those with a response template."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TAKES_TOOLS = "{{ tools }}"
         (TAKES_TOOLS + "[TOOL_CALLS]", "mistral", "tool_format=mistral"),
         (TAKES_TOOLS + "# user", None, "set tool_format"),
         ("# user", None, ""),
-        # Calls in a form that has a known mark, but is another.
+        # Calls with a known marker, but in another format.
         (
             template("A:", "<tool_call>{{ (m.tool_calls or [{}])[0].function.name }} {}", "").text,
             None,
@@ -38,7 +38,7 @@ TAKES_TOOLS = "{{ tools }}"
             "hermes",
             "",
         ),
-        # Without the mark that the template asks the model to write.
+        # Calls without the marker that the template asks the model to write.
         (
             template("A:", BARE.replace("ARGS", "c.function.arguments"), "", "{# functools[ #}").text,
             "phi4_mini",

@@ -1,4 +1,4 @@
-"""Stop strings are taken off, however the text is cut into pieces."""
+"""Tests that stop strings are removed however the text is cut into chunks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ cuts = st.lists(st.integers(0, 12), max_size=5)
 
 
 def until_a_stop(text: str, stops: list[str]) -> str:
-    """A request ends with the first end of a stop string."""
+    """Return the text up to the first end of a stop string, where a request ends."""
     return text[: min((place + len(stop) for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
 
 

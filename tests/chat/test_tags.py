@@ -1,4 +1,4 @@
-"""Constraints of calls whose arguments are literals, which xgrammar's JSON schemas do not know."""
+"""Tests of constraints of calls with literal arguments, which xgrammar's JSON schemas do not cover."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PROPERTIES = {
 
 
 def drawn(name, schema, num=6):
-    """Yield arguments of random calls under a schema."""
+    """Yield the arguments of random calls that follow a schema."""
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     form = ChatFormat("", name, "none")
     for text in texts_of(form.constraint(ToolUse(tools, True, False), None, ""), num):

@@ -1,4 +1,4 @@
-"""Every tool format: whole answers, streams cut anywhere, constrained answers, and calls of the history."""
+"""Tests of every tool format: whole, streamed and constrained answers, and calls in the history."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from lp_runtime.chat import formats
 from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 
-NUM_RANDOM = 8  # answers of each format and test; tests/support/tool_answers.py draws more
+NUM_RANDOM = 8  # answers per format and test; tests/support/tool_answers.py draws more
 
 
 def test_the_settings_name_the_formats():
@@ -61,12 +61,12 @@ def test_random_answers(name):
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("is_parallel", [True, False])
 def test_a_constrained_call_is_read_back(name, is_parallel):
-    """Random text under the constraint of calls is taken apart to calls of the tools, with valid arguments."""
+    """Random text under a tool-call constraint is parsed into calls of the tools with valid arguments."""
     wrong, counts = constrained_calls(name, is_parallel, NUM_RANDOM)
     assert not wrong and (max(counts) > 1) == (is_parallel and formats.FORMATS[name].separator is not None)
 
 
-# Formats that xgrammar has built in, which are written independently of ours.
+# Formats that are built into xgrammar and were written independently of ours.
 BUILT_IN = {
     "hermes": "qwen_3",
     "qwen3_coder": "qwen_3_coder",
@@ -88,14 +88,14 @@ def test_calls_of_xgrammars_formats_are_read(name):
     tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
     prompt_end = "<think>" if name == "minimax_m2" else ""
     for text in texts_of(ConstraintConfig(structural_tag=tag.model_dump()), NUM_RANDOM):
-        if text:  # harmony's may be empty
+        if text:  # harmony's text may be empty
             _, content, calls = parts_of(ChatFormat("</think>", name).parser(TOOLS, prompt_end), [text])
             assert len(calls) == 1 and not content.strip() and follows_schemas(calls), text
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_a_call_or_a_text(name):
-    """Random text under the constraint of calls and of text is calls alone or text alone, and both occur."""
+    """Random text under a constraint for calls or text is only calls or only text, and both occur."""
     form, num_calls = ChatFormat("", name, "none"), 0
     text_schema = {"type": "object", "properties": {"c": {"enum": ["<tool_call>", "[TOOL_CALLS]"]}}, "required": ["c"]}
     use, only = ToolUse(TOOLS), ConstraintConfig(json_schema=text_schema)

@@ -1,4 +1,4 @@
-"""The documentation refers to what is there; scripts/check_docs.py finds what is not."""
+"""Tests that scripts/check_docs.py finds broken references, and that the documentation has none."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def script():
 
 @pytest.fixture
 def complaints(script, tmp_path):
-    """A function from a page's text (and its name) to what is wrong with it, without the file's name."""
+    """Return a function that checks a page's text and returns the complaints without the file's name."""
     (tmp_path / "docs" / "results").mkdir(parents=True)
     (tmp_path / "lp_runtime").mkdir()
     (tmp_path / "lp_runtime" / "errors.py").touch()

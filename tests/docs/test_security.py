@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-UNPICKLES = re.compile(r"pickle\.loads\(|\.recv\(\)|torch\.load\(|allow_pickle=True")  # recv is a pipe's
+UNPICKLES = re.compile(r"pickle\.loads\(|\.recv\(\)|torch\.load\(|allow_pickle=True")  # recv() of a pipe unpickles
 
 
 def test_every_module_that_unpickles_is_named():

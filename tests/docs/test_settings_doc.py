@@ -1,4 +1,4 @@
-"""docs/settings.md is what the settings classes and conf/ say."""
+"""Tests that docs/settings.md matches the settings classes and conf/."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A file of prompts in, a file of results out; cut off and resumed; and what it refuses to touch."""
+"""Tests of lp-generate with a file of prompts: results, resumed runs, and outputs that it refuses."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FIELDS = [
 
 
 class Job:
-    """A prompts file of token ids for the tiny model, and its output."""
+    """A prompts file and an output file of lp-generate, with a model."""
 
     def __init__(self, folder, model_dir, records):
         self.model_dir = model_dir
@@ -60,7 +60,7 @@ def job(tmp_path, tiny_model_dir):
 
 @pytest.fixture
 def refusal(capsys):
-    """Runs a job that must be refused; returns what it says."""
+    """Return a function that runs a job that must be refused and returns its error line."""
 
     def run(job: Job, *overrides: str) -> str:
         with pytest.raises(SystemExit) as caught:
@@ -107,7 +107,7 @@ def test_a_list_of_turns_takes_the_first(tmp_path, demo_model_dir):
 
 @pytest.fixture
 def conversations(tmp_path):
-    """Two conversations, the second of one turn, for a model that has a chat template."""
+    """Return a job of two conversations, the second with one turn, for a model with a chat template."""
     records = [{"turns": ["Write a loop.", "And a test."]}, {"turns": ["Write a class."]}]
     return Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
 
@@ -124,7 +124,7 @@ def test_all_turns_of_a_conversation(conversations):
             assert runtime.generate(messages=messages, max_new_tokens=12).token_ids == result["token_ids"]
             answer = {"role": "assistant", "content": result["text"]}
             messages += [answer, {"role": "user", "content": "And a test."}]
-    # cut off behind the first turns, it goes on with the answers that are there
+    # the output is cut off after the first turns: the run continues from the answers in it
     lines = conversations.output.read_text().splitlines(keepends=True)
     conversations.output.write_text("".join(lines[:2]) + lines[2][:9])
     resumed = conversations.run(*settings)
@@ -368,7 +368,7 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
     output = OutputFile(tmp_path / "out", {}, None)
     output.resume()
     message = f"output={tmp_path}/out: writing failed: No space left on device"
-    with pytest.raises(LookaheadError, match=message), output:  # whose end says nothing else
+    with pytest.raises(LookaheadError, match=message), output:  # leaving the context raises no other error
         output.write({"index": 0})
 
 
@@ -410,7 +410,10 @@ def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
 
 
 def test_results_go_into_a_pipe_line_by_line(job):
-    """`output=/dev/stdout | cat`: nothing is resumed or synced, and no settings file is written."""
+    """A pipe as the output is not resumed or synced, and gets no settings file.
+
+    This is the case of `output=/dev/stdout | cat`.
+    """
     os.mkfifo(job.output)
     lines: list[str] = []
     reader = threading.Thread(target=lambda: lines.extend(job.output.read_text().splitlines()))

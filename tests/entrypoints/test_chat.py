@@ -1,4 +1,4 @@
-"""lp-chat: a conversation by the model's chat template, streamed; stopped answers; models that cannot chat."""
+"""Tests of lp-chat: streamed conversations, stopped answers, and models without a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: how settings are composed, what bad input is told, and that nothing outlives it."""
+"""Tests of the command line: composed settings, errors for bad input, and no leftover processes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lookahead_of(*overrides: str) -> LookaheadConfig:
 
 @pytest.fixture(autouse=True)
 def own_folder(tmp_path, monkeypatch):
-    """Every test runs in an empty folder, and must not litter it."""
+    """Run every test in an empty folder, which must stay empty."""
     folder = tmp_path / "cwd"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -41,7 +41,7 @@ def own_folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def refusal(capsys):
-    """Runs the command line, which must refuse: returns its one line."""
+    """Return a function that runs a command line that must be refused and returns its only error line."""
 
     def run(*arguments: str, status: int = 2) -> str:
         with pytest.raises(SystemExit) as caught:
@@ -60,7 +60,7 @@ def refusal(capsys):
 
 @pytest.fixture
 def prompts(tmp_path):
-    """Writes a prompts file and returns the overrides that name it and an output beside it."""
+    """Return a function that writes a prompts file and returns overrides for it and an output next to it."""
 
     def write(text: str) -> list[str]:
         path = tmp_path / "prompts.jsonl"
@@ -270,7 +270,7 @@ def test_model_directory_without_config(refusal, tmp_path):
 
 @pytest.fixture
 def model_copy(tiny_model_dir, tmp_path):
-    """A copy of the tiny model, to be broken."""
+    """Return a copy of the tiny model that a test may damage."""
     return shutil.copytree(tiny_model_dir, tmp_path / "broken")
 
 
@@ -365,7 +365,7 @@ def test_bad_line_of_a_prompts_file_is_named(refusal, prompts, tmp_path, line, m
 
 
 def test_prompts_that_can_be_read_once_only(refusal, tmp_path):
-    """The output's settings have a digest of the file."""
+    """The file must be readable twice, as the output's settings have a digest of it."""
     os.mkfifo(tmp_path / "pipe")
     message = refusal(f"prompts={tmp_path}/pipe", f"output={tmp_path}/out.jsonl")
     assert message.startswith(f"prompts={tmp_path}/pipe: must be a regular file, which can be read twice")
@@ -468,12 +468,12 @@ def test_text_on_stdout_and_a_summary_on_stderr(capsys, demo_model_dir):
     assert len(out) > len("def fib(n):\n") + 10
     for word in ("tokens", "steps", "compression ratio", "tokens/s", "one token a step", "the same tokens: yes"):
         assert word in err
-    assert "not captured" not in err  # on a CPU nothing is
+    assert "not captured" not in err  # nothing is captured on a CPU
 
 
 @pytest.fixture
 def endless(demo_model_dir):
-    """Overrides of a run that takes long enough to be interrupted."""
+    """Return overrides of a run that takes long enough to be interrupted."""
     return [f"model.path={demo_model_dir}", "prompt=def f():", "gpus=2", "max_new_tokens=4000", "eos=false"]
 
 
@@ -542,7 +542,7 @@ def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_p
 
 
 def test_a_full_disk_behind_stdout_and_letters_that_it_does_not_have(tmp_path):
-    """One line, and a question mark."""
+    """A full disk is reported in one line, and characters that stdout cannot encode become question marks."""
     with marked(PYTHONIOENCODING="ascii") as mark, open("/dev/full", "w") as full:
         options = {"cwd": tmp_path, "env": mark.environment, "stderr": subprocess.PIPE, "text": True}
         command = [sys.executable, "-m", "lp_runtime", "--cfg"]

@@ -1,4 +1,4 @@
-"""lp-doctor: one screen, and exit status 1 if something will not work."""
+"""Tests of lp-doctor: its report fits on a screen, and its exit status is 1 if something will fail."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lp_runtime.entrypoints.cli import doctor_main
 
 @pytest.fixture
 def report(capsys, tiny_model_dir):
-    """Runs the command; returns its lines and its exit status."""
+    """Return a function that runs lp-doctor and returns its lines and its exit status."""
 
     def run(*overrides: str) -> tuple[list[str], int]:
         status = 0

@@ -1,4 +1,4 @@
-"""lp-chat url=...: a conversation with a server."""
+"""Tests of lp-chat url=...: conversations with a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lp_runtime.entrypoints.cli import chat_main
 
 @pytest.fixture
 def converse(monkeypatch, capsys):
-    """Returns (exit status, stdout, stderr) of lp-chat for lines of input."""
+    """Return a function that runs lp-chat on lines of input and returns (exit status, stdout, stderr)."""
 
     def run(lines: str, *arguments: str) -> tuple[int, str, str]:
         monkeypatch.setattr("sys.stdin", io.StringIO(lines))
@@ -47,7 +47,7 @@ def test_a_conversation_with_a_server(converse, tmp_path):
 
 
 def event(**delta: object) -> dict:
-    """An event of a chat's stream."""
+    """Return an event of a chat's stream."""
     return {"choices": [{"delta": delta}]}
 
 

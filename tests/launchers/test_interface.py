@@ -1,4 +1,4 @@
-"""launcher.interface: replicas exchange over the interface that is named, and one that is not there is refused."""
+"""Tests of launcher.interface: the exchange uses the named interface, and an unknown one is refused."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ NAMES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def exchange_over(rank: int, names: list[str], port: int, results) -> None:
-    """Be a rank that forms a group over each interface in turn, and report which addresses its connections have."""
-    os.environ["GLOO_SOCKET_IFNAME"] = "none"  # of the user's; the setting goes first, and leaves it as it was
+    """Run a rank that forms a group over each interface in turn and reports its connections' addresses."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "none"  # the user's value; the setting takes precedence and does not change it
     for number, name in enumerate(names):
         context = ReplicaContext(rank, 2, host="127.0.0.1", port=port, attempt=number)
         with process_group(context, CPU, GroupOptions(TIMEOUT, backend="gloo", interface=name)) as group:

@@ -1,4 +1,4 @@
-"""launch/kubernetes/: settings, ports, probes and times of serve.yaml fit; manifests follow the schemas."""
+"""Tests that serve.yaml's settings, ports, probes and times agree, and that manifests fit the schemas."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ POD = DEPLOYMENT["template"]["spec"]
 
 @pytest.fixture(scope="module")
 def config() -> ServeConfig:
-    """Settings that the container runs with: those of the image, then those of the manifest."""
+    """Return the settings that the container runs with: the image's, then the manifest's."""
     _, entrypoint = re.findall(r"^ENTRYPOINT (.*)", (LAUNCH / "Dockerfile").read_text(), re.M)
     return load_config(ServeConfig, [*json.loads(entrypoint)[1:], *CONTAINER["args"]])
 
 
 def schema_documents(document: dict) -> Iterator[dict]:
-    """A document of Kubernetes' own API, or the pods of a cluster of KubeRay."""
+    """Yield a document of Kubernetes' own API, or the pods of a KubeRay cluster."""
     if document["apiVersion"] != "ray.io/v1":
         yield document
         return
@@ -76,7 +76,7 @@ def test_probes_leave_the_time_that_lp_serve_needs(config):
 
     start = seconds(CONTAINER["startupProbe"])
     assert start > config.launcher.start_timeout and DEPLOYMENT["progressDeadlineSeconds"] > start
-    assert seconds(CONTAINER["livenessProbe"]) > config.launcher.start_timeout  # of a replica that is started again
+    assert seconds(CONTAINER["livenessProbe"]) > config.launcher.start_timeout  # a replica may restart meanwhile
     assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/ready" and seconds(CONTAINER["readinessProbe"]) <= 10
 
 
@@ -106,4 +106,4 @@ def test_every_path_is_on_a_volume(config):
     assert "secret" in mounts[str(Path(config.api_keys).parent)] and config.api_key is None
     assert CONTAINER["securityContext"]["readOnlyRootFilesystem"] and "/tmp" in mounts
     assert any(Path(config.model.path).is_relative_to(mount) for mount in mounts)
-    assert POD["securityContext"]["runAsUser"] == 1000  # the image's
+    assert POD["securityContext"]["runAsUser"] == 1000  # the image's user

@@ -1,4 +1,4 @@
-"""launch/: what the manifests ask for is what this package and its versions are."""
+"""Tests that the files of launch/ match this package's commands and the pinned versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Manifest:
 
     Attributes:
         policy: the NetworkPolicy of its pods.
-        groups: of the head and of the workers, each with `pod` and its only `container`.
+        groups: the head's and the workers' groups, each with its `pod` and that pod's only `container`.
     """
 
     def __init__(self, text: str, kind: str):
@@ -52,7 +52,7 @@ class Manifest:
             (group["container"],) = group["pod"]["containers"]
 
     def paths(self, group: dict) -> list[str]:
-        """Paths that the pods of a group must see."""
+        """Return the paths that the pods of a group must see."""
         is_head, config = group is self.groups[0], self.config
         if isinstance(config, ServeConfig):
             return [] if is_head else [config.model.path, config.cache_dir, config.api_keys]
@@ -101,7 +101,7 @@ def test_the_dashboard_is_not_for_everybody(manifest):
     for group in manifest.groups:
         assert selector <= group["template"]["metadata"]["labels"].items()
     for rule in manifest.policy["ingress"]:
-        assert "from" in rule or [each["port"] for each in rule["ports"]] == [8000]  # the API's
+        assert "from" in rule or [each["port"] for each in rule["ports"]] == [8000]  # the API's port
 
 
 def test_what_is_commented_out_is_taken_by_lp_serve_and_reaches_the_head():

@@ -1,4 +1,4 @@
-"""The commands in the headers of launch/ run verbatim, on this machine's CPUs."""
+"""Tests that the commands in the headers of launch/ run verbatim on this machine's CPUs."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.ray_connection import connect
 
 LAUNCH = Path(__file__).parents[2] / "launch"
-# Settings for this machine, which follow those of the header; nothing is measured at start.
+# Settings for this machine, appended to those of the header; with them nothing is measured at start.
 FIXED = ["lookahead.W=5", "lookahead.N=3", "lookahead.G=5", "lookahead.prior=none"]
 SMALL = ["device=cpu", "dtype=float32", "max_new_tokens=8", "eos=false", *FIXED]
 
 
 def commands(name: str) -> list[list[str]]:
-    """The words of the commands in a file's header: its indented lines, without their explanations."""
+    """Return the words of each command in a file's header: its indented lines without their explanations."""
     lines = [line[1:] for line in (LAUNCH / name).read_text().splitlines() if line.startswith("#")]
     text = "\n".join(line for line in lines if line.startswith("   ")).replace("\\\n", " ")
     return [shlex.split(re.split(r"\s{3,}", line.strip())[0]) for line in text.splitlines()]
 
 
 def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The variables that a command line begins with, and the rest."""
+    """Split a command line into its leading variables and the remaining words."""
     count = next(place for place, word in enumerate(words) if not re.match(r"[A-Z_]+=", word))
     return dict(word.split("=", 1) for word in words[:count]), words[count:]
 
@@ -80,7 +80,7 @@ def test_ray_takes_the_cluster_file():
 
 @pytest.fixture(scope="module")
 def token_cluster(tmp_path_factory):
-    """A cluster that `ray start --head` starts for a user who has a token, as Ray 2.60 makes one."""
+    """Yield a cluster that `ray start --head` starts for a user with a token, as Ray 2.60 makes one."""
     home = tmp_path_factory.mktemp("home")
     (home / ".ray").mkdir()
     (home / ".ray" / "auth_token").write_text("a1" * 32)
@@ -95,7 +95,7 @@ def token_cluster(tmp_path_factory):
 
 
 def submit(cluster, **variables: str) -> subprocess.CompletedProcess:
-    """The header's job, on a cluster."""
+    """Submit the header's job to a cluster."""
     script, *arguments = next(words for words in commands("ray_job.sh") if words[0] == "launch/ray_job.sh")
     environment = cluster.environment | {"JOB_PYTHON": sys.executable} | variables
     command = [LAUNCH.parent / script, *arguments, "gpus=2", *SMALL]

@@ -1,4 +1,4 @@
-"""A replica of the process that asks for it."""
+"""Tests of a replica in the caller's process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(len(runtime.generate("def f(", 8).token_ids))
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)])
 def test_a_script_that_never_closes_it_ends_without_complaint(tmp_path, end, status):
-    """Its caches are empty, so that measurements of the model are left to write at the end."""
+    """The caches are empty, so measurements of the model remain to be written at exit."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],
         env=Marked(HOME=str(tmp_path)).environment,

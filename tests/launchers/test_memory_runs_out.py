@@ -1,4 +1,4 @@
-"""Requests for which memory runs out: they end, or are decoded at the second attempt, and no replica is lost."""
+"""Tests of requests that run out of memory: they fail or succeed when retried, and no replica is lost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIDDLE = 15  # new tokens after which memory runs out
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[LookaheadRuntime]:
-    """Three replicas; a lost one would not be started again."""
+    """Yield a runtime of three replicas that are not restarted if they are lost."""
     failure = FailureConfig(timeout=60.0, restarts=0)
     config = RuntimeConfig(gpus=3, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:
@@ -33,7 +33,7 @@ def runtime() -> Iterator[LookaheadRuntime]:
 
 
 def decode(runtime: LookaheadRuntime, members: set[int], **options) -> tuple[list[int], Report]:
-    """Tokens and report of a request on some of the replicas."""
+    """Return the tokens and the report of a request on some of the replicas."""
     request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False, **options)
     *outputs, report = runtime.launcher.run_on(request, ReplicaLease(members))
     return [token for output in outputs for token in output.token_ids], report
@@ -46,7 +46,7 @@ def expected(runtime) -> list[int]:
 
 @pytest.fixture
 def replicas(runtime) -> Iterator[dict[int, int]]:
-    """Process ids by index; after the test the same processes are there."""
+    """Yield process ids by index, and check after the test that the same processes are running."""
     before = dict(runtime.launcher.process_ids)
     yield before
     assert runtime.launcher.process_ids == before and set(before.values()) <= set(own_replicas())
@@ -116,7 +116,7 @@ EXCHANGE = "Exchange.start = harmed(Exchange.start, lambda call, self, *rest: ca
 
 @contextmanager
 def harmed(harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
-    """Replicas with a fault; none is lost, and what they decode afterwards is right."""
+    """Yield a runtime whose replicas have a fault, and check that none is lost or restarted."""
     (folder / "sitecustomize.py").write_text(HARM.format(harm=harm))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
@@ -141,7 +141,7 @@ def test_more_long_prompts_than_restarts(expected, gpus, tmp_path, started_repli
 
 @pytest.mark.slow
 def test_memory_that_runs_out_where_peers_expect_no_error(expected, tmp_path, started_replicas):
-    """The group breaks, and another one of the same replicas goes on."""
+    """The group breaks, and a new group of the same replicas continues the request."""
     with harmed(EXCHANGE, tmp_path, 2) as runtime:
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
         assert (out.token_ids, out.losses) == (expected, 0)

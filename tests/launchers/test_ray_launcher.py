@@ -1,4 +1,4 @@
-"""launcher=ray: actors of a cluster started with `ray start --head`, from here and as a submitted job; a local one."""
+"""Tests of launcher=ray: actors on a cluster started with `ray start --head`, and a local cluster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from lp_runtime.launchers import ray_launcher
 from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
 from lp_runtime.launchers.wire.messages import Failed
 
-FIXED = LookaheadConfig(15, 5, 15)  # nothing is measured at start
+FIXED = LookaheadConfig(15, 5, 15)  # fixed, so nothing is measured at start
 
 ray = pytest.importorskip("ray")
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -47,7 +47,7 @@ def actors(cluster) -> list[int]:
 
 @pytest.fixture(scope="module")
 def runtime(cluster, demo_model_dir):
-    """Two replicas as actors."""
+    """Yield a runtime with two replicas as actors."""
     with LookaheadRuntime(
         str(demo_model_dir), gpus=2, launcher=launcher(cluster), device="cpu", dtype="float32", lookahead=FIXED
     ) as runtime:
@@ -87,7 +87,7 @@ def test_the_example(cluster, capsys):
 
 
 def test_replicas_are_actors_and_the_driver_is_none(runtime, cluster):
-    wait_until(lambda: len(actors(cluster)) == 2)  # those of other tests may be ending
+    wait_until(lambda: len(actors(cluster)) == 2)  # actors of other tests may still be ending
     assert os.getpid() not in actors(cluster)
 
 
@@ -117,7 +117,7 @@ def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
 
 @pytest.mark.slow
 def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):
-    """The remaining replicas finish, with the undisturbed tokens; Ray starts the lost ones again."""
+    """The remaining replicas finish with the same tokens as without a loss; Ray restarts the lost ones."""
     expected = runtime.generate(reference.PROMPTS[1], 300, eos=False).token_ids
     before = actors(cluster)
     config = RuntimeConfig(
@@ -171,7 +171,7 @@ def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
 
 
 def test_a_shard_that_ends_without_a_word(monkeypatch):
-    """Its last batch is empty; the replica is lost once the stream has ended."""
+    """The last batch of its stream is empty; the replica is lost once the stream has ended."""
     stream = iter([[]])
     module = MagicMock(wait=lambda streams, num_returns, timeout: (streams, []), get=lambda batch: batch)
     module.exceptions.RayError = ray.exceptions.RayError
@@ -189,7 +189,7 @@ def test_a_shard_that_ends_without_a_word(monkeypatch):
 
 
 def test_a_processor_of_the_main_module_is_sent_with_its_class(runtime, monkeypatch):
-    """Ray pickles by value what replicas cannot import."""
+    """Ray pickles classes by value if replicas cannot import them."""
     body = {"prefix_only": True, "__call__": lambda self, input_ids, scores: scores, "__module__": "__main__"}
     silent = type("Silent", (), body)
     monkeypatch.setattr(sys.modules["__main__"], "Silent", silent, raising=False)

@@ -1,4 +1,4 @@
-"""launcher=ray on several nodes, all of them on this machine: where replicas are put, and a node that is lost."""
+"""Tests of launcher=ray on several simulated nodes: placement of replicas, and the loss of a node."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from lp_runtime.launchers.ray_launcher import ReplicaActor
 from lp_runtime.launchers.worker.process_host import Placement
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.slow  # test_ray_launcher.py and test_launch_headers.py are CI's tests of Ray
+pytestmark = pytest.mark.slow  # in CI, test_ray_launcher.py and test_launch_headers.py test Ray
 
 LENGTH = 400
-HEALTH = {  # a node is missed after some seconds (by default a quarter of a minute), but later than its replica is
+HEALTH = {  # a lost node is noticed after some seconds (by default 15), but later than its lost replica
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 1000,
     "health_check_timeout_ms": 2000,
@@ -36,7 +36,10 @@ HEALTH = {  # a node is missed after some seconds (by default a quarter of a min
 
 @pytest.fixture(scope="module")
 def cluster():
-    """A head without room for replicas, to which this process connects, and two nodes with two GPUs in name."""
+    """Yield a cluster to which this process is connected.
+
+    The head has no capacity for replicas. Two nodes, also on this machine, have two simulated GPUs each.
+    """
     from ray.cluster_utils import Cluster
 
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
@@ -44,7 +47,7 @@ def cluster():
         for name in (MARK, "RAY_TMPDIR", *RAY_SETTINGS):
             patch.setenv(name, mark.environment[name])
         patch.delenv("RAY_ADDRESS", raising=False)
-        # None: any free port, where the default one may be another cluster's.
+        # None takes any free port; the default one may be in use by another cluster.
         small = {"object_store_memory": 80_000_000, "include_dashboard": False, "dashboard_agent_listen_port": None}
         cluster = Cluster(
             initialize_head=True, head_node_args=small | {"num_cpus": 0, "num_gpus": 0, "_system_config": HEALTH}
@@ -63,7 +66,7 @@ def cluster():
 
 @contextmanager
 def booked(placement: str, gpus: int, start_timeout: float = PATIENCE, num_shards: int = 1) -> Iterator[Booking]:
-    """A booking that is given back, whatever happens."""
+    """Yield a booking that is released in any case."""
     launcher = LauncherConfig(name="ray", placement=placement, start_timeout=start_timeout)
     booking = Booking(ray, RuntimeConfig(gpus=gpus, gpus_per_replica=num_shards, device="cuda", launcher=launcher))
     try:
@@ -74,11 +77,13 @@ def booked(placement: str, gpus: int, start_timeout: float = PATIENCE, num_shard
 
 @pytest.fixture
 def free_cluster(cluster) -> None:
-    """All four GPUs are free as far as the head knows, and stay so: it hears late, and out of turn, of what was given
-    back, and takes a node for full until then."""
+    """Wait until the head has reported all four GPUs as free for some time.
+
+    It learns late and out of order which GPUs were released, and regards a node as full until then.
+    """
 
     def is_free() -> bool:
-        time.sleep(0.1)  # nodes report as often
+        time.sleep(0.1)  # the interval at which nodes report
         return ray.available_resources().get("GPU") == 4
 
     wait_until(lambda: all(is_free() for _ in range(8)))
@@ -99,7 +104,7 @@ def test_the_shards_of_a_replica_share_a_node():
     with booked("pack", 4, num_shards=2) as booking:
         first, second = booking.nodes()
         assert first != second  # a node has two GPUs
-        assert booking.options(1)["num_gpus"] == 1  # of an actor, that is a shard
+        assert booking.options(1)["num_gpus"] == 1  # per actor, which is one shard
         with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
             pass
     with pytest.raises(LaunchError, match="no capacity for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
@@ -119,7 +124,7 @@ NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
     ],
 )
 def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, device_indices):
-    """It sees one GPU, or all of its node's; either way it shares the memory of its own with nobody."""
+    """A replica sees one GPU or all GPUs of its node, and in both cases does not share its GPU's memory."""
 
     def look(_) -> Placement:
         return Booking.placement_here()
@@ -146,12 +151,12 @@ def test_no_room():
     refusal = r"no capacity for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
     with booked("pack", 3), pytest.raises(LaunchError, match=refusal), booked("pack", 2, start_timeout=1.0):
         pass
-    with booked("pack", 4):  # what was refused books nothing
+    with booked("pack", 4):  # a refused booking holds nothing
         pass
 
 
 def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
-    """Of each replica: its node's id, and how many replicas it takes to be there."""
+    """Return each replica's node id and the number of replicas that it counts on that node."""
 
     def look(_) -> tuple[str, int]:
         return ray.get_runtime_context().get_node_id(), Booking.placement_here().num_local
@@ -161,7 +166,7 @@ def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
 
 @pytest.mark.slow
 def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
-    """A shard that is lost takes its replica with it, and no other; both come back."""
+    """A lost shard takes its replica with it and no other, and both shards come back."""
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
     launcher = LauncherConfig(name="ray", placement="spread")
     with LookaheadRuntime(str(demo_model_dir), 4, launcher, gpus_per_replica=2, **options) as runtime:
@@ -181,7 +186,7 @@ def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
 
 @pytest.mark.slow
 def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
-    """The remaining replica finishes, with the undisturbed tokens; the lost one comes back on the other node."""
+    """The remaining replica finishes with the same tokens, and the lost one restarts on the other node."""
     interface = interfaces()[-1]
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
     launcher = LauncherConfig(name="ray", placement="spread", interface=interface)

@@ -1,4 +1,4 @@
-"""Replicas that are lost: the others finish the request with the same tokens, and the lost one comes back."""
+"""Tests of lost replicas: the others finish the request with the same tokens; the lost one restarts."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> Lo
 
 
 def replicas_of(runtime: LookaheadRuntime) -> list[int]:
-    """Process ids by index."""
+    """Return the process ids, ordered by index."""
     return list(runtime.launcher.process_ids.values())
 
 
 @contextmanager
 def gate(num_prompt: int) -> Iterator[Gate]:
-    """A gate within the text: a request still runs when its caller, however slow, does what it does before."""
+    """Yield a gate at GATED new tokens, so that a request is still running when a slow caller acts."""
     with tempfile.TemporaryDirectory() as folder:
         yield Gate(Path(folder), num_prompt + GATED)
 
 
 def decode(runtime: LookaheadRuntime, action: Callable | None = None, at: int = 3, **options):
-    """The generation of a prompt; the action is called behind delta number `at`, counted from 0."""
+    """Return the generation of a prompt; call the action after delta number `at`, counted from 0."""
     if action is None:
         return runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, **options)
     with gate(num_prompt(runtime)) as held:
@@ -71,25 +71,25 @@ def decode(runtime: LookaheadRuntime, action: Callable | None = None, at: int = 
 
 
 def num_prompt(runtime: LookaheadRuntime) -> int:
-    """Tokens of that prompt."""
+    """Return the number of tokens of the prompt that `decode` uses."""
     return len(runtime.request(reference.PROMPTS[1], LENGTH).prompt_ids)
 
 
 def kill(*pids: int) -> None:
-    """End these processes at once."""
+    """Kill these processes."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
 def undisturbed() -> dict:
-    """Token ids and log-probabilities without a loss, greedy and sampled."""
+    """Return generations without a loss, with log-probabilities, greedy and sampled."""
     with start(1) as runtime:
         return {name: decode(runtime, sampling=each, logprobs=True) for name, each in SAMPLINGS.items()}
 
 
 def poll(runtime: LookaheadRuntime) -> bool:
-    """Whether all restarted replicas are there."""
+    """Return whether all restarted replicas are ready."""
     return not runtime.launcher.num_loading
 
 
@@ -102,14 +102,14 @@ def assert_same(out, expected) -> None:
 
 @pytest.fixture(scope="module")
 def shared_runtime():
-    """Three replicas, which tests may kill."""
+    """Yield a runtime with three replicas that tests may kill."""
     with start(3, timeout=4.0, restarts=100) as runtime:
         yield runtime
 
 
 @pytest.fixture
 def runtime(shared_runtime):
-    """The shared runtime, when all its replicas are there."""
+    """Return the shared runtime once all its replicas are ready."""
     wait_until(lambda: poll(shared_runtime))
     return shared_runtime
 
@@ -135,7 +135,7 @@ WORDS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength
     ("victim", "at", "name"), [pytest.param(0, 1, "greedy", marks=pytest.mark.slow), (2, 7, "sampled")]
 )
 def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
-    """What the others go on with is the text of one token a step: their constraints stand behind the same token."""
+    """The others continue the text of one token per step: their constraints are at the same token."""
     options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}
     prompt = reference.PROMPTS[1]
     expected = runtime.generate(prompt, LENGTH, lookahead=PLAIN, **options)
@@ -218,8 +218,8 @@ def test_a_replica_that_hangs(undisturbed, runtime):
 @pytest.mark.slow
 def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
     pids = replicas_of(runtime)
-    kill(pids[2])  # so that a group must be formed
-    os.kill(pids[1], signal.SIGSTOP)  # which this one does not come to
+    kill(pids[2])  # so that a new group must be formed
+    os.kill(pids[1], signal.SIGSTOP)  # and this replica does not join it
     out = decode(runtime)
     assert_same(out, undisturbed["greedy"])
     assert out.steps < LENGTH
@@ -260,9 +260,9 @@ def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
 
 
 def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
-    """A request that was told to pause goes on, wherever it is wanted when it has."""
+    """A request that was asked to pause continues on the replicas that are wanted once it has paused."""
     request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False)
-    wanted = {2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}  # behind which delta
+    wanted = {2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}  # by the number of the delta after which they are wanted
     lease = ReplicaLease({0, 1, 2})
     tokens, sizes = [], []
     for number, event in enumerate(runtime.launcher.run_on(request, lease)):
@@ -321,7 +321,7 @@ def test_a_replica_whose_step_goes_wrong(
 
 
 class Unheard(LogitsProcessor):
-    """Of a module that replicas do not have, as a test says."""
+    """A processor from a module that replicas do not have; the test names the module."""
 
     prefix_only = True
 
@@ -335,7 +335,7 @@ def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime
     monkeypatch.setattr(sys.modules[module], "Unheard", Unheard, raising=False)
     monkeypatch.setattr(Unheard, "__module__", module)
     pids = replicas_of(runtime)
-    for lease in (ReplicaLease({0, 1, 2}), ReplicaLease({1})):  # of a group, and of one that decodes batches
+    for lease in (ReplicaLease({0, 1, 2}), ReplicaLease({1})):  # a group, and one replica that decodes batches
         with pytest.raises(RequestError, match=f"^processors: {module}.Unheard: replicas cannot import it "):
             list(runtime.launcher.run_on(runtime.request(reference.PROMPTS[1], 8, processors=[Unheard()]), lease))
     assert_same(decode(runtime), undisturbed["greedy"])
@@ -344,7 +344,7 @@ def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime
 
 @pytest.mark.slow
 def test_a_processor_that_holds_a_tensor_reaches_replicas(started_replicas):
-    """By value: a replica has no way to the memory of the caller's process."""
+    """The tensor is sent by value, as a replica cannot access the memory of the caller's process."""
     with start(2, restarts=0) as runtime:
         first = runtime.generate(reference.PROMPTS[1], 4, eos=False)
         processors = [SuppressTokensLogitsProcessor(first.token_ids[:1])]

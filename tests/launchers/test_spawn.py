@@ -1,4 +1,4 @@
-"""launcher=local: one replica in process and several spawned ones decode what transformers decodes; a killed one."""
+"""Tests of launcher=local: in-process and spawned replicas decode as transformers does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.distributed.store import address_of
 from lp_runtime.launchers.spawn import ReplicaPipe
 
-# Sizes of steps are given, so that no step depends on measured times, and nothing is measured at start.
+# The step budget is fixed, so no step depends on measured times and nothing is measured at start.
 FIXED = LookaheadConfig(15, 5, 15)
 SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, drafter="paper"), LookaheadConfig(budget=12)]
 
@@ -25,7 +25,7 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
     options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
         assert runtime.num_replicas == gpus
-        assert not any(psutil.Process(each).net_connections("tcp") for each in own_replicas())  # they share memory
+        assert not any(psutil.Process(each).net_connections("tcp") for each in own_replicas())  # memory is shared
         fewest = reference.MAX_NEW_TOKENS
         for setting in SETTINGS:
             for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
@@ -67,7 +67,7 @@ def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir
 
 @pytest.mark.slow
 def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
-    """What the replicas said meanwhile, rank 1's end among it, is still to be read when the stream is closed."""
+    """Messages of the replicas, rank 1's last one among them, are still unread when the stream is closed."""
     with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
         stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
         next(stream)
@@ -81,7 +81,7 @@ def test_what_is_sent_to_a_replica_that_hangs_keeps_nobody_waiting():
     ours, theirs = Pipe()
     pipe = ReplicaPipe(ours)
     for _ in range(3):
-        pipe.send(bytes(1 << 20))  # more than a pipe holds
+        pipe.send(bytes(1 << 20))  # more than a pipe's buffer holds
     pipe.close(timeout=0.1)
     assert not ours.closed
     assert theirs.recv_bytes() == bytes(1 << 20)

@@ -1,4 +1,4 @@
-"""How many GPUs a replica gets where the settings leave it open, by the memory that simulated GPUs have free."""
+"""Tests of how many GPUs a replica gets by default, given the free memory of simulated GPUs."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from lp_runtime.model.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
-# Llama 3 70B: nobody has its weights here, and nothing of them is needed.
+# Llama 3 70B, whose weights are not available here and are not needed.
 LARGE = {
     "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
     "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "dtype": "bfloat16",
 }  # fmt: skip
 LARGE_WEIGHTS = 2 * (
     80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672 + 2 * 8192) + 2 * 128256 * 8192 + 8192
-)  # bytes, by hand
+)  # bytes, computed by hand
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> str:
-    """A directory with the configuration of a 70B model, and without weights."""
+    """Return a directory with the configuration of a 70B model and without weights."""
     folder = tmp_path_factory.mktemp("large")
     AutoConfig.for_model("llama", **LARGE).save_pretrained(folder)
     return str(folder)
 
 
 def chosen(path: str, free: float | list[float], gpus: int | None = None, num_gpus: int = 8, **options) -> int:
-    """The GPUs of a replica of a model, with so many GiB free on each GPU."""
+    """Return the number of GPUs per replica of a model, with `free` GiB free on each GPU."""
     free = free if isinstance(free, list) else [free] * num_gpus
     config = RuntimeConfig(model=ModelConfig(path=path), gpus=gpus, device="cuda", **options)
     result = choose_split(config, num_gpus, lambda: [int(each * GIB) for each in free])
@@ -52,7 +52,7 @@ def chosen(path: str, free: float | list[float], gpus: int | None = None, num_gp
 
 
 def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[int, str]:
-    """The GPUs of a replica, and how the model lies on them."""
+    """Return the number of GPUs per replica and the kind of parallelism of the model on them."""
     given = RuntimeConfig(model=ModelConfig(path=path, parallelism=parallelism), gpus=gpus, device="cuda")
     config = choose_split(given, gpus, lambda: [int(free * GIB)] * gpus)
     return config.replica_gpus, config.model.parallelism
@@ -60,7 +60,7 @@ def way(path: str, free: float, gpus: int, parallelism: str = "auto") -> tuple[i
 
 @pytest.fixture(scope="module", autouse=True)
 def sizes_by_configuration() -> Iterator[None]:
-    """Each size is computed once: the model of 70B is built for it, without memory, which takes a second."""
+    """Compute each size once: the 70B model is built for it on the meta device, which takes a second."""
     sizes: dict[str, ModelSize | None] = {}
 
     def size_of(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
@@ -78,7 +78,7 @@ def sizes_by_configuration() -> Iterator[None]:
 def test_weights_by_shards_of_a_large_model(large):
     size = size_of_model(ModelConfig(path=large), "auto")
     buffers = size.weight_bytes(1) - LARGE_WEIGHTS
-    assert 0 <= buffers < 4096  # frequencies of positions
+    assert 0 <= buffers < 4096  # rotary frequencies
     norms = 2 * (2 * 80 + 1) * 8192
     assert size.weight_bytes(8) == (LARGE_WEIGHTS - norms) // 8 + norms + buffers
     assert [size.cache_bytes_per_token(shards) for shards in (1, 2, 8)] == [327680, 163840, 40960]
@@ -88,14 +88,14 @@ def test_weights_by_shards_of_a_large_model(large):
     ("gpus", "free", "expected"),
     [
         (8, 200, 1),  # 131 GiB of weights
-        (8, 134, 2),  # which leaves too little for the context
+        (8, 134, 2),  # one GPU leaves too little for the context
         (8, 79, 2),
         (8, 60, 4),
         (8, 24, 8),
         (None, 79, 2),
-        (None, 60, 4),  # 3 would hold it, and do not divide the heads
+        (None, 60, 4),  # 3 would hold it, but do not divide the heads
         (6, 79, 2),
-        (1, 24, 1),  # there is no choice; loading says that memory does not suffice
+        (1, 24, 1),  # there is no choice; loading reports that memory does not suffice
     ],
 )
 def test_the_fewest_gpus_that_hold_the_model(large, gpus, free, expected):
@@ -115,8 +115,7 @@ def test_more_context_takes_more_gpus(large):
 
 @pytest.mark.slow
 def test_what_a_chosen_replica_holds_is_what_its_capacity_says(large):
-    """One byte less than is needed is too little; with as much, the tokens that were asked for fit once the weights lie
-    there."""
+    """With the needed bytes the requested tokens fit next to the weights; with one byte less they do not."""
     size = size_of_model(ModelConfig(path=large), "auto", 5000)
     needed = size.needed_bytes(2, NCCL_BYTES)
     kept = needed - size.weight_bytes(2) - size.pass_bytes - NCCL_BYTES
@@ -143,7 +142,7 @@ def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
 
 @pytest.mark.slow
 def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
-    """Where tensor parallelism is asked for by name, it is refused with the reason."""
+    """If tensor parallelism is requested by name, it is refused with the reason."""
     AutoConfig.for_model("gpt2", n_embd=8192, n_layer=64, n_head=64, dtype="bfloat16").save_pretrained(tmp_path)
     path = str(tmp_path)
     for gpus, free, expected in ((8, 200, (1, "tensor")), (8, 79, (2, "pipeline")), (8, 30, (4, "pipeline"))):
@@ -216,7 +215,7 @@ def test_where_there_is_no_choice_nothing_is_asked(settings, num_gpus):
 
 
 def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
-    """The local launcher, with four GPUs of 79 GiB: processes would be started for two replicas of two shards."""
+    """On four GPUs of 79 GiB, the local launcher would spawn two replicas of two shards."""
     started = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
@@ -229,7 +228,7 @@ def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
 
 @pytest.mark.slow
 def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
-    """Rank 0 asks its own GPU; what it cannot do, all ranks refuse alike."""
+    """Rank 0 queries its own GPU; if no split fits, all ranks refuse with the same error."""
     world = SimpleNamespace(rank=0, num_replicas=8, num_local=8, device_index=0)
     config = RuntimeConfig(model=ModelConfig(path=large))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""launcher=torchrun: the command line on four ranks, a script on two, and no ray anywhere near."""
+"""Tests of launcher=torchrun: the command line on three ranks, scripts on two, and no import of ray."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
 
 @pytest.fixture
 def environment(tmp_path):
-    """An environment in which importing ray is an error."""
+    """Yield an environment in which importing ray is an error."""
     (tmp_path / "fake" / "ray").mkdir(parents=True)
     (tmp_path / "fake" / "ray" / "__init__.py").write_text("raise RuntimeError('ray was imported')\n")
     with marked() as mark:
@@ -122,7 +122,7 @@ def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.Compl
 
 
 def be_rank(rank: int) -> None:
-    """Run the example as a rank of two."""
+    """Run the example as one of two ranks."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     runpy.run_path(str(EXAMPLES / "torchrun_job.py"), run_name="__main__")
 
@@ -177,7 +177,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
     assert result.returncode == 0, result.stderr
     results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)]
     assert [result["leader"] for result in results] == [True, False]
-    assert len({result["seed"] for result in results}) == 1  # rank 0's, which was used
+    assert len({result["seed"] for result in results}) == 1  # rank 0's, which all use
     for result in results:
         assert result["replicas"] == 2
         assert result["before"] == greedy[0]
@@ -191,7 +191,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["", ", gpus_per_replica=2"])
 def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model_dir, greedy, tmp_path, split):
-    """Whether all ranks meet the error or one of them alone; two replicas, and the two shards of one."""
+    """The error may occur on all ranks or on one, with two replicas or with the two shards of one."""
     (tmp_path / "script.py").write_text(FAILING.replace('device="cpu"', f'device="cpu"{split}'))
     tests = str(Path(reference.__file__).parents[1])
     result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
@@ -206,7 +206,7 @@ def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model
 
 @pytest.mark.slow
 def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, greedy, tmp_path):
-    """Both ranks yield the same, whether their streams are read to the end, closed early or left open."""
+    """Both ranks yield the same results, with streams read to the end, closed early or left open."""
     (tmp_path / "script.py").write_text(SCRIPT.replace('device="cpu"', 'device="cpu", gpus_per_replica=2'))
     tests = str(Path(reference.__file__).parents[1])
     result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
@@ -221,7 +221,7 @@ def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, gr
 
 
 def test_ranks_that_make_no_whole_replicas():
-    """Nothing is started: a rank knows this from torchrun's variables."""
+    """A rank detects this from torchrun's variables, before anything is started."""
     context = ReplicaContext(rank=3, num_replicas=4, device_index=1, num_local=2)
     replica, shard = context.divided(2)
     assert (replica.rank, replica.num_replicas, replica.device_index, shard) == (1, 2, 1, 1)
@@ -233,7 +233,7 @@ def test_ranks_that_make_no_whole_replicas():
 
 @pytest.mark.slow
 def test_ranks_that_another_program_started(environment, demo_model_dir, greedy, tmp_path):
-    """With torchrun's variables but without its store: rank 0 opens one."""
+    """The ranks have torchrun's variables but not its store, so rank 0 opens one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     tests = str(Path(reference.__file__).parents[1])

@@ -1,4 +1,4 @@
-"""A rank of torchrun's that is killed: the agent starts all ranks again, and a file of prompts goes on where it was."""
+"""Tests of a killed torchrun rank: the agent restarts all ranks, and a file of prompts is resumed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NUM_PROMPTS = 16
 
 
 def ranks(mark: Marked) -> dict[tuple[int, int], int]:
-    """Ids of the ranks' processes, by number of the restart and rank."""
+    """Return the process ids of the ranks by (number of the restart, rank)."""
     found = {}
     for pid in mark.alive():
         try:

@@ -1,4 +1,4 @@
-"""scripts/gpu.sh: what it asks for, what it leaves behind, and what it does of a part that fails or takes too long."""
+"""Tests of scripts/gpu.sh: its commands, its output files, and parts that fail or take too long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lp_runtime.config.overrides import load_config
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "scripts" / "gpu.sh"
 CALL_SECONDS = 540
-# A python that notes what it is asked for; what counts GPUs is answered, and the built-in prompts are copied.
+# A fake python that records its arguments. It reports one GPU, and copies the built-in prompts.
 NOTING = """#!/bin/sh
 case "$*" in
 *device_count*) echo 1; exit ;;
@@ -34,7 +34,10 @@ echo >> {noted}
 
 
 def write_prompts(file: Path) -> None:
-    """Run the script's own code for it, once and in this process: it imports torch."""
+    """Write the built-in prompts with the script's own code.
+
+    The code runs once and in this process, because it imports torch.
+    """
     written = r'^own_prompts\(\) \{\n    "\$python" -c "\n(.*?)" "\$work/'
     (code,) = re.findall(written, SCRIPT.read_text(), re.DOTALL | re.MULTILINE)
     if not file.exists():
@@ -45,7 +48,10 @@ def write_prompts(file: Path) -> None:
 
 @pytest.fixture
 def script(tmp_path, tmp_path_factory):
-    """Call the script with a python that only notes; returns what was noted of each part, and the process."""
+    """Return a function that runs the script with the fake python.
+
+    It returns the arguments that each part recorded, and the process.
+    """
     python, noted = tmp_path / "python", tmp_path / "noted"
     prompts = tmp_path_factory.getbasetemp() / "prompts.jsonl"
     write_prompts(prompts)
@@ -69,7 +75,7 @@ def script(tmp_path, tmp_path_factory):
 
 
 def check_study(arguments: list[str]) -> None:
-    """A command line of benchmarks/ must name a study that there is, with arguments that it takes."""
+    """Check that a command line of benchmarks/ names an existing study and has valid arguments."""
     command, study, *rest = arguments
     assert re.search(rf"\b{study}\b", (ROOT / command).read_text())
     module = importlib.import_module(f"studies.{'step_time' if study == 'step' else study}")
@@ -101,7 +107,7 @@ def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
 
 @pytest.mark.parametrize(("gpus", "replicas"), [(2, ["2"]), (8, ["2", "8"])])
 def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
-    """Two replicas and all; no number twice."""
+    """Parts run with two replicas and with all, and no number is repeated."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     parts = ("equality", "ranks", "kills", "parallel", "splits", "tensor_parallel")
     noted, done = script("all", *parts, LP_GPUS=str(gpus))
@@ -118,7 +124,7 @@ def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
 
 
 def test_a_call_fits_into_nine_minutes():
-    """Each part has a limit, and those of a call together are the call's."""
+    """The time limits of a call's parts add up to at most the limit of the call."""
     for call in "ABCD":
         (parts,) = re.findall(rf"^    {call}\) echo (.*) ;;", SCRIPT.read_text(), re.M)
         assert sum(int(part.split(":")[1]) for part in parts.split()) <= CALL_SECONDS
@@ -144,11 +150,11 @@ esac
     printed = (tmp_path / "out" / "A.txt").read_text()
     assert "a row\n" in printed and "machine failed with status 7" in printed and "another row\n" in printed
     assert json.loads((tmp_path / "out" / "A.jsonl").read_text()) == {"rows": [1]}
-    assert len(list((tmp_path / "out").iterdir())) == 2  # a machine gives back eight files at most
+    assert len(list((tmp_path / "out").iterdir())) == 2  # the device machine returns at most eight files
 
 
 def test_a_part_that_takes_too_long_is_ended(tmp_path):
-    """With all that it has started: a copy of the script that gives the part a second."""
+    """A part is ended with all processes that it started; a copy of the script limits it to one second."""
     folder = tmp_path / "scripts"
     folder.mkdir()
     copy = folder / "gpu.sh"
@@ -178,7 +184,10 @@ def test_calls_that_there_are_not(script, arguments, says):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU needs g++")
 def test_tests_for_a_gpu_pass_on_a_simulated_one():
-    """A few of them: nothing else runs them where there is no GPU, and call A ends its tests with the first failure."""
+    """A few GPU tests pass on a simulated GPU.
+
+    Nothing else runs them on a machine without a GPU, and call A ends its tests at the first failure.
+    """
     site = os.pathsep.join([str(ROOT / "tests/support/simulated_site"), os.environ.get("PYTHONPATH", "")])
     names = "longer_text or waits_once or without_a_mask or (captured_passes and float32)"
     command = [sys.executable, "-m", "pytest", "-n", "0", "-rs", "-p", "no:cacheprovider", "tests/gpu", "-k", names]

@@ -1,4 +1,4 @@
-"""What a release is made of: its notes, the versions that are tried, and the pinned versions agree."""
+"""Tests of a release: its notes, the versions that CI tests, and the pinned versions agree."""
 
 from __future__ import annotations
 

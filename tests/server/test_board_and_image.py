@@ -1,4 +1,4 @@
-"""launch/: the board shows metrics that exist; what the image runs, copies and checks works."""
+"""Tests of launch/: the board shows existing metrics; the image's commands, files and checks work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def runtime(demo_model_dir):
 
 @pytest.fixture(scope="module")
 def metrics(runtime) -> dict[str, set[str]]:
-    """Names of a server's samples after a request, each with its labels."""
+    """Return the names of a server's samples after a request, with the labels of each."""
     with Scheduler(runtime) as scheduler:
         scheduler.stream("def f(", 4).result()
         text = Metrics("demo", runtime, scheduler, ()).text().decode()
@@ -71,7 +71,7 @@ def test_the_boards_labels_exist(metrics):
 
 
 def lines_of(instruction: str) -> list[str]:
-    """The arguments of every line of the Dockerfile with an instruction, continued lines joined."""
+    """Return the arguments of every Dockerfile line with an instruction; continued lines are joined."""
     return re.findall(rf"^{instruction} (.*)", DOCKERFILE.replace("\\\n", ""), re.M)
 
 
@@ -80,7 +80,7 @@ def test_the_images_settings():
         command, *settings = json.loads(entrypoint)
         config = load_config(ServeConfig, settings)
         assert (command, config.host, config.port) == ("lp-serve", "0.0.0.0", 8000)
-    # Kubernetes' runAsNonRoot needs a number.
+    # Kubernetes' runAsNonRoot needs a numeric user.
     assert len(lines_of("ENTRYPOINT")) == 2 and lines_of("USER") == ["1000", "1000"]
     assert lines_of("VOLUME") == ["/home/lp/.cache"] * 2
 
@@ -106,7 +106,7 @@ def test_what_runs_in_the_build_can_run():
 
 
 def health(*arguments: object) -> tuple[int, str]:
-    """Exit status and message of the image's health check, given lp-serve's command line."""
+    """Run the image's health check for an lp-serve command line; return its exit status and message."""
     command = [sys.executable, LAUNCH / "healthcheck.py", "lp-serve", "port=8000", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.returncode, done.stderr.strip()

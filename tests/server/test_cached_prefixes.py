@@ -1,4 +1,4 @@
-"""The server's prefix cache: what usage and metrics say of it, and that clients do not see each other's."""
+"""Tests of the server's prefix cache: usage and metrics report it, and clients do not share entries."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def url(tmp_path_factory):
 
 
 def ask(url: str, key: str, messages, **more):
-    """(text, prompt tokens, cached tokens) of a chat."""
+    """Return (text, prompt tokens, cached tokens) of a chat."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     answer = client.chat.completions.create(
         model="demo", messages=messages, max_tokens=16, temperature=0, extra_body=more

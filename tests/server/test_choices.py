@@ -1,4 +1,4 @@
-"""Choices of an answer as they grow: what is shown, and when."""
+"""Tests of an answer's choices while they grow: which text is shown, and when."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def texts_of(label=chr):
 
 
 def events(texts, choice, form):
-    """The events of a stream whose (choice, text) are `texts`."""
+    """Return the events of a stream whose parts are `texts`: (text, tokens, finish reason) each."""
 
     async def grown():
         for text, tokens, reason in texts:
@@ -91,7 +91,7 @@ def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog)
 
 
 def test_a_stop_string_in_the_reasoning_part_is_no_end():
-    """Decoding goes on after it, so it is shown, and only the one that ended the text is removed."""
+    """Decoding continues after it, so it is shown; only the stop string that ended the text is removed."""
     choice = choice_of()
     choice.job.final_generation = SimpleNamespace(finish_reason="stop", stop=")")
     shown = [choice.add(Delta(text, [])) for text in ("(a)b", ")", ")", "c)")]
@@ -101,7 +101,7 @@ def test_a_stop_string_in_the_reasoning_part_is_no_end():
 
 @pytest.mark.parametrize("calls", [None, []])
 def test_a_message_without_calls_has_no_field_of_calls(calls):
-    """Templates ask whether the field is there, and then for its length."""
+    """Templates test whether the field exists, and then use its length."""
     message = Message(role="assistant", content="x", tool_calls=calls, refusal=None)
     assert ChatFormat("").history([message.plain()]) == [{"role": "assistant", "content": "x"}]
 

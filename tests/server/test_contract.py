@@ -1,4 +1,4 @@
-"""The rest of the OpenAI API's contract: log-probabilities, echo, penalties, responses, tokens, harmless fields."""
+"""Tests of log-probabilities, echo, penalties, responses, tokens and ignored fields of the OpenAI API."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def log_softmax():
-    """Returns [l, V] log-probabilities by transformers of token ids."""
+    """Return a function from token ids to transformers' log-probabilities, [l, V]."""
     model = load_model(ModelConfig(), torch.device("cpu"), "float32")
 
     def of(ids: list[int]) -> torch.Tensor:
@@ -68,7 +68,7 @@ def post(url: str, **fields: object) -> dict:
 
 
 def streamed(client, **more):
-    """(text, tokens, log-probabilities, top log-probabilities, offsets) that a stream's chunks add up to."""
+    """Return the text, tokens, logprobs, top logprobs and offsets that a stream's chunks add up to."""
     chunks = [chunk.choices[0] for chunk in client.completions.create(**body(stream=True, **more))]
     parts = [chunk.logprobs for chunk in chunks if chunk.logprobs]
     lists = ([each for part in parts for each in getattr(part, name)] for name in LOGPROB_FIELDS)
@@ -79,7 +79,7 @@ LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
 def test_echo_and_prompt_logprobs_as_lm_evaluation_harness_asks(client, tokenizer, log_softmax):
-    """Loglikelihoods of several prompts of token ids: what local-completions sends and reads."""
+    """Prompts of token ids get the right loglikelihoods, requested and read as by local-completions."""
     prompts = [tokenizer(text).input_ids for text in reference.PROMPTS]
     done = client.completions.create(**body(prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234))
     assert len(done.choices) == len(prompts)
@@ -313,7 +313,7 @@ def test_a_lone_surrogate_that_an_answer_repeats(url):
 
 
 def test_special_tokens_in_a_users_text(url, client, tokenizer):
-    """They are special unless the client says otherwise; the template's own stay special."""
+    """A user's special tokens stay special unless the client says otherwise; the template's always do."""
     text = f"x{SPECIAL}y"
     (special,) = tokenizer.convert_tokens_to_ids([SPECIAL])
     messages = [{"role": "user", "content": text}]
@@ -332,7 +332,7 @@ def test_special_tokens_in_a_users_text(url, client, tokenizer):
 
 
 def test_what_has_no_effect_on_greedy_decoding_is_left_out(client):
-    """Clients send defaults of theirs along, and the demo model's own default is greedy decoding."""
+    """Clients send their own defaults, and the demo model's default is greedy decoding."""
     text = client.completions.create(**body()).choices[0].text
     asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 16}
     for options in ({"seed": 5}, {"top_p": 0.9}, {"temperature": 1e-8}, {"temperature": 1.0, "top_p": 0, "seed": 3}):
@@ -342,7 +342,7 @@ def test_what_has_no_effect_on_greedy_decoding_is_left_out(client):
 
 
 def test_an_answer_of_no_stated_length_gets_what_there_is_room_for(url, runtime):
-    """Nulls inside of fields count as not given, too."""
+    """Nulls inside fields count as not given, too."""
     ids = [1] * (runtime.info.context_length - 5)
     answer = post(f"{url}/v1/completions", prompt=ids, temperature=0, ignore_eos=True)
     assert answer["usage"]["completion_tokens"] == 5
@@ -367,7 +367,10 @@ def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(u
 
 @pytest.mark.parametrize("choices", [["\u00e9\U0001f600 is it"], ["\u00e9", "\u00e8"]])
 def test_bytes_of_logprobs_add_up_to_the_text(client, choices):
-    """Of a character of several tokens each has a part, and a constraint may force the rest of it, or its beginning."""
+    """Each token of a character has a part of its bytes.
+
+    A constraint may force the rest of a character, or its beginning.
+    """
     asked = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
     forced = {"structured_outputs": {"choice": choices}}
     choice = client.chat.completions.create(**asked, extra_body=forced).choices[0]

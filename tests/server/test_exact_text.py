@@ -1,4 +1,4 @@
-"""Text of a tokenizer that strips the first space of a text, through every field of an answer that shows text."""
+"""Tests of all text fields of answers, with a tokenizer that strips the first space of a text."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def client(runtime):
 
 
 def biased(tokenizer, *pieces: str) -> dict[str, float]:
-    """A logit_bias by which the first of the pieces is always chosen; the others come next in this order."""
+    """Return a logit_bias that always selects the first piece; the others follow in this order."""
     return {str(tokenizer.convert_tokens_to_ids(piece)): 100.0 - place for place, piece in enumerate(pieces)}
 
 
@@ -54,7 +54,7 @@ def chat(client, **options):
 
 
 def word_of(tokenizer) -> str:
-    """A piece that begins with a space, and is another piece without it."""
+    """Return a piece that begins with a space and that is another piece without it."""
     vocabulary = tokenizer.get_vocab()
     return next(
         piece for piece in sorted(vocabulary) if piece[0] == "▁" and piece[1:].isalpha() and piece[1:] in vocabulary
@@ -100,7 +100,7 @@ def test_a_stop_string_matches_at_the_first_new_character(client, tokenizer, str
 
 @pytest.mark.parametrize("choices", [[" yes", " no"], ["yes", "no"], ["  yes"], [" \u00e9\U0001f600", "\u00e91"]])
 def test_a_choice_is_one_of_those_given(client, choices):
-    """Spaces at the beginning included, in completions and in chats."""
+    """Leading spaces are kept, in completions and in chats."""
     asked = {"max_tokens": 30, "extra_body": {"structured_outputs": {"choice": choices}}}
     assert completion(client, **asked).text in choices
     assert chat(client, **asked).message.content in choices

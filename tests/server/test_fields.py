@@ -1,4 +1,4 @@
-"""Fields that vLLM's API has and OpenAI's has not."""
+"""Tests of request fields that vLLM's API has and OpenAI's does not."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_an_answer_continues_the_last_message(client, tokenizer):
 
 
 def test_a_prediction_is_copied(client, plain):
-    """The text is the same, in fewer steps."""
+    """The text is the same, in fewer steps than without the prediction."""
     guessed = complete(client, prediction={"type": "content", "content": plain.text})
     assert guessed.choices[0].text == plain.text
     alone = complete(client)

@@ -1,4 +1,4 @@
-"""A few hundred of the malformed requests and command lines of `benchmarks/correctness.py fuzz`."""
+"""Tests with a few hundred malformed requests and command lines of `benchmarks/correctness.py fuzz`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lp_runtime import LookaheadRuntime
 
 @pytest.fixture(scope="module")
 def site():
-    """(base URL, scheduler) of a server."""
+    """Yield (base URL, scheduler) of a server."""
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_that_chats(Path(folder) / "model")
         with (

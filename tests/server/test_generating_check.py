@@ -1,4 +1,4 @@
-"""GET /health_generate: a token through the whole path, at most one in an interval, without disturbing requests."""
+"""Tests of GET /health_generate: it generates at most one token per interval and disturbs no request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def ask(url: str) -> tuple[int, dict]:
 
 def test_the_route(runtime):
     with served(runtime, health_interval=3600.0, api_keys={"a-client": "secret"}) as (url, scheduler):
-        for _ in range(2):  # the second has the answer of the first; no key is needed
+        for _ in range(2):  # the second call gets the answer of the first; no key is needed
             assert ask(f"{url}/health_generate") == (200, {"status": "ok", "replicas": 1})
         assert scheduler.totals.requests == {"length": 1}
         assert scheduler.totals.new_tokens == 1
@@ -92,7 +92,7 @@ def test_a_request_without_progress_is_not_waited_for(runtime):
         assert asyncio.run(check.problem()) == "no token came within 0.1 seconds"
         held.release(job)
         wait_until(lambda: scheduler.totals.requests == {"length": 1})
-        assert asyncio.run(check.problem()) == "no token came within 0.1 seconds"  # the last answer
+        assert asyncio.run(check.problem()) == "no token came within 0.1 seconds"  # the answer of the last check
         clock.now = 10.0
         assert asyncio.run(GeneratingCheck(scheduler, 10.0, PATIENCE, clock).problem()) is None
 

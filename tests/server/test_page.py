@@ -1,4 +1,4 @@
-"""The page, in a real headless browser: it shows what was generated, runs of tokens coloured, and the figures."""
+"""Tests of the page in a headless browser: generated text, colored runs of tokens, and figures."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PNG = b"\x89PNG\r\n\x1a\n"
 
 @pytest.fixture(scope="module")
 def site(demo_model_dir):
-    """(base URL, the text that the page is to show) of a server with two replicas."""
+    """Yield (base URL, generation that the page must show) of a server with two replicas."""
     with LookaheadRuntime(demo_model_dir, gpus=2, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
         done = runtime.generate(reference.PROMPTS[1], 64)
         with served(runtime) as (url, _):
@@ -60,7 +60,7 @@ def test_a_generation_in_a_browser(site, tmp_path):
         titles = page.run("[...document.querySelectorAll('#output .run')].map(run => run.title)")
         image = page.screenshot()
         (tmp_path / "page.png").write_bytes(image)
-        # A click on the button begins anew, one on the other ends it.
+        # A click on `go` starts a new generation, and a click on `stop` ends it.
         page.run("delete document.body.dataset.done; document.getElementById('tokens').value = 900")
         page.run("document.getElementById('go').click()")
         wait_until(lambda: int(page.run("document.getElementById('count').textContent")) not in (0, done.num_tokens))
@@ -70,7 +70,7 @@ def test_a_generation_in_a_browser(site, tmp_path):
     assert texts["output"] == reference.PROMPTS[1] + done.text and texts["error"] == ""
     assert texts["count"] == str(done.num_tokens) and 1 < int(texts["steps"]) < done.num_tokens
     assert texts["model"] == "demo on 2 replicas"
-    # How fast the second replica is beside the first decides whether it finds any; the first has every root.
+    # Whether the second replica finds any depends on its speed compared with the first, which has every root.
     finders = {int(rank) for title in titles for rank in title.rpartition("replica ")[2].split(", ") if rank}
     assert 0 in finders <= {0, 1}
     assert texts["legend"].endswith("".join(f"found by replica {rank}" for rank in sorted(finders)))
@@ -88,7 +88,7 @@ RUNS = """[...document.querySelectorAll('#output .run.many')].map(
 @pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
 def test_a_constraint_in_a_browser(site, tmp_path):
-    """The text follows the schema, and runs that were forced are shown apart from those that were guessed."""
+    """The text follows the schema, and forced runs look different from guessed ones."""
     schema = SCHEMA | {"required": ["copied_name", "n"], "additionalProperties": False}
     with browser.page(browser.find(), tmp_path / "profile") as page:
         page.open(f"{site[0]}/?{urllib.parse.urlencode({'prompt': reference.PROMPTS[1], 'tokens': 60})}")
@@ -117,7 +117,7 @@ def test_a_constraint_in_a_browser(site, tmp_path):
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
 def test_a_chat_in_a_browser(tmp_path):
-    """Two turns: the second is asked with the first, and both stay on the page."""
+    """The second of two turns is sent with the first, and both stay on the page."""
     folder = demo_model_that_chats(tmp_path / "model")
     with (
         LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime,

@@ -1,4 +1,4 @@
-"""lp-serve server=ray_serve: the same routes through Ray Serve, on a cluster that it starts and ends."""
+"""Tests of lp-serve server=ray_serve: the same routes via Ray Serve, on a cluster it starts and ends."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_answers_streams_and_clients_that_go(tmp_path):
             client.completions.create(**asked | {"prompt": ""})
         asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}
         stream = client.completions.create(max_tokens=2000, stream=True, **asked)
-        assert next(iter(stream)).choices[0].text  # it comes while the rest is still decoded
+        assert next(iter(stream)).choices[0].text  # arrives while the rest is still being decoded
         wait_until(lambda: figures()['lp_requests_running{model_name="demo_model"}'] == "1.0")
         stream.close()
         wait_until(lambda: figures()['lp_requests_running{model_name="demo_model"}'] == "0.0")

@@ -1,4 +1,4 @@
-"""lp-serve, asked by the official openai client and by clients that behave badly."""
+"""Tests of lp-serve with the official openai client and with clients that misbehave."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 PROMPT = reference.PROMPTS[1]
 SAMPLED = {"temperature": 0.8, "seed": 7}
 NONE_RUNNING = 'lp_requests_running{model_name="demo"} 0.0'
-LONG = 3000  # tokens of a request that does not end while a test looks at it
+LONG = 3000  # tokens; a request of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def runtime(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def expected(runtime):
-    """Generations by (prompt, tokens, sampled), made before there is a server."""
+    """Return generations by (prompt, sampled), made before the server starts."""
     made = {}
     for sampled in (False, True):
         sampling = SamplingConfig(**SAMPLED) if sampled else SamplingConfig(temperature=0.0)
@@ -261,7 +261,7 @@ def test_a_full_queue_and_a_key(runtime, expected):
 
 def test_the_servers_limit_shortens_answers(runtime):
     with served(runtime, max_new_tokens=3) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
-        for length in (3, 4, 1 << 30):  # even what no context has room for
+        for length in (3, 4, 1 << 30):  # even more than any context holds
             answer = client.completions.create(**body(max_tokens=length, extra_body={"ignore_eos": True}))
             assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 3
         with pytest.raises(openai.BadRequestError):
@@ -272,7 +272,7 @@ def test_a_request_that_waits_for_too_long(runtime):
     with served(runtime, queue_timeout=0.01) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         slow = runtime.request(PROMPT, LONG, eos=False, lookahead=LookaheadConfig(0, 2, 0))
-        running = scheduler.submit(slow)  # which may wait as long as it takes
+        running = scheduler.submit(slow)  # has no deadline
         wait_until(lambda: scheduler.num_running == 1)
         with pytest.raises(openai.InternalServerError, match="did not begin before its deadline"):
             client.completions.create(**body())
@@ -281,7 +281,7 @@ def test_a_request_that_waits_for_too_long(runtime):
 
 @contextmanager
 def command(tmp_path, *overrides: str):
-    """(mark, process, client) of an lp-serve."""
+    """Start lp-serve and yield (mark, process, client)."""
     code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
     settings = ["device=cpu", "dtype=float32", "lookahead.W=7", "lookahead.N=5", "lookahead.G=7"]
     with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
@@ -300,7 +300,7 @@ def command(tmp_path, *overrides: str):
 
 @pytest.mark.slow
 def test_the_command(tmp_path):
-    """Two replicas; one is killed while it decodes; Ctrl-C ends everything."""
+    """A replica of two is killed while it decodes, and Ctrl-C ends every process."""
     with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
         assert [model.id for model in client.models.list()] == ["demo_model"]
         asked = body(model="demo_model", max_tokens=200, temperature=0)
@@ -317,13 +317,13 @@ def test_the_command(tmp_path):
     said = (tmp_path / "stderr").read_text()
     stages = re.findall(r"starting, (\d) of 5 \(\d+ s\): (\w+)", said)
     expected = [("1", "compiling"), ("2", "loading"), ("3", "fusing"), ("4", "checking"), ("5", "measuring")]
-    assert stages[:5] == expected, "by one replica of two"  # then by the one that is started again
+    assert stages[:5] == expected, "by one replica of two"  # then those of the restarted replica
     assert f"a page to try it: {str(client.base_url).removesuffix('v1/')}" in said
 
 
 @pytest.mark.slow
 def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
-    """So that whatever started it starts it again, with its restarts."""
+    """Whatever started the server can then start it again, with all its restarts."""
     with command(tmp_path, "port=0", "gpus=1", "failure.restarts=0") as (mark, process, client):
         stream = client.completions.create(**body(model="demo_model", max_tokens=LONG), stream=True)
         next(iter(stream))
@@ -339,7 +339,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
 def test_sigterm_ends_the_command_in_order(tmp_path, stage):
-    """Also where nothing would end it by default: process 1 of a container, while it loads."""
+    """SIGTERM also ends a loading server, and process 1 of a container, which ignores it by default."""
     with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
         code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
         command = [sys.executable, "-c", code, "port=0", "device=cpu", "lookahead.prior=none"]
@@ -357,7 +357,7 @@ def test_sigterm_ends_the_command_in_order(tmp_path, stage):
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_started_again(tmp_path):
-    """Its replicas end by themselves, in the middle of a request; the next one takes the port."""
+    """Its replicas end by themselves in the middle of a request, and the next server takes the port."""
     asked = body(model="demo_model", temperature=0)
     with command(tmp_path, "port=0", "gpus=1") as (mark, process, client):
         text, port = client.completions.create(**asked).choices[0].text, client.base_url.port

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests, as an exporter in memory sees them."""
+"""Tests of the OpenTelemetry spans of requests, with an in-memory exporter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def post(url: str, path: str, body: dict, **headers: str) -> bytes:
 
 
 def ended(exporter, number: int) -> list:
-    """So many spans, once they have ended."""
+    """Wait until `number` spans have ended, and return all that have."""
     wait_until(lambda: len(exporter.get_finished_spans()) >= number)
     return list(exporter.get_finished_spans())
 

@@ -1,4 +1,4 @@
-"""Deltas of any tokens join to the text that transformers decodes, for every kind of tokenizer and any steps."""
+"""Tests that deltas join to the text that transformers decodes, for all tokenizers and step sizes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lp_runtime.errors import ModelError
 from lp_runtime.text.decoding import REPLACEMENT
 from lp_runtime.text.detokenizer import Detokenizer
 
-SMALL_KINDS = [builder.__name__ for builder in BUILDERS]  # of few hundred tokens
+SMALL_KINDS = [builder.__name__ for builder in BUILDERS]  # vocabularies of a few hundred tokens
 NUM_SEQUENCES = {deltas_fault: 50, token_texts_fault: 30}
 
 
@@ -25,7 +25,7 @@ def ids_of(kind: str, *pieces: str) -> list[int]:
 
 
 def deltas_of(kind: str, prompt: list[int], new: list[int]) -> list[str]:
-    """The deltas of tokens that come one by one, then the rest."""
+    """Return the deltas of tokens that are added one by one, then the rest."""
     detokenizer = Detokenizer(tokenizer_of(kind), prompt)
     return [*(detokenizer.add([token]) for token in new), detokenizer.finish()]
 
@@ -44,9 +44,10 @@ def test_deltas_and_texts_of_tokens_join_to_the_text(kind, check):
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_text_waits_only_if_a_next_token_can_change_it(kind):
-    """U+FFFD at the end waits for any number of tokens: a character may have four bytes, each a token.
+    """Text is held back only while further tokens can change it.
 
-    Text that is cleaned up waits for what several tokens may make of it: the space of " n't" is removed.
+    U+FFFD at the end waits for any number of tokens: a character may have four bytes, each of them a token. Text that
+    is cleaned up waits while several tokens may change it: the space of " n't" is removed.
     """
     tokenizer, waiting = tokenizer_of(kind), REPLACEMENT + " 'nvr" * ("cleaned" in kind)
     source = RandomTokens(tokenizer, random.Random(kind))
@@ -56,7 +57,7 @@ def test_text_waits_only_if_a_next_token_can_change_it(kind):
             shown += detokenizer.add([token])
             texts = tokenizer.decode([[*prompt, *new[:num], other] for other in range(len(tokenizer))], True)
             text = tokenizer.decode([*prompt, *new[:num]], True)
-            final = len(os.path.commonprefix([text, min(texts), max(texts)]))  # of sorted texts, the outermost suffice
+            final = len(os.path.commonprefix([text, min(texts), max(texts)]))  # of sorted texts, first and last suffice
             unchanged = text[:final].rstrip(waiting)
             num_before = len(text) - len(text_of(tokenizer, prompt, new[:num]))
             assert len(shown) >= len(unchanged) - num_before, f"{text!r} after {prompt}, {new[:num]}"
@@ -80,7 +81,7 @@ def test_a_step_does_not_decode_the_whole_text_again(kind, monkeypatch):
 
 
 def test_the_first_space_after_a_prompt_is_kept():
-    """The decoder strips the first space of a text, which is the prompt's."""
+    """The decoder strips the first space of the whole text, which is the prompt's."""
     prompt, new = tokenizer_of("llama2").encode("the cat"), ids_of("llama2", "▁the")
     assert deltas_of("llama2", prompt, new) == [" the", ""]
     assert deltas_of("llama2", [], new) == ["the", ""]
@@ -88,7 +89,7 @@ def test_the_first_space_after_a_prompt_is_kept():
 
 
 def test_a_run_of_byte_tokens_waits_for_its_end():
-    """One invalid byte makes each byte of the run U+FFFD."""
+    """One invalid byte turns every byte of the run into U+FFFD."""
     character, letter = ids_of("llama2", "<0xC3>", "<0xA9>"), ids_of("llama2", "a")
     assert deltas_of("llama2", [], character + letter) == ["", "", "éa", ""]
     assert deltas_of("llama2", [], character) == ["", "", "é"]
@@ -137,7 +138,7 @@ def test_a_tokenizer_whose_text_changes_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
 def test_kinds_are_what_transformers_loads(kind, tmp_path):
-    """A fixture that transformers could not save and load would not stand for a kind of model."""
+    """The fixtures can be saved and loaded by transformers, so they represent real kinds of tokenizers."""
     tokenizer = tokenizer_of(kind)
     tokenizer.save_pretrained(tmp_path)
     loaded, source = AutoTokenizer.from_pretrained(tmp_path), RandomTokens(tokenizer, random.Random(0))

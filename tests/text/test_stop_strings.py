@@ -1,4 +1,4 @@
-"""Stop strings end the tokens where the text first contains one, and as transformers' StopStringCriteria."""
+"""Tests that stop strings end the tokens where the text first has one, as StopStringCriteria does."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_stop_string_before_half_a_character_is_found():
 
 
 def test_a_stop_string_that_a_later_byte_takes_back_is_found():
-    """The text ends with the first token at which it contains the string, so the later byte is never committed."""
+    """The text ends with the first token that completes the string, so the later byte is never committed."""
     new = ids_of("llama2", "<0xC3>", "<0xA9>", "<0xFF>")
     assert StopStrings(tokenizer_of("llama2"), ["é"])(new) == 2
 

@@ -1,4 +1,4 @@
-"""Bytes of single tokens join to the text's UTF-8."""
+"""Tests that the bytes of single tokens join to the text's UTF-8."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A child process imports what its parent imports, and nothing that lies in the working directory."""
+"""Tests that a child process imports its parent's modules and nothing from the working directory."""
 
 import subprocess
 import sys

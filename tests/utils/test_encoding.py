@@ -1,4 +1,4 @@
-"""Messages: what is encoded arrives, and what is damaged or foreign is refused."""
+"""Tests of encoded messages: values arrive unchanged, and damaged or foreign data is refused."""
 
 from __future__ import annotations
 

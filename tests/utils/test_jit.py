@@ -1,4 +1,4 @@
-"""What was compiled is kept, and forgotten as soon as any file that it was compiled from has changed."""
+"""Tests that compiled code is cached until any file that it was compiled from changes."""
 
 import os
 import subprocess
@@ -73,7 +73,7 @@ def test_copies_of_the_sources_share_compiled_code(tmp_path: Path):
 
 
 def test_without_a_cache_functions_are_compiled_all_the_same(tmp_path: Path):
-    (tmp_path / "cache").touch()  # no folder
+    (tmp_path / "cache").touch()  # a file in place of the folder
     assert output_of(write_scripts(tmp_path / "scripts", 1), "caller.py") == "1 0"
 
 

@@ -1,4 +1,4 @@
-"""JSON on one line, whatever ends a line for its reader."""
+"""Tests that JSON is written on one line, by every definition of a line end."""
 
 from __future__ import annotations
 

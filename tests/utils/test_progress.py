@@ -1,4 +1,4 @@
-"""What a start says on stderr."""
+"""Tests of the messages on stderr during startup."""
 
 import re
 

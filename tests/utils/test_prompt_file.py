@@ -1,4 +1,4 @@
-"""Prompts files: text, turns, token ids; categories as Spec-Bench groups them; what is refused in one line."""
+"""Tests of prompts files: text, turns, token ids, Spec-Bench's categories, and one-line errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A time limit for Python code."""
+"""Tests of a time limit for Python code."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def test_a_loop_is_ended():
 
 
 def test_nothing_is_raised_after_the_block():
-    """Blocks that end about when their limit is over: the error comes in the block or not at all."""
+    """A block that ends at about its limit gets the error inside the block or not at all."""
     for number in range(300):
         try:
             with time_limit(0.0005):

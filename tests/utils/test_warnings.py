@@ -1,4 +1,4 @@
-"""Silence of the whole process, asked for by several threads at once."""
+"""Tests of silencing warnings in the whole process, from several threads at once."""
 
 import logging
 import threading
@@ -8,7 +8,10 @@ from lp_runtime.utils.warnings import WITHOUT_WARNINGS
 
 
 def test_threads_that_overlap_leave_nothing_silenced():
-    """The first to enter is the first to leave: it must not end the other's silence, nor the other make it last."""
+    """The first thread to enter leaves first.
+
+    It must not end the other thread's silence, and the other must not make the silence permanent.
+    """
     disabled, filters = logging.root.manager.disable, list(warnings.filters)
     second_is_in, first_has_left = threading.Event(), threading.Event()
     seen = []
@@ -30,7 +33,7 @@ def test_threads_that_overlap_leave_nothing_silenced():
 
 
 def test_an_error_inside_ends_the_silence():
-    """And is passed on."""
+    """The error is passed on."""
     disabled = logging.root.manager.disable
     try:
         with WITHOUT_WARNINGS:

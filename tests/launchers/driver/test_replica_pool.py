@@ -1,4 +1,4 @@
-"""What the pool does of the loss of a replica while the lost process takes its time to end."""
+"""Tests of the replica pool when it loses a replica whose process takes time to end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lp_runtime.launchers.worker.process_host import ProcessHost
 
 
 class SlowlyEndingHost(ProcessHost):
-    """Processes in name only. A killed one has ended when `may_end` is set."""
+    """A host of simulated processes: a killed one has ended once `may_end` is set."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -58,7 +58,7 @@ def host() -> SlowlyEndingHost:
 
 @pytest.fixture
 def pool(host) -> Iterator[ReplicaPool]:
-    """Two replicas that are ready, of which each may be started again once."""
+    """Yield a pool of two ready replicas that may each be restarted once."""
 
     pool = ReplicaPool(host, 2, FailureConfig(restarts=1))
     for index in range(2):
@@ -70,12 +70,12 @@ def pool(host) -> Iterator[ReplicaPool]:
 
 
 def test_a_process_that_ends_slowly_keeps_nobody_waiting(host, pool):
-    pool.lose(0, "it did not answer", 0)  # returns, though the process has not ended
+    pool.lose(0, "it did not answer", 0)  # returns before the process has ended
     assert pool.ready == {1} and pool.num_loading == 1
-    host.said.put((1, Failed("its process ended", None)))  # the pool goes on listening meanwhile
+    host.said.put((1, Failed("its process ended", None)))  # the pool keeps listening
     wait_until(lambda: not pool.ready)
     assert pool.why_lost() == "replica 0: it did not answer; replica 1: its process ended"
-    assert host.started == [0, 1]  # and nothing is started beside a process that has not ended
+    assert host.started == [0, 1]  # no process is started before the lost one has ended
     host.may_end.set()
     wait_until(lambda: sorted(host.started[2:]) == [0, 1])
     assert pool.num_restarts == {0: 1, 1: 1}
@@ -93,7 +93,7 @@ def test_restarts_are_given_back_after_an_hour(host):
         num_started.append(pool.num_loading)
     assert num_started == [1, 1, 1, 0]
     now[0] = 5401.0
-    wait_until(lambda: pool.num_loading == 1)  # the one that was given up
+    wait_until(lambda: pool.num_loading == 1)  # the replica that was given up
     pool.close()
 
 

@@ -1,4 +1,4 @@
-"""What the driver makes of a group's last words, with replicas in name only, which answer as a test says."""
+"""Tests of how the driver handles a group's last messages; replicas are simulated, answers scripted."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ INFO = ReplicaInfo(64, 256, frozenset(), {}, "cpu", "float32", 0.0, None)
 REPORT = Report(1, "length", 1.0, 1.0, 1.0, StepTimes(0.0, 0.0, 0.0), 0.0, Counts(()), None, None)
 REQUEST = Request((1, 2, 3), PLAIN, 8)
 FAILURE_TIMEOUT = 7.0  # seconds; no test waits for it
-MANY = 10  # groups, more than a driver is to try
+MANY = 10  # groups; more than the driver tries without progress
 
-Answers = Callable[[int, int, int], Iterable[object]]  # of (number of the group, replica, number of the order)
+Answers = Callable[[int, int, int], Iterable[object]]  # (group number, replica, order number) -> messages
 
 
 class AnsweringHost(ProcessHost):
-    """Replicas that answer orders to decode as `answers` says, and join every group but some.
+    """Simulated replicas that answer orders to decode by calling `answers`, and join groups.
 
-    `presence` has, by replica, whether it was present at the meeting of a group of all of them, which does not form
-    after the first time; None if all groups form.
+    `presence` simulates a network that is cut after the first group: a group of all replicas no longer forms, and each
+    replica reports whether it was present, by its index. With None, all groups form.
     """
 
     def __init__(self, answers: Answers, presence: dict[int, bool] | None = None):
         self._answers, self._presence = answers, presence
         self._has_formed: set[int] = set()
         self._said: SimpleQueue[tuple[int, object]] = SimpleQueue()
-        self.orders: list[int] = []  # to decode: one a group
+        self.orders: list[int] = []  # orders to decode, one per group
 
     def start_process(self, index: int) -> None:
         self._said.put((index, ModelLoaded()))
@@ -95,7 +95,7 @@ class AnsweringHost(ProcessHost):
 
 @contextmanager
 def launched(answers: Answers, gpus: int = 2, presence: dict[int, bool] | None = None) -> Iterator[TeamLauncher]:
-    """Replicas that are not started again."""
+    """Launch simulated replicas that are not restarted."""
     config = RuntimeConfig(gpus=gpus, device="cpu", failure=FailureConfig(FAILURE_TIMEOUT, restarts=0))
     launcher = TeamLauncher(config, AnsweringHost(answers, presence))
     yield launcher
@@ -134,7 +134,7 @@ def test_groups_that_break_behind_a_new_token_go_on():
 
 @pytest.mark.parametrize("trace", [True, False])
 def test_what_a_lost_replica_has_not_streamed_is_traced(trace):
-    """The rest comes from a replica that is left, which knows as much of each token."""
+    """A remaining replica supplies the steps that the lost one did not stream, with the same trace."""
     steps = [
         StepOutput([5, 6], [-1.0, -2.0], [1, 0], ["text", MODEL]),
         StepOutput([7], [-3.0], [1], [MODEL]),
@@ -162,12 +162,12 @@ def test_what_a_lost_replica_has_not_streamed_is_traced(trace):
         ({0: True, 1: False}, {0}),
         ({0: False, 1: True}, {1}),
         ({0: True, 1: True, 2: False}, {0, 1}),
-        ({0: False, 1: False, 2: False}, {0}),  # it is not clear which of them is apart
+        ({0: False, 1: False, 2: False}, {0}),  # it is unclear which of them are cut off
         ({0: True, 1: True}, {0}),
     ],
 )
 def test_a_request_goes_on_without_replicas_that_cannot_reach_the_others(presence, kept):
-    """The network between them is cut, and the driver reaches all of them."""
+    """The network between the replicas is cut, but the driver still reaches all of them."""
 
     def answers(group: int, index: int, order: int) -> list[object]:
         if group == 0:

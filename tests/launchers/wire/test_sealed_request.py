@@ -1,4 +1,4 @@
-"""Requests and orders on their way to replicas: every field arrives, and what cannot be read is refused and named."""
+"""Tests of requests and orders sent to replicas: every field arrives, and unreadable data is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from lp_runtime.text.stop_strings import Reasoning
 
 
 class Biased(LogitsProcessor):
-    """Adds what it holds."""
+    """A processor that adds a bias."""
 
     prefix_only = True
 
@@ -41,7 +41,7 @@ class Biased(LogitsProcessor):
 
 
 class Token(enum.IntEnum):
-    """A caller's own integers."""
+    """An integer enumeration of the caller."""
 
     FIRST = 3
 
@@ -100,7 +100,7 @@ FULL = Request(
 
 
 def unset_fields(value: object) -> list[str]:
-    """Names of a dataclass's fields, also of those inside it, that have their default."""
+    """Return the names of fields that have their default, in a dataclass and in those nested in it."""
     found = []
     for field in fields(value):
         here = getattr(value, field.name)
@@ -113,13 +113,13 @@ def unset_fields(value: object) -> list[str]:
 
 
 def test_every_field_of_a_request_arrives():
-    fixed = replace(FULL, lookahead=LookaheadConfig(tokens=64, corpus="texts"))  # which FULL excludes
+    fixed = replace(FULL, lookahead=LookaheadConfig(tokens=64, corpus="texts"))  # not allowed with FULL's fields
     assert open_request(seal(fixed)) == fixed
     assert unset_fields(FULL) == ["lookahead.tokens", "lookahead.corpus"], "FULL must set every other field"
     assert repr(FULL) != repr(Request((1,), PLAIN, 1))
     opened = open_request(seal(FULL))
     assert opened == FULL
-    assert opened.sampling_key == FULL.sampling_key  # in the digest: all ranks must have the same text
+    assert opened.sampling_key == FULL.sampling_key  # part of the digest that must be equal on all ranks
 
 
 def test_an_enumeration_of_the_caller_arrives_as_integers():

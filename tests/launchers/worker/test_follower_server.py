@@ -1,4 +1,4 @@
-"""Replicas of several shards: spawned processes that hold a slice of every layer."""
+"""Tests of replicas of several shards: spawned processes that each hold a slice of every layer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def expected(demo_model_dir) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def shared_runtime():
-    """Two replicas of two shards, which tests may kill."""
+    """Yield a runtime with two replicas of two shards, which tests may kill."""
     with start(4, 2) as runtime:
         yield runtime
 
@@ -54,7 +54,7 @@ def runtime(shared_runtime):
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """No replica is left of those that are started meanwhile, and no file of memory that their shards share."""
+    """Check that replicas started in the context leave neither processes nor shared-memory files."""
     before, names = own_replicas(), []
 
     def named() -> str:
@@ -70,7 +70,10 @@ def nothing_left() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def sampled() -> list[int]:
-    """Of one replica of two shards, with its steps sized by measurements, and batches."""
+    """Return sampled tokens of one replica of two shards, whose step sizes depend on measurements.
+
+    The replica supports batches.
+    """
     with nothing_left(), start(2, 2, lookahead=LookaheadConfig(draft_tables="request")) as runtime:
         assert (runtime.num_replicas, runtime.info.supports_batching) == (1, True)
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, sampling=reference.SAMPLING)
@@ -92,7 +95,7 @@ def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
 
 @pytest.mark.parametrize("victim", thinned(3, range(4)))
 def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, tmp_path):
-    """Shards 0 and 1 of both replicas, in turn, while a request is decoded."""
+    """A shard of either replica is killed while a request is decoded."""
     processes = dict(runtime.launcher.host.processes)
     num_prompt = len(runtime.request(reference.PROMPTS[1], LENGTH).prompt_ids)
     gate = Gate(tmp_path, num_prompt)

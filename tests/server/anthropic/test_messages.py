@@ -1,4 +1,4 @@
-"""POST /v1/messages and /v1/messages/count_tokens, asked by the official anthropic client."""
+"""Tests of POST /v1/messages and /v1/messages/count_tokens with the official anthropic client."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SCHEMA = {
 }
 CLOCK = {"name": "clock", "description": "the time", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}}
 ALARM = {"name": "alarm", "type": "custom", "input_schema": {"type": "object"}}
-LONG = 3000  # tokens of an answer that does not end while a test looks at it
+LONG = 3000  # tokens; an answer of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def client(url):
 
 @pytest.fixture
 def other(url):
-    """The openai client, for comparison."""
+    """Return the openai client, for comparison."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
 
@@ -148,7 +148,7 @@ def test_a_tool_that_must_be_used(client, other):
     one = asked(tools=[CLOCK, ALARM], tool_choice={"type": "any", "disable_parallel_tool_use": True}, max_tokens=90)
     (call,) = client.messages.create(**one).content
     assert call.type == "tool_use"
-    # The next turn, in a chat's form.
+    # The next turn, as messages of a chat.
     result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "12:00"}]}
     turns = [*MESSAGES, {"role": "assistant", "content": [call.model_dump()]}, {"role": "user", "content": [result]}]
     function = {"name": call.name, "arguments": json.dumps(call.input)}
@@ -177,7 +177,7 @@ def test_an_output_format(client):
 
 @pytest.mark.slow
 def test_an_answer_that_fills_the_context(client, runtime):
-    """Clients ask for the most tokens that any model of theirs can write."""
+    """max_tokens may exceed the context, as clients ask for the most that any of their models can write."""
     context = runtime.info.context_length
     question = [{"role": "user", "content": "x " * (context - 40)}]
     num_prompt = client.messages.count_tokens(model="demo", messages=question).input_tokens
@@ -247,7 +247,7 @@ def test_pings_come_while_there_is_no_text(runtime):
         body = {"messages": [{"role": "user", "content": "Write a loop. " * 200}], "max_tokens": 24, "stream": True}
         request = urllib.request.Request(f"{url}/v1/messages", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
-        with urllib.request.urlopen(request) as answer:  # the anthropic package shows no pings
+        with urllib.request.urlopen(request) as answer:  # the anthropic package does not expose pings
             events = [line.split() for line in answer.read().decode().splitlines()]
         kinds = [words[1] for words in events if words[:1] == ["event:"]]
         assert kinds[0] == "message_start" and kinds[1:4] == ["ping"] * 3 and kinds[-1] == "message_stop"

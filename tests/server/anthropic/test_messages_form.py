@@ -1,4 +1,4 @@
-"""The form of answers to POST /v1/messages: thinking, text and calls in one answer, and the turns that come in."""
+"""Tests of POST /v1/messages: answers with thinking, text and tool calls, and incoming turns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 
 
 def answered(text=TEXT, max_calls=None, reason="stop"):
-    """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
+    """Return (form, choice) of an ended answer whose text is not parsed yet; each character is a token."""
     form = MessagesForm("demo", TEXTS, 1000)
     request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000)
     job = SimpleNamespace(request=request, generation=None)
@@ -62,7 +62,7 @@ def test_an_empty_answer_has_no_blocks():
 
 
 def test_events_through_the_clients_own_accumulation():
-    """The anthropic client puts the events together to the whole answer."""
+    """The anthropic client assembles the events into the whole answer."""
     form, choice = answered()
     choice.reason = None
     lines = list(form.opening([choice]))

@@ -1,4 +1,4 @@
-"""Slow, idle and too many connections; what clients read when the server ends."""
+"""Tests of slow, idle and too many connections, and of what clients read when the server ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime
 PROMPT = reference.PROMPTS[1]
 SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
 NEVER = 10 * PATIENCE
-LONG = 3000  # tokens of a request that does not end while a test looks at it
+LONG = 3000  # tokens; a request of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_slow_heads_and_idle_connections_are_closed(runtime):
         assert second.recv(1 << 16).startswith(b"HTTP/1.1 200")
         second.sendall(b"GET /live HTTP")  # the head of the next request never ends
         for connection in (silent, slow, idle, second):
-            while connection.recv(1 << 16):  # b"" where the server has closed; a timeout fails the test
+            while connection.recv(1 << 16):  # b"" once the server has closed; a timeout fails the test
                 pass
             connection.close()
         assert is_healthy(url)
@@ -102,12 +102,12 @@ def test_more_clients_than_connections_are_refused_at_once(runtime):
     with served(runtime, max_connections=2) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         asked = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "stream": True, "extra_body": SLOW}
-        streams = [client.completions.create(**asked) for _ in range(2)]  # one is decoded, one waits
+        streams = [client.completions.create(**asked) for _ in range(2)]  # one is decoded, and one waits
         next(iter(streams[0]))
         with pytest.raises(urllib.error.HTTPError) as caught:
             is_healthy(url)
         assert caught.value.code == 503 and caught.value.headers["Retry-After"] == "1"
-        body = json.load(caught.value)  # of both APIs, since the path is not known
+        body = json.load(caught.value)  # an error of both APIs, as the path is not known
         assert "too many connections: 2" in body["error"]["message"] and body["type"] == "error"
         assert body["error"]["type"] == "overloaded_error"
         for stream in streams:
@@ -117,7 +117,10 @@ def test_more_clients_than_connections_are_refused_at_once(runtime):
 
 
 def test_clients_of_a_server_that_ends_have_an_error_to_read(runtime):
-    """One streams, one waits for a whole answer, one waits in the queue; a short one may end in time."""
+    """One client streams, one waits for a whole answer, and one is queued.
+
+    The answers are long, as a short one could end in time.
+    """
     body = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "extra_body": SLOW}
     events: list[str] = []
     started = threading.Event()

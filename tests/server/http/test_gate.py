@@ -1,4 +1,4 @@
-"""Who may ask: hosts, origins, keys; request ids and the access log; what a slow body is told."""
+"""Tests of hosts, origins, keys, request ids, the access log, and the error for a slow body."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCOPE = {"type": "http", "method": "POST", "path": "/v1/completions", "client": 
 
 
 class Recorder:
-    """A client of the gate, and the application behind it, which reads the body and answers 200."""
+    """A client of the gate, and the gate's application, which reads the body and answers 200."""
 
     def __init__(self, api_keys: dict[str, str] | None = None, **settings):
         self._gate = Gate(self._app, ServeConfig(host="0.0.0.0", **settings), api_keys or {})
@@ -30,7 +30,7 @@ class Recorder:
         await send({"type": "http.response.body", "body": b"ok"})
 
     def ask(self, receive=None, *, method="POST", path="/v1/completions", **headers: str) -> tuple[int, dict[str, str]]:
-        """(status, headers) of the answer."""
+        """Send a request and return (status, headers) of the answer."""
         pairs = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
 
         async def whole():
@@ -65,7 +65,7 @@ def test_hosts(host, status):
     hosts = ["localhost", "127.0.0.1", "[::1]", "*.example.org"]
     assert Recorder(allowed_hosts=hosts).ask(host=host)[0] == status
     assert Recorder().ask(host=host)[0] == 200
-    for path in PROBES:  # probes ask by address
+    for path in PROBES:  # probes use the address as the host
         assert Recorder(allowed_hosts=hosts).ask(host=host, path=path)[0] == 200
 
 
@@ -78,7 +78,7 @@ def test_hosts(host, status):
         ("https://evil.com", {}, 403),
         ("null", {}, 403),
         ("https://evil.com", {"sec_fetch_site": "cross-site"}, 403),
-        ("https://public.name", {"sec_fetch_site": "same-origin"}, 200),  # behind a proxy that changes Host
+        ("https://public.name", {"sec_fetch_site": "same-origin"}, 200),  # a proxy has changed Host
         ("https://friend.org", {}, 200),
     ],
 )
@@ -106,7 +106,7 @@ def test_keys(authorization, status):
     answer, headers = recorder.ask(authorization=authorization)
     assert answer == status
     assert (headers.get("www-authenticate") == "Bearer") == (status == 401)
-    for key, expected in (("beta", 200), ("gamma", 401)):  # as Anthropic's clients send it, next to any other
+    for key, expected in (("beta", 200), ("gamma", 401)):  # the header of Anthropic's clients, next to Authorization
         assert recorder.ask(authorization="", x_api_key=key)[0] == expected
     for path, expected in (("/health", 200), ("/ready", 200), ("/live", 200), ("/metrics", 200), ("/tokenize", status)):
         assert recorder.ask(path=path, authorization=authorization)[0] == expected
@@ -142,13 +142,13 @@ def test_a_body_that_does_not_come():
 
 
 def test_a_body_that_comes_in_time_is_waited_for_only_once():
-    """After the body, `receive` waits for the client to go, for as long as an answer takes."""
+    """After the body, `receive` waits for the client to disconnect, for as long as an answer takes."""
     messages = iter([{"type": "http.request", "body": b"x", "more_body": False}])
 
     async def receive():
         message = next(messages, None)
         if message is None:
-            await asyncio.sleep(0.05)  # longer than the body's time
+            await asyncio.sleep(0.05)  # longer than body_timeout
             return {"type": "http.disconnect"}
         return message
 

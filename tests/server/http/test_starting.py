@@ -1,4 +1,4 @@
-"""The port is open while the model is loaded, and passes to the server without a client being refused."""
+"""Tests that the port is open while the model loads, and passes to the server without refused clients."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_server_that_is_starting_says_so_and_hands_over():
         status, body = status_and_body(url + path, data)
         assert (status, body["retry_after"]) == (503, "1") and "is starting" in body["error"]["message"]
     listener = starting.hand_over()
-    waiting = socket.create_connection(("127.0.0.1", port))  # while nobody answers
+    waiting = socket.create_connection(("127.0.0.1", port))  # while no server answers
     waiting.sendall(b"GET /live HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
     runtime_config = RuntimeConfig(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none"))
     with LookaheadRuntime.from_config(runtime_config) as runtime, Scheduler(runtime) as scheduler:
@@ -78,7 +78,7 @@ def test_https(tmp_path):
 
 
 def test_a_silent_connection_does_not_keep_the_port():
-    """The real server takes over though a client of the first has sent nothing."""
+    """The real server takes over although a client of the starting one has sent nothing."""
     config = ServeConfig(port=0, header_timeout=10 * PATIENCE)
     starting = StartingServer(listen(config), config)
     with socket.create_connection(("127.0.0.1", starting.port)) as silent:

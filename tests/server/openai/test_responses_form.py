@@ -1,4 +1,4 @@
-"""The form of answers to POST /v1/responses: reasoning, text and calls in one answer, and the items that come in."""
+"""Tests of POST /v1/responses: answers with reasoning, text and tool calls, and incoming items."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 
 
 def answered(max_calls=None, reason="stop"):
-    """Return (form, choice): the choice has ended, its text is still to be added; a token is a character."""
+    """Return (form, choice) of an ended answer whose text is still to be set; each character is a token."""
     form = ResponsesForm("demo", TEXTS, Responses(input="x", tools=[TOOL]))
     job = SimpleNamespace(request=SimpleNamespace(prompt_ids=[1, 2, 3], prediction=None), generation=None)
     choice = Choice(0, job, StopTrimmer(()), max_calls=max_calls, tokens=[ord(each) for each in TEXT], reason=reason)
@@ -49,7 +49,7 @@ def test_whole():
 
 
 def test_events_through_the_clients_own_accumulation():
-    """What the openai client puts together of the events is the whole answer."""
+    """The openai client assembles the events into the whole answer."""
     form, choice = answered()
     choice.reason = None
     lines = list(form.opening([choice]))

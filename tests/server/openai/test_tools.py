@@ -1,4 +1,4 @@
-"""Structured output and tools of the server, through the real openai client."""
+"""Tests of structured output and tools of the server, with the official openai client."""
 
 from __future__ import annotations
 
@@ -97,13 +97,13 @@ def test_required_and_named_tools(client):
 
 
 def steered(*texts):
-    """Return further fields of a request that make the tokens of some texts far likelier than others."""
+    """Return request fields that make the tokens of some texts far likelier than others."""
     tokenizer = load_tokenizer(ModelConfig(str(DEMO_MODEL)))
     return {"logit_bias": {str(token): 60 for text in texts for token in tokenizer(text).input_ids}}
 
 
 def test_tools_and_a_format_of_the_text(client):
-    """An answer is a call or follows the format, whichever the model likes; one that must be a call is one."""
+    """An answer is a call or follows the format, as the model prefers, unless a call is required."""
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     kinds = set()
     for bias in (steered("<tool_call>"), steered('{"name": "')):
@@ -158,7 +158,7 @@ def test_tools_of_responses(client):
         assert stream.get_final_response().output[0].arguments == call.arguments
     cut = respond(client, **asked, max_output_tokens=done.usage.output_tokens - 3)
     assert cut.status == cut.output[0].status == "incomplete" and call.arguments.startswith(cut.output[0].arguments)
-    # The next turn: the call as it came, and its output.
+    # The next turn: the call as received, and its output.
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}
     items = [*MESSAGES, call.model_dump(exclude_unset=True), output]
     in_chat = [
