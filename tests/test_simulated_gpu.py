@@ -103,7 +103,7 @@ FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()
 GREEDY = ("greedy", "fixed", "one token a step")  # whose samples a captured pass has computed
 SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # what samples
-SIZES = (1, 8, 32, 128)  # of captured passes
+SIZES = (1, 8, 32, 64)  # of captured passes
 
 
 @contextmanager
