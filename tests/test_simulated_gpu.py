@@ -103,7 +103,7 @@ FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()
 GREEDY = ("greedy", "fixed", "one token a step")  # requests whose captured passes compute the samples
 SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # files that sample
-SIZES = (1, 8, 32, 128)  # of captured passes
+SIZES = (1, 8, 32, 64)  # of captured passes
 
 
 @contextmanager

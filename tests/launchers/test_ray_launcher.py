@@ -33,7 +33,7 @@ RAY = str(Path(sys.executable).with_name("ray"))
 
 @pytest.fixture(scope="module")
 def cluster():
-    with head_node(**RAY_SETTINGS) as head:
+    with head_node(has_dashboard=False, **RAY_SETTINGS) as head:
         yield head
 
 

@@ -35,7 +35,7 @@ from lp_runtime.scheduler.job import JobState
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SLOW = LookaheadConfig(0, 2, 0)
 GPUS = 3
-SHORT, MEDIUM, LONG = 40, 80, 160  # new tokens
+SHORT, MEDIUM, LONG = 24, 48, 96  # new tokens
 SAMPLINGS = (SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.8, seed=3))
 Case = tuple[int, int, int]  # prompt, new tokens, sampling
 CASES: list[Case] = [

@@ -36,8 +36,13 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextmanager
-def head_node(command: Sequence[str] = (RAY, "start", "--head"), **environment: str) -> Iterator[Head]:
-    """Start a node on its own ports and in its own folder; its processes are killed at the end."""
+def head_node(
+    command: Sequence[str] = (RAY, "start", "--head"), has_dashboard: bool = True, **environment: str
+) -> Iterator[Head]:
+    """Start a node on its own ports and in its own folder; its processes are killed at the end.
+
+    Only jobs need the dashboard, whose ten processes take several seconds of CPU time to start.
+    """
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
     port, dashboard, client, agent = free_ports(4)  # Ray's defaults may be in use by another cluster
     with marked(RAY_TMPDIR=folder, **environment) as mark:
@@ -45,10 +50,14 @@ def head_node(command: Sequence[str] = (RAY, "start", "--head"), **environment: 
         command += [f"--dashboard-port={dashboard}", f"--ray-client-server-port={client}", f"--temp-dir={folder}"]
         command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
         command += ["--disable-usage-stats", "--object-store-memory=100000000"]
+        command += [f"--include-dashboard={str(has_dashboard).lower()}"]
         with open(f"{folder}/head.log", "w") as log:
             head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
-            wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}/api/jobs/"), Path(log.name).read_text)
+            read_log = Path(log.name).read_text
+            wait_until(lambda: "Ray runtime started." in read_log(), read_log)
+            if has_dashboard:
+                wait_until(lambda: answers(f"http://127.0.0.1:{dashboard}/api/jobs/"), read_log)
             mark.address, mark.dashboard = f"127.0.0.1:{port}", f"http://127.0.0.1:{dashboard}"
             yield mark
         finally:
