@@ -40,5 +40,5 @@ for version in "${versions[@]}"; do
         tests+=(tests/model/tensor_parallel/test_slicing.py tests/sampling/test_processors.py tests/dropin/test_lookahead_generate.py)
     fi
     [[ $# -eq 0 ]] || tests=("$@")
-    "$python" -m pytest -n "$(($(nproc --all) + 1))" --dist loadfile --no-loadscope-reorder "${tests[@]}"
+    "$python" -m pytest -n "$(nproc --all)" --dist loadfile --no-loadscope-reorder "${tests[@]}"
 done

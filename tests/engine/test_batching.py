@@ -48,7 +48,7 @@ def requests(tokenizer) -> dict[str, Request]:
     found = {}
     for number, (name, (settings, options)) in enumerate(CASES.items()):
         ids = tokenizer(PROMPTS[number % len(PROMPTS)], add_special_tokens=False).input_ids
-        found[name] = Request(tuple(ids), settings, max_new_tokens=12 + 7 * number, **options)
+        found[name] = Request(tuple(ids), settings, max_new_tokens=10 + 4 * number, **options)
     return found
 
 

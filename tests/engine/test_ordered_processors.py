@@ -105,7 +105,7 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, SHARED, 24, processors=(make(),))
+        request = Request(PROMPT, SHARED, 16, processors=(make(),))
         owned: set[bool] = set()
         events = engine_of(ModelRunner(model, 2048), group).run(
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
@@ -119,9 +119,9 @@ def test_replicas_that_share_a_request_agree(model, demo_model_dir):
     """If processors are ordered, one replica owns all nodes; otherwise the nodes are shared."""
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, SHARED, 24, processors=(make(),))
+        request = Request(PROMPT, SHARED, 16, processors=(make(),))
         tokens, report = decode(model, request)
-        assert tokens == generated(model, make(), 24)
+        assert tokens == generated(model, make(), 16)
         expected[name] = tokens, report.num_steps, name == "bans"
     assert run_ranks(on_a_rank, 2, str(demo_model_dir)) == [expected, expected]
 

@@ -118,7 +118,7 @@ requests = st.builds(
 
 
 @pytest.mark.parametrize("architecture", thinned(3, ARCHITECTURES))
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([1, 5, 2048]))
 def test_the_output_is_greedy_whatever_the_settings(models, measured, architecture, request, chunk):
     model = models[architecture]

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lp_runtime import SamplingConfig
 
-MAX_NEW_TOKENS = 48
+MAX_NEW_TOKENS = 32
 SAMPLING = SamplingConfig(temperature=0.9, top_p=0.95, repetition_penalty=1.1, seed=11)
 PROMPTS = [
     '''from typing import List

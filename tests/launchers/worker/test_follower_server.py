@@ -23,7 +23,7 @@ from lp_runtime.launchers import spawn
 from lp_runtime.scheduler.scheduler import Scheduler
 
 FIXED = LookaheadConfig(W=5, N=3, G=5, draft_tables="request")
-LENGTH = 40
+LENGTH = 30
 
 
 def start(gpus: int, num_shards: int, timeout: float = 60.0, **settings) -> LookaheadRuntime:

@@ -56,7 +56,7 @@ def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype)
     differed = 0
     for strict_tokens in (16, None):
         tree_model = OneSlot(ModelRunner(model, 2048, strict_tokens))
-        for length in (9, 60, 122, 250):
+        for length in (9, 122, 250):
             prompt = [(13 * i) % 4096 for i in range(length)]
             tree_model.begin(600)
             tree_model.prefill(prompt)
