@@ -140,3 +140,30 @@ def tiny_model_dir(make_model_dir) -> Path:
 def demo_model_dir() -> Path:
     """The trained model that comes with the package, with its tokenizer."""
     return DEMO_MODEL
+
+
+# Outputs that every launcher must reproduce. They are here because pytest imports a folder's own conftest.py before
+# `pytest_configure` when it is given the folder, and Triton must not be imported before that.
+
+
+@pytest.fixture(scope="session")
+def greedy(demo_model_dir) -> list[list[int]]:
+    """Return transformers' greedy outputs for reference.PROMPTS on the demo model."""
+    from support import reference
+
+    return reference.greedy(demo_model_dir)
+
+
+@pytest.fixture(scope="session")
+def sampled(demo_model_dir) -> list[int]:
+    """Return new tokens of the first prompt, sampled by one replica with reference.SAMPLING, one token per step."""
+    from support import reference
+
+    from lp_runtime import LookaheadRuntime
+    from lp_runtime.config.lookahead import PLAIN
+
+    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime:
+        out = runtime.generate(
+            reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING, lookahead=PLAIN
+        )
+    return out.token_ids
