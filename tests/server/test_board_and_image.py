@@ -48,7 +48,7 @@ def metrics(runtime) -> dict[str, set[str]]:
     return found
 
 
-def test_the_board_shows_every_metric_and_no_other(metrics):
+def test_grafana_board_shows_exactly_the_existing_metrics(metrics):
     expressions = [target["expr"] for panel in BOARD["panels"] for target in panel["targets"]]
     shown = {name for expression in expressions for name in re.findall(r"\blp_\w+", expression)}
     assert shown <= metrics.keys()
@@ -59,7 +59,7 @@ def test_the_board_shows_every_metric_and_no_other(metrics):
     assert {family(name) for name in shown} == {family(name) for name in metrics}
 
 
-def test_the_boards_labels_exist(metrics):
+def test_grafana_board_uses_existing_labels(metrics):
     for panel in BOARD["panels"]:
         for target in panel["targets"]:
             names = re.findall(r"\blp_\w+", target["expr"])
@@ -75,7 +75,7 @@ def lines_of(instruction: str) -> list[str]:
     return re.findall(rf"^{instruction} (.*)", DOCKERFILE.replace("\\\n", ""), re.M)
 
 
-def test_the_images_settings():
+def test_image_entrypoint_user_and_volume_are_valid():
     for entrypoint in lines_of("ENTRYPOINT"):
         command, *settings = json.loads(entrypoint)
         config = load_config(ServeConfig, settings)
@@ -85,12 +85,12 @@ def test_the_images_settings():
     assert lines_of("VOLUME") == ["/home/lp/.cache"] * 2
 
 
-def test_what_an_image_copies_is_there():
+def test_files_copied_into_the_image_exist():
     sources = [source for line in lines_of("COPY") for source in line.split()[:-1]]
     assert "pyproject.toml" in sources and all((LAUNCH.parent / source).exists() for source in sources)
 
 
-def test_what_runs_in_the_build_can_run():
+def test_commands_of_the_image_build_are_valid():
     extras = tomllib.loads((LAUNCH.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     installed, compiling = [], 0
     for line in lines_of("RUN"):
@@ -112,7 +112,7 @@ def health(*arguments: object) -> tuple[int, str]:
     return done.returncode, done.stderr.strip()
 
 
-def test_the_health_check_understands_loading():
+def test_health_check_fails_while_loading_or_unreachable():
     assert re.findall(r'CMD \["python", "/app/(.*)"\]', DOCKERFILE) == ["healthcheck.py"]
     starting = StartingServer(socket.create_server(("127.0.0.1", 0)), ServeConfig())
     url = f"http://127.0.0.1:{starting.port}/health"
@@ -121,12 +121,12 @@ def test_the_health_check_understands_loading():
     assert health(f"port={starting.port}") == (1, f"{url}: <urlopen error [Errno 111] Connection refused>")
 
 
-def test_the_health_check_of_a_server_that_is_up(runtime):
+def test_health_check_passes_on_a_running_server(runtime):
     with served(runtime) as (url, _):
         assert health(f"port={url.rpartition(':')[2]}") == (0, "")
 
 
-def test_the_health_check_with_a_certificate_of_another_name(tmp_path):
+def test_health_check_accepts_a_certificate_of_another_name(tmp_path):
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=example.com"]
     subprocess.run([*command, *files], check=True, capture_output=True)

@@ -49,7 +49,7 @@ def metric(url: str, name: str) -> float:
     return float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.M)[1])
 
 
-def test_turns_meet_their_own_cache_and_no_other_clients(url):
+def test_prefix_cache_is_reused_by_next_turn_and_not_by_other_clients(url):
     text, num_prompt, num_cached = ask(url, "a-key", [SYSTEM, QUESTION])
     assert num_cached == 0
     hits, tokens = (metric(url, f"lp_prefix_cache_{name}_total") for name in ("hits", "tokens"))
@@ -63,6 +63,6 @@ def test_turns_meet_their_own_cache_and_no_other_clients(url):
     assert ask(url, "a-key", turn, cache_salt="apart") == (again, num_turn, num_turn - 1)
 
 
-def test_a_salt_that_is_too_long(url):
+def test_too_long_cache_salt_is_refused(url):
     with pytest.raises(openai.BadRequestError, match="cache_salt: must have at most 256 characters"):
         ask(url, "a-key", [QUESTION], cache_salt="x" * 257)

@@ -52,14 +52,14 @@ def bodies(lines):
 @pytest.mark.parametrize(
     "texts", [[("", [], "stop")], [("", [65], None), ("AB", [66], "length")], [("A", [65], None), ("", [], "stop")]]
 )
-def test_a_stream_echoes_its_prompt_though_its_first_tokens_have_no_text(texts):
+def test_stream_echoes_prompt_when_first_tokens_have_no_text(texts):
     lines = events(texts, choice_of("Prompt: "), CompletionForm("demo", texts_of(), None))
     shown = "".join(body["choices"][0]["text"] for body in bodies(lines))
     assert shown == "Prompt: " + "".join(text for text, *_ in texts)
 
 
 @pytest.mark.parametrize("num_top", [None, 0])
-def test_the_work_of_a_chunk_does_not_grow_with_the_text(num_top):
+def test_work_per_chunk_does_not_grow_with_text_length(num_top):
     calls = []
 
     def text_of(token):
@@ -73,13 +73,13 @@ def test_the_work_of_a_chunk_does_not_grow_with_the_text(num_top):
         assert offsets == [[place] for place in range(50)]
 
 
-def test_alternatives_that_print_alike_are_all_listed():
+def test_top_logprobs_list_all_tokens_of_equal_text():
     form = CompletionForm("demo", texts_of(lambda token: "A"), 2)
     (body,) = bodies(events([("A", [65], "length")], choice_of(), form))
     assert body["choices"][0]["logprobs"]["top_logprobs"] == [{"A": -1.0, "token_id:66": -2.0}]
 
 
-def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog):
+def test_unexpected_error_ends_stream_with_an_error_event(caplog):
     def text_of(token):
         raise KeyError(token)
 
@@ -90,7 +90,7 @@ def test_an_error_that_nobody_has_thought_of_ends_a_stream_with_an_event(caplog)
     assert "an answer has failed" in caplog.text
 
 
-def test_a_stop_string_in_the_reasoning_part_is_no_end():
+def test_stop_string_that_did_not_end_the_text_is_shown():
     """Decoding continues after it, so it is shown; only the stop string that ended the text is removed."""
     choice = choice_of()
     choice.job.final_generation = SimpleNamespace(finish_reason="stop", stop=")")
@@ -100,14 +100,14 @@ def test_a_stop_string_in_the_reasoning_part_is_no_end():
 
 
 @pytest.mark.parametrize("calls", [None, []])
-def test_a_message_without_calls_has_no_field_of_calls(calls):
+def test_message_without_tool_calls_has_no_tool_calls_field(calls):
     """Templates test whether the field exists, and then use its length."""
     message = Message(role="assistant", content="x", tool_calls=calls, refusal=None)
     assert ChatFormat("").history([message.plain()]) == [{"role": "assistant", "content": "x"}]
 
 
 @pytest.mark.parametrize(("sent", "shown"), [("", {}), (" ", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ("x", "x")])
-def test_arguments_of_earlier_calls_are_objects(sent, shown):
+def test_tool_call_arguments_in_history_are_parsed_as_json(sent, shown):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": sent}}
     (message,) = ChatFormat("").history([Message(role="assistant", tool_calls=[call]).plain()])
     (plain,) = message["tool_calls"]

@@ -78,7 +78,7 @@ def streamed(client, **more):
 LOGPROB_FIELDS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-def test_echo_and_prompt_logprobs_as_lm_evaluation_harness_asks(client, tokenizer, log_softmax):
+def test_prompt_logprobs_match_transformers_for_lm_eval_requests(client, tokenizer, log_softmax):
     """Prompts of token ids get the right loglikelihoods, requested and read as by local-completions."""
     prompts = [tokenizer(text).input_ids for text in reference.PROMPTS]
     done = client.completions.create(**body(prompt=prompts, max_tokens=1, logprobs=1, echo=True, seed=1234))
@@ -96,7 +96,7 @@ def test_echo_and_prompt_logprobs_as_lm_evaluation_harness_asks(client, tokenize
         assert choice.text == "".join(got.tokens) == tokenizer.decode(ids) + got.tokens[-1]
 
 
-def test_echo(client):
+def test_echo_returns_the_prompt_before_the_text(client):
     plain = client.completions.create(**body()).choices[0].text
     assert client.completions.create(**body(echo=True)).choices[0].text == PROMPT + plain
     whole = client.completions.create(**body(echo=True, logprobs=3)).choices[0]
@@ -113,7 +113,7 @@ def test_echo(client):
         client.completions.create(**body(max_tokens=0))
 
 
-def test_lines_of_a_stream_end_where_any_client_ends_them(url):
+def test_unicode_line_separators_do_not_split_stream_lines(url):
     """Some clients split streams with str.splitlines, which also ends lines at U+0085, U+2028 and U+2029."""
     prompt = "a\x85b\u2028c\u2029d"
     asks = body(prompt=prompt, echo=True, stream=True)
@@ -126,7 +126,7 @@ def test_lines_of_a_stream_end_where_any_client_ends_them(url):
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks).startswith(prompt)
 
 
-def test_logprobs_of_completions(client):
+def test_completion_logprobs_list_chosen_and_top_tokens(client):
     choice = client.completions.create(**body(logprobs=5)).choices[0]
     got = choice.logprobs
     assert [len(top) for top in got.top_logprobs] == [5] * 16
@@ -141,7 +141,7 @@ def test_logprobs_of_completions(client):
     assert [list(top) for top in none.top_logprobs] == [[text] for text in none.tokens]
 
 
-def test_top_logprobs_of_chats(client):
+def test_chat_top_logprobs_are_sorted_and_equal_when_streamed(client):
     options = {"model": "demo", "messages": MESSAGES, "temperature": 0, "max_tokens": 12, "logprobs": True}
     content = client.chat.completions.create(top_logprobs=20, **options).choices[0].logprobs.content
     assert len(content) == 12
@@ -162,7 +162,7 @@ def test_top_logprobs_of_chats(client):
         client.chat.completions.create(top_logprobs=21, **options)
 
 
-def test_penalties_and_min_tokens(client, runtime):
+def test_penalties_and_min_tokens_take_effect(client, runtime):
     sampling = SamplingConfig(temperature=0, presence_penalty=1.5, frequency_penalty=2.0)
     expected = runtime.generate(PROMPT, 32, sampling=sampling)
     asked = body(max_tokens=32, presence_penalty=1.5, frequency_penalty=2.0)
@@ -190,7 +190,7 @@ HARMLESS = {
 }
 
 
-def test_fields_without_effect(client, url, runtime, caplog):
+def test_fields_without_effect_are_accepted_and_unknown_ones_named(client, url, runtime, caplog):
     plain = client.completions.create(**body()).choices[0].text
     assert client.completions.create(**body(extra_body=HARMLESS)).choices[0].text == plain
     for _ in range(2):
@@ -227,7 +227,7 @@ def test_acceptance_is_reported(client, url):
     assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
-def test_responses(client):
+def test_responses_match_chat_completions(client):
     asked = {"model": "demo", "temperature": 0, "max_output_tokens": 12}
     chat = client.chat.completions.create(
         model="demo",
@@ -259,7 +259,7 @@ def test_responses(client):
     assert (final.output_text, final.status) == (text[: text.index(stop)], "completed")
 
 
-def test_responses_have_no_tools_of_openais_servers(client, caplog):
+def test_responses_ignore_hosted_openai_tools(client, caplog):
     more = {"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]}
     options = {"model": "demo", "input": "x", "temperature": 0, "max_output_tokens": 8}
     answers = [client.responses.create(**options, **each) for each in (more, {})]
@@ -286,12 +286,12 @@ def test_responses_have_no_tools_of_openais_servers(client, caplog):
         ({"input": 5}, "input=5: must be a string or a list"),
     ],
 )
-def test_responses_that_are_refused(client, fields, message):
+def test_bad_responses_requests_are_refused(client, fields, message):
     with pytest.raises(openai.BadRequestError, match=message):
         client.responses.create(**{"model": "demo", "input": "x"} | fields)
 
 
-def test_tokenize_and_detokenize(url, tokenizer):
+def test_tokenize_and_detokenize_match_the_tokenizer(url, tokenizer):
     ids = tokenizer(PROMPT).input_ids
     answer = post(f"{url}/tokenize", prompt=PROMPT)
     assert answer["tokens"] == ids and answer["count"] == len(ids) and answer["max_model_len"] > 100
@@ -307,12 +307,12 @@ def test_tokenize_and_detokenize(url, tokenizer):
         post(f"{url}/detokenize", tokens=[10**9])
 
 
-def test_a_lone_surrogate_that_an_answer_repeats(url):
+def test_lone_surrogate_in_metadata_is_returned(url):
     answer = post(f"{url}/v1/responses", input="x", max_output_tokens=2, metadata={"\ud800": "\ud800"})
     assert answer["metadata"] == {"\ud800": "\ud800"}
 
 
-def test_special_tokens_in_a_users_text(url, client, tokenizer):
+def test_special_tokens_in_user_text_are_split_only_on_request(url, client, tokenizer):
     """A user's special tokens stay special unless the client says otherwise; the template's always do."""
     text = f"x{SPECIAL}y"
     (special,) = tokenizer.convert_tokens_to_ids([SPECIAL])
@@ -331,7 +331,7 @@ def test_special_tokens_in_a_users_text(url, client, tokenizer):
     assert counts[1] > counts[0]
 
 
-def test_what_has_no_effect_on_greedy_decoding_is_left_out(client):
+def test_greedy_decoding_ignores_sampling_options(client):
     """Clients send their own defaults, and the demo model's default is greedy decoding."""
     text = client.completions.create(**body()).choices[0].text
     asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 16}
@@ -341,7 +341,7 @@ def test_what_has_no_effect_on_greedy_decoding_is_left_out(client):
     assert one == client.completions.create(**body(temperature=1.0, seed=-7)).choices[0].text != other
 
 
-def test_an_answer_of_no_stated_length_gets_what_there_is_room_for(url, runtime):
+def test_answer_without_max_tokens_fills_the_context(url, runtime):
     """Nulls inside fields count as not given, too."""
     ids = [1] * (runtime.info.context_length - 5)
     answer = post(f"{url}/v1/completions", prompt=ids, temperature=0, ignore_eos=True)
@@ -351,7 +351,7 @@ def test_an_answer_of_no_stated_length_gets_what_there_is_room_for(url, runtime)
     assert json.load(caught.value)["error"]["code"] == "context_length_exceeded"
 
 
-def test_null_options_of_a_stream(url):
+def test_null_stream_options_are_accepted(url):
     question = {"prompt": PROMPT, "max_tokens": 2, "stream": True, "stream_options": {"include_usage": None}}
     data = json.dumps(question).encode()
     asked = urllib.request.Request(f"{url}/v1/completions", data, {"Content-Type": "application/json"})
@@ -359,14 +359,14 @@ def test_null_options_of_a_stream(url):
         assert answer.read().endswith(b"data: [DONE]\n\n")
 
 
-def test_a_developers_message_is_the_systems_where_the_template_knows_no_other(url, client):
+def test_developer_role_becomes_system_if_template_lacks_it(url, client):
     told = [{"role": role, "content": "Be brief."} for role in ("developer", "system")]
     one, other = (post(f"{url}/tokenize", messages=[each, *MESSAGES])["tokens"] for each in told)
     assert one == other
 
 
 @pytest.mark.parametrize("choices", [["\u00e9\U0001f600 is it"], ["\u00e9", "\u00e8"]])
-def test_bytes_of_logprobs_add_up_to_the_text(client, choices):
+def test_logprob_bytes_concatenate_to_the_text(client, choices):
     """Each token of a character has a part of its bytes.
 
     A constraint may force the rest of a character, or its beginning.
@@ -380,7 +380,7 @@ def test_bytes_of_logprobs_add_up_to_the_text(client, choices):
     assert "".join(entry.token for entry in entries) == choice.message.content
 
 
-def test_web_pages_of_friends_may_send_the_headers_of_openais_client(runtime):
+def test_cors_allows_headers_of_the_openai_client(runtime):
     with served(runtime, cors_origins=["https://friend.org"]) as (url, _):
         headers = {"Origin": "https://friend.org", "Access-Control-Request-Method": "POST"}
         headers["Access-Control-Request-Headers"] = "authorization,content-type,x-stainless-lang"

@@ -61,7 +61,7 @@ def word_of(tokenizer) -> str:
     )
 
 
-def test_a_completion_keeps_its_first_space_and_a_chat_does_not(client, tokenizer):
+def test_completion_keeps_leading_space_and_chat_strips_it(client, tokenizer):
     word = word_of(tokenizer)
     text = " " + word[1:]
     asked = {"max_tokens": 3, "logit_bias": biased(tokenizer, word)}
@@ -74,7 +74,7 @@ def test_a_completion_keeps_its_first_space_and_a_chat_does_not(client, tokenize
     assert b"".join(bytes(each.bytes) for each in content.logprobs.content).decode() == (text * 3)[1:]
 
 
-def test_echo_is_the_text_of_prompt_and_new_tokens(client, tokenizer):
+def test_echo_returns_prompt_and_new_text(client, tokenizer):
     asked = {"max_tokens": 2, "logit_bias": biased(tokenizer, word_of(tokenizer)), "echo": True}
     choice = completion(client, **asked, logprobs=0)
     assert choice.text == PROMPT + 2 * (" " + word_of(tokenizer)[1:]) == "".join(choice.logprobs.tokens)
@@ -85,7 +85,7 @@ def test_echo_is_the_text_of_prompt_and_new_tokens(client, tokenizer):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_stop_string_matches_at_the_first_new_character(client, tokenizer, stream):
+def test_stop_string_matches_at_first_new_character(client, tokenizer, stream):
     word = word_of(tokenizer)
     asked = {"max_tokens": 9, "logit_bias": biased(tokenizer, word), "stop": [" " + word[1:]]}
     if stream:
@@ -99,7 +99,7 @@ def test_a_stop_string_matches_at_the_first_new_character(client, tokenizer, str
 
 
 @pytest.mark.parametrize("choices", [[" yes", " no"], ["yes", "no"], ["  yes"], [" \u00e9\U0001f600", "\u00e91"]])
-def test_a_choice_is_one_of_those_given(client, choices):
+def test_choice_constraint_returns_one_of_the_choices(client, choices):
     """Leading spaces are kept, in completions and in chats."""
     asked = {"max_tokens": 30, "extra_body": {"structured_outputs": {"choice": choices}}}
     assert completion(client, **asked).text in choices

@@ -59,7 +59,7 @@ def plain(runtime):
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_a_stop_token_ends_the_text(client, tokenizer, plain, ignore_eos):
+def test_stop_token_ends_the_text(client, tokenizer, plain, ignore_eos):
     token = plain.token_ids[5]
     num = plain.token_ids.index(token) + 1
     done = complete(client, stop_token_ids=[token], ignore_eos=ignore_eos)
@@ -67,7 +67,7 @@ def test_a_stop_token_ends_the_text(client, tokenizer, plain, ignore_eos):
     assert done.choices[0].text == tokenizer.decode(plain.token_ids[:num])
 
 
-def test_the_stop_string_may_be_shown(client, plain):
+def test_include_stop_str_in_output_shows_the_stop_string(client, plain):
     stop = plain.text[20:24]
     end = plain.text.index(stop) + len(stop)
     assert complete(client, stop=[stop], include_stop_str_in_output=True).choices[0].text == plain.text[:end]
@@ -75,7 +75,7 @@ def test_the_stop_string_may_be_shown(client, plain):
     assert "".join(chunk.choices[0].text for chunk in chunks) == plain.text[:end]
 
 
-def test_only_allowed_tokens_are_chosen(client, tokenizer, plain):
+def test_allowed_token_ids_restrict_the_text(client, tokenizer, plain):
     allowed = sorted(set(plain.token_ids[:4]))
     text = complete(client, allowed_token_ids=allowed).choices[0].text
     assert set(tokenizer(text, add_special_tokens=False).input_ids) and set(text) <= set(tokenizer.decode(allowed))
@@ -88,21 +88,21 @@ def test_bad_words_do_not_occur(client, plain):
 
 
 @pytest.mark.parametrize("num", [3, 1000])
-def test_a_prompt_is_cut_to_its_last_tokens(client, tokenizer, num):
+def test_truncate_prompt_tokens_keeps_the_last_tokens(client, tokenizer, num):
     ids = tokenizer(PROMPT).input_ids[-num:]
     cut, expected = complete(client, truncate_prompt_tokens=num), complete(client, prompt=ids)
     assert cut.choices[0].text == expected.choices[0].text
     assert cut.usage.prompt_tokens == len(ids)
 
 
-def test_each_chunk_may_count_tokens(client):
+def test_continuous_usage_stats_count_tokens_in_each_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = complete(client, stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens
 
 
-def test_thinking_is_turned_off_by_the_template(client, caplog):
+def test_thinking_can_be_turned_off(client, caplog):
     answers = [
         chat(client, **fields)
         for fields in (
@@ -121,12 +121,12 @@ def test_thinking_is_turned_off_by_the_template(client, caplog):
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenize", "tools"])
-def test_a_client_cannot_replace_the_template(client, name):
+def test_client_cannot_replace_the_chat_template(client, name):
     with pytest.raises(openai.BadRequestError, match=f"chat_template_kwargs: '{name}' is no variable"):
         chat(client, chat_template_kwargs={name: "{{ messages }}"})
 
 
-def test_a_template_that_loops_is_ended(client, monkeypatch):
+def test_looping_chat_template_is_interrupted(client, monkeypatch):
     expected = chat(client).message
     monkeypatch.setattr(lp_runtime.model.tokenizer, "TEMPLATE_SECONDS", 0.2)
     with pytest.raises(openai.BadRequestError, match="messages: the model's chat template takes longer than 0.2 s"):
@@ -135,7 +135,7 @@ def test_a_template_that_loops_is_ended(client, monkeypatch):
     assert chat(client).message == expected, "the thread that renders goes on"
 
 
-def test_reasoning_ends_when_its_budget_is_used_up(client, runtime, tokenizer):
+def test_thinking_token_budget_limits_reasoning(client, runtime, tokenizer):
     plain = chat(client, max_tokens=60).message.reasoning
     for num in (0, 1, 7):
         message = chat(client, max_tokens=60, thinking_token_budget=num).message
@@ -144,7 +144,7 @@ def test_reasoning_ends_when_its_budget_is_used_up(client, runtime, tokenizer):
         assert len(tokenizer(reasoning, add_special_tokens=False).input_ids) <= num
 
 
-def test_stop_strings_have_no_effect_in_the_reasoning_part(client):
+def test_stop_strings_do_not_apply_to_reasoning(client):
     whole = chat(client, max_tokens=60, thinking_token_budget=12).message
     stop = whole.reasoning[:2]
     message = chat(client, max_tokens=60, thinking_token_budget=12, stop=[stop]).message
@@ -152,7 +152,7 @@ def test_stop_strings_have_no_effect_in_the_reasoning_part(client):
     assert message.content == whole.content.partition(stop)[0]
 
 
-def test_an_answer_continues_the_last_message(client, tokenizer):
+def test_continue_final_message_continues_the_last_message(client, tokenizer):
     messages = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
     fields = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
     answer = chat(client, messages, **fields)
@@ -162,7 +162,7 @@ def test_an_answer_continues_the_last_message(client, tokenizer):
         chat(client, messages, continue_final_message=True, add_generation_prompt=True)
 
 
-def test_a_prediction_is_copied(client, plain):
+def test_prediction_reduces_steps_and_keeps_the_text(client, plain):
     """The text is the same, in fewer steps than without the prediction."""
     guessed = complete(client, prediction={"type": "content", "content": plain.text})
     assert guessed.choices[0].text == plain.text

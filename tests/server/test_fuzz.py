@@ -29,7 +29,7 @@ def site():
             yield site
 
 
-def test_every_malformed_request_is_refused_and_the_server_goes_on(site):
+def test_malformed_requests_are_refused_and_the_server_continues(site):
     url, scheduler = site
     before = fuzz.tokens(url)
     seen, faults = fuzz.fuzz_requests(url, http_cases(400, seed=1))
@@ -39,7 +39,7 @@ def test_every_malformed_request_is_refused_and_the_server_goes_on(site):
     assert fuzz.tokens(url) == before and not scheduler.num_running
 
 
-def test_every_field_of_every_route_is_answered():
+def test_fuzzed_fields_of_every_route_are_answered():
     cases = list(field_cases(300, seed=1))
     with tempfile.TemporaryDirectory() as folder:
         model = demo_model_that_chats(Path(folder) / "model", FIELDS_TEMPLATE)
@@ -52,7 +52,7 @@ def test_every_field_of_every_route_is_answered():
     assert seen["derived", 200] > 50 and seen["derived", 400] > 50
 
 
-def test_the_fuzzer_sees_what_is_not_refused(site):
+def test_fuzzer_reports_accepted_input_and_server_errors(site):
     good = HttpCase("good", request(COMPLETIONS, json.dumps(GOOD[COMPLETIONS]).encode()))
     assert fuzz.fuzz_requests(site[0], [good])[1][0].startswith("good: 200")
     assert fuzz.fault(good, 500, b"") and fuzz.fault(good, "hang", b"") and fuzz.fault(good, 307, b"")
@@ -60,7 +60,7 @@ def test_the_fuzzer_sees_what_is_not_refused(site):
     assert seen == Counter({("lp-generate", "Accepted"): 1}) and len(faults) == 1
 
 
-def test_every_malformed_command_line_is_refused_in_one_line():
+def test_malformed_command_lines_are_refused_in_one_line():
     seen, faults = fuzz.fuzz_overrides(override_cases(30, seed=1))
     assert not faults, "\n".join(faults)
     assert sum(seen.values()) == 30

@@ -40,7 +40,7 @@ def ask(url: str) -> tuple[int, dict]:
         return error.code, json.load(error)
 
 
-def test_the_route(runtime):
+def test_health_generate_caches_its_answer_and_needs_no_key(runtime):
     with served(runtime, health_interval=3600.0, api_keys={"a-client": "secret"}) as (url, scheduler):
         for _ in range(2):  # the second call gets the answer of the first; no key is needed
             assert ask(f"{url}/health_generate") == (200, {"status": "ok", "replicas": 1})
@@ -48,13 +48,13 @@ def test_the_route(runtime):
         assert scheduler.totals.new_tokens == 1
 
 
-def test_the_route_is_off_by_default(runtime):
+def test_health_generate_is_off_by_default(runtime):
     with served(runtime) as (url, scheduler):
         assert ask(f"{url}/health_generate")[0] == 404
         assert not scheduler.totals.requests
 
 
-def test_after_the_interval_it_generates_again(runtime):
+def test_check_generates_again_after_the_interval(runtime):
     clock = Clock()
     with Scheduler(runtime) as scheduler:
         check = GeneratingCheck(scheduler, 10.0, PATIENCE, clock)
@@ -64,7 +64,7 @@ def test_after_the_interval_it_generates_again(runtime):
             assert scheduler.totals.requests == {"length": num_checks}
 
 
-def test_callers_at_the_same_time_share_a_check(runtime):
+def test_concurrent_callers_share_one_check(runtime):
     async def at_once(check: GeneratingCheck) -> list[str | None]:
         return await asyncio.gather(*(check.problem() for _ in range(5)))
 
@@ -73,7 +73,7 @@ def test_callers_at_the_same_time_share_a_check(runtime):
         assert scheduler.totals.requests == {"length": 1}
 
 
-def test_the_token_of_a_running_request_is_enough(runtime):
+def test_token_of_running_request_passes_the_check(runtime):
     with Scheduler(runtime) as scheduler:
         job = scheduler.stream(reference.PROMPTS[1], 2000, eos=False)
         first_delta(job)
@@ -82,7 +82,7 @@ def test_the_token_of_a_running_request_is_enough(runtime):
         job.cancel()
 
 
-def test_a_request_without_progress_is_not_waited_for(runtime):
+def test_check_fails_if_no_token_arrives_within_its_timeout(runtime):
     held = HeldRuntime(runtime)
     clock = Clock()
     with Scheduler(held) as scheduler:
@@ -97,7 +97,7 @@ def test_a_request_without_progress_is_not_waited_for(runtime):
         assert asyncio.run(GeneratingCheck(scheduler, 10.0, PATIENCE, clock).problem()) is None
 
 
-def test_a_request_that_fails_says_why(runtime):
+def test_check_reports_the_error_of_its_request(runtime):
     scheduler = Scheduler(runtime)
     check = GeneratingCheck(scheduler, 10.0, PATIENCE)
     scheduler.close()

@@ -29,12 +29,12 @@ def site(demo_model_dir):
             yield url, done
 
 
-def test_a_probe_of_the_page_is_answered(site):
+def test_head_request_for_the_page_returns_200(site):
     with urllib.request.urlopen(urllib.request.Request(site[0], method="HEAD")) as answer:
         assert answer.status == 200 and answer.read() == b""
 
 
-def test_the_page_asks_for_nothing_from_elsewhere(site):
+def test_page_loads_no_external_resources_and_forbids_framing(site):
     with urllib.request.urlopen(site[0]) as answer:
         page = answer.read().decode()
     assert answer.headers["Content-Type"].startswith("text/html")
@@ -45,7 +45,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(site):
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
-def test_a_generation_in_a_browser(site, tmp_path):
+def test_browser_shows_generated_text_and_token_runs(site, tmp_path):
     url, done = site
     query = {"prompt": reference.PROMPTS[1], "tokens": 64, "go": ""}
     with browser.page(browser.find(), tmp_path / "profile") as page:
@@ -87,7 +87,7 @@ RUNS = """[...document.querySelectorAll('#output .run.many')].map(
 
 @pytest.mark.slow
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
-def test_a_constraint_in_a_browser(site, tmp_path):
+def test_browser_shows_constrained_text_and_forced_runs(site, tmp_path):
     """The text follows the schema, and forced runs look different from guessed ones."""
     schema = SCHEMA | {"required": ["copied_name", "n"], "additionalProperties": False}
     with browser.page(browser.find(), tmp_path / "profile") as page:
@@ -116,7 +116,7 @@ def test_a_constraint_in_a_browser(site, tmp_path):
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
-def test_a_chat_in_a_browser(tmp_path):
+def test_browser_shows_both_turns_of_a_chat(tmp_path):
     """The second of two turns is sent with the first, and both stay on the page."""
     folder = demo_model_that_chats(tmp_path / "model")
     with (

@@ -28,7 +28,7 @@ PROMPT = reference.PROMPTS[1]
 
 
 @pytest.mark.slow
-def test_answers_streams_and_clients_that_go(tmp_path):
+def test_ray_serve_answers_streams_and_cancels_on_disconnect(tmp_path):
     with LookaheadRuntime(device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, prior="none")) as runtime:
         expected = runtime.generate(PROMPT, 48, eos=False).text
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -73,7 +73,7 @@ def test_answers_streams_and_clients_that_go(tmp_path):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_settings_of_an_application():
+def test_application_settings_are_composed_and_checked():
     application = build({"gpus": 2, "model.path": "/m", "lookahead.pool_from_prompt": False, "max_new_tokens": None})
     (config,) = application._bound_deployment.init_args
     assert isinstance(config, ServeConfig) and (config.gpus, config.model.path) == (2, "/m")

@@ -62,7 +62,7 @@ def body(**more) -> dict:
 
 
 @pytest.mark.parametrize("sampled", [False, True])
-def test_completions(client, expected, sampled):
+def test_completions_match_generate(client, expected, sampled):
     whole = expected[PROMPT, sampled]
     options = SAMPLED if sampled else {"temperature": 0}
     done = client.completions.create(**body(**options, logprobs=1))
@@ -79,7 +79,7 @@ def test_completions(client, expected, sampled):
 
 
 @pytest.mark.slow
-def test_several_prompts_and_samples(client, runtime, expected):
+def test_several_prompts_and_samples_are_returned_in_order(client, runtime, expected):
     done = client.completions.create(**body(prompt=reference.PROMPTS, temperature=0))
     assert [choice.text for choice in done.choices] == [expected[prompt, False].text for prompt in reference.PROMPTS]
     ids = load_tokenizer(runtime.config.model)(PROMPT).input_ids
@@ -102,19 +102,19 @@ def test_stop_strings_are_not_shown(client, expected):
         assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_lookahead_settings_change_nothing_but_the_steps(client, expected):
+def test_lookahead_settings_do_not_change_the_text(client, expected):
     for lookahead in ({"W": 0, "N": 2, "G": 0}, {"drafter": "prompt_lookup"}, {"budget": 4}):
         done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True, "lookahead": lookahead}))
         assert done.choices[0].text == expected[PROMPT, False].text
 
 
-def test_null_is_not_given(client, expected):
+def test_null_fields_count_as_unset(client, expected):
     nulls = dict.fromkeys(("n", "stream", "echo", "stop", "suffix", "logit_bias", "presence_penalty", "lookahead"))
     done = client.completions.create(**body(temperature=0, extra_body={"ignore_eos": True} | nulls))
     assert done.choices[0].text == expected[PROMPT, False].text
 
 
-def test_chat(client, server):
+def test_chat_matches_completion_of_the_rendered_prompt(client, server):
     messages = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "a loop."}]},
@@ -137,7 +137,7 @@ def test_chat(client, server):
     assert logprobs == [each.logprob for each in choice.logprobs.content]
 
 
-def test_models_health_and_metrics(client, server):
+def test_models_health_and_metrics_routes_answer(client, server):
     assert [model.id for model in client.models.list()] == ["demo"]
     assert client.models.retrieve("demo").id == "demo"
     with pytest.raises(openai.NotFoundError):
@@ -160,7 +160,7 @@ def test_models_health_and_metrics(client, server):
 
 
 @pytest.mark.slow
-def test_many_clients_at_once(server, expected):
+def test_concurrent_clients_get_correct_texts(server, expected):
     def ask(number: int) -> bool:
         sampled, prompt = bool(number % 2), reference.PROMPTS[number % 3]
         client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
@@ -210,13 +210,13 @@ def test_many_clients_at_once(server, expected):
         ({"stream_options": {"include_usage": True}}, "stream_options: only with stream=true"),
     ],
 )
-def test_bad_requests_are_one_clear_line(client, more, message):
+def test_bad_requests_are_refused_in_one_line(client, more, message):
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(**body(**more))
     assert message in caught.value.body["message"] and "\n" not in caught.value.body["message"]
 
 
-def test_a_client_that_goes_frees_the_replicas(server):
+def test_client_disconnect_cancels_the_request(server):
     url, scheduler = server
     for stream in (True, False):
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
@@ -238,7 +238,7 @@ def test_a_client_that_goes_frees_the_replicas(server):
 SLOW = {"ignore_eos": True, "lookahead": {"W": 0, "N": 2, "G": 0}}
 
 
-def test_a_full_queue_and_a_key(runtime, expected):
+def test_full_queue_gets_429_and_wrong_key_401(runtime, expected):
     with served(runtime, max_waiting=1, api_keys={"somebody": "secret"}, max_new_tokens=LONG) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="secret", max_retries=0)
         with pytest.raises(openai.AuthenticationError):
@@ -259,7 +259,7 @@ def test_a_full_queue_and_a_key(runtime, expected):
             client.completions.create(**body(prompt=["a", "b"], n=2, **SAMPLED))
 
 
-def test_the_servers_limit_shortens_answers(runtime):
+def test_server_max_new_tokens_limits_answers(runtime):
     with served(runtime, max_new_tokens=3) as (url, _), openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         for length in (3, 4, 1 << 30):  # even more than any context holds
             answer = client.completions.create(**body(max_tokens=length, extra_body={"ignore_eos": True}))
@@ -268,7 +268,7 @@ def test_the_servers_limit_shortens_answers(runtime):
             client.completions.create(**body(max_tokens=-1))
 
 
-def test_a_request_that_waits_for_too_long(runtime):
+def test_request_is_refused_after_the_queue_timeout(runtime):
     with served(runtime, queue_timeout=0.01) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         slow = runtime.request(PROMPT, LONG, eos=False, lookahead=LookaheadConfig(0, 2, 0))
@@ -299,7 +299,7 @@ def command(tmp_path, *overrides: str):
 
 
 @pytest.mark.slow
-def test_the_command(tmp_path):
+def test_lp_serve_survives_a_killed_replica_and_ends_on_ctrl_c(tmp_path):
     """A replica of two is killed while it decodes, and Ctrl-C ends every process."""
     with command(tmp_path, "port=0", "gpus=2") as (mark, process, client):
         assert [model.id for model in client.models.list()] == ["demo_model"]
@@ -322,7 +322,7 @@ def test_the_command(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
+def test_lp_serve_exits_when_no_replica_is_left(tmp_path):
     """Whatever started the server can then start it again, with all its restarts."""
     with command(tmp_path, "port=0", "gpus=1", "failure.restarts=0") as (mark, process, client):
         stream = client.completions.create(**body(model="demo_model", max_tokens=LONG), stream=True)
@@ -338,7 +338,7 @@ def test_a_server_whose_replicas_are_lost_for_good_ends(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [pytest.param("loading", marks=pytest.mark.slow), "serving"])
-def test_sigterm_ends_the_command_in_order(tmp_path, stage):
+def test_sigterm_ends_lp_serve_cleanly(tmp_path, stage):
     """SIGTERM also ends a loading server, and process 1 of a container, which ignores it by default."""
     with marked() as mark, one_core(), open(tmp_path / "stderr", "w") as stderr:
         code = "from lp_runtime.entrypoints.cli import serve_main; serve_main()"
@@ -356,7 +356,7 @@ def test_sigterm_ends_the_command_in_order(tmp_path, stage):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_and_started_again(tmp_path):
+def test_killed_lp_serve_leaves_no_process_and_frees_its_port(tmp_path):
     """Its replicas end by themselves in the middle of a request, and the next server takes the port."""
     asked = body(model="demo_model", temperature=0)
     with command(tmp_path, "port=0", "gpus=1") as (mark, process, client):
@@ -385,7 +385,7 @@ def test_a_server_that_is_killed_and_started_again(tmp_path):
         ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )
-def test_bad_settings(override, message, capsys):
+def test_bad_settings_are_refused_in_one_line(override, message, capsys):
     from lp_runtime.entrypoints.cli import serve_main
 
     with pytest.raises(SystemExit) as caught:

@@ -59,7 +59,7 @@ def ended(exporter, number: int) -> list:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_has_a_span_with_its_parts_below_it(runtime, exporter, tracing, stream):
+def test_request_span_has_queue_prefill_and_decode_children(runtime, exporter, tracing, stream):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0, "stream": stream}
     with served(runtime, tracing=tracing) as (url, scheduler):
         post(url, "/v1/chat/completions", body, traceparent=f"00-{TRACE}-{PARENT}-01", X_Request_Id="mine")
@@ -78,7 +78,7 @@ def test_a_request_has_a_span_with_its_parts_below_it(runtime, exporter, tracing
         assert dict(parts[2].attributes)["lp.steps"] == scheduler.totals.steps
 
 
-def test_choices_have_parts_of_their_own_and_errors_are_said(runtime, exporter, tracing):
+def test_spans_are_recorded_per_choice_and_report_errors(runtime, exporter, tracing):
     with served(runtime, tracing=tracing) as (url, scheduler):
         post(url, "/v1/completions", {"prompt": "def f(", "max_tokens": 4, "temperature": 1, "n": 2})
         *parts, whole = ended(exporter, 7)
@@ -100,7 +100,7 @@ def test_choices_have_parts_of_their_own_and_errors_are_said(runtime, exporter, 
         assert "gen_ai.response.finish_reasons" not in failed.attributes
 
 
-def test_they_are_sent_to_a_collector(runtime):
+def test_spans_are_sent_to_a_collector(runtime):
     bodies = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -125,7 +125,7 @@ def test_they_are_sent_to_a_collector(runtime):
     assert all(name in sent for name in (b"text_completion demo", b"queue", b"prefill", b"decode"))
 
 
-def test_a_package_that_is_missing_is_named(runtime, monkeypatch):
+def test_missing_opentelemetry_package_is_named(runtime, monkeypatch):
     config = ServeConfig(model=runtime.config.model, otlp_endpoint="http://127.0.0.1:1/v1/traces")
     check_serve(config)
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)

@@ -72,7 +72,7 @@ def num_input(usage) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
-def test_text_is_that_of_a_chat(client, other):
+def test_messages_match_chat_completions(client, other):
     blocks = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief.", "cache_control": {"type": "x"}}]
     turns = [
         {"role": "user", "content": [{"type": "text", "text": "Write "}, {"type": "text", "text": "a loop."}]},
@@ -96,7 +96,7 @@ def test_text_is_that_of_a_chat(client, other):
     assert count.input_tokens == expected.usage.prompt_tokens
 
 
-def test_a_last_message_of_the_assistant_is_continued(client, other):
+def test_trailing_assistant_message_is_continued(client, other):
     turns = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
     expected = other.chat.completions.create(
         model="demo", messages=turns, max_tokens=24, temperature=0, extra_body={"continue_final_message": True}
@@ -107,7 +107,7 @@ def test_a_last_message_of_the_assistant_is_continued(client, other):
     assert count.input_tokens == num_input(done.usage) == expected.usage.prompt_tokens
 
 
-def test_a_stream(client):
+def test_stream_events_add_up_to_the_whole_answer(client):
     whole = client.messages.create(**asked())
     events = list(client.messages.create(**asked(stream=True)))
     deltas = [event.delta.text for event in events if event.type == "content_block_delta"]
@@ -123,7 +123,7 @@ def test_a_stream(client):
     assert (num_input(final.usage), final.usage.output_tokens) == (num_input(whole.usage), 24)
 
 
-def test_a_stop_sequence_is_named_and_not_shown(client):
+def test_stop_sequence_is_reported_and_not_shown(client):
     text = client.messages.create(**asked()).content[0].text
     stop = text[10:14]
     asks = asked(stop_sequences=["never there", stop])
@@ -134,7 +134,7 @@ def test_a_stop_sequence_is_named_and_not_shown(client):
         assert done.content[0].text == text[: text.index(stop)]
 
 
-def test_a_tool_that_must_be_used(client, other):
+def test_tool_choice_forces_a_call_and_its_result_is_accepted(client, other):
     asks = asked(tools=[CLOCK, ALARM], tool_choice={"type": "tool", "name": "clock"}, max_tokens=90)
     done = client.messages.create(**asks)
     (call,) = done.content
@@ -168,7 +168,7 @@ def test_a_tool_that_must_be_used(client, other):
     assert count.input_tokens == expected.usage.prompt_tokens
 
 
-def test_an_output_format(client):
+def test_output_config_format_constrains_the_text(client):
     form = {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}
     done = client.messages.create(**asked(output_config=form, max_tokens=90))
     jsonschema.validate(json.loads(done.content[0].text), SCHEMA)
@@ -176,7 +176,7 @@ def test_an_output_format(client):
 
 
 @pytest.mark.slow
-def test_an_answer_that_fills_the_context(client, runtime):
+def test_answer_that_fills_the_context_reports_its_stop_reason(client, runtime):
     """max_tokens may exceed the context, as clients ask for the most that any of their models can write."""
     context = runtime.info.context_length
     question = [{"role": "user", "content": "x " * (context - 40)}]
@@ -189,14 +189,14 @@ def test_an_answer_that_fills_the_context(client, runtime):
         client.messages.create(**asked(messages=[{"role": "user", "content": "x " * context}]))
 
 
-def test_the_servers_limit_shortens_answers(runtime):
+def test_server_max_new_tokens_limits_answers(runtime):
     with served(runtime, max_new_tokens=5) as (url, _):
         client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         done = client.messages.create(**asked(max_tokens=20_000, extra_body={"ignore_eos": True}))
         assert (done.stop_reason, done.usage.output_tokens) == ("max_tokens", 5)
 
 
-def test_usage_tells_cached_tokens_apart(client):
+def test_usage_counts_cached_tokens_separately(client):
     question = [{"role": "user", "content": "Write code that is short and correct. " * 12}]
     usages = [client.messages.create(**asked(messages=question)).usage for _ in range(2)]
     assert usages[0].cache_read_input_tokens < usages[1].cache_read_input_tokens
@@ -228,21 +228,21 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"extra_body": {"n": 2}}, "n=2: must be 1"),
     ],
 )
-def test_what_is_refused(client, more, message):
+def test_bad_requests_are_refused_in_one_line(client, more, message):
     with pytest.raises(anthropic.BadRequestError) as refused:
         client.messages.create(**asked(**more))
     error = refused.value.body["error"]
     assert error["type"] == "invalid_request_error" and message in error["message"] and "\n" not in error["message"]
 
 
-def test_what_only_anthropics_servers_can_do_is_left_out(client, caplog):
+def test_hosted_anthropic_features_are_ignored(client, caplog):
     more = {"context_management": {"edits": [{"type": "clear_thinking_20251015"}]}, "container": "x"}
     asked_more = asked(tools=[CLOCK, WEB_SEARCH], extra_body=more)
     assert client.messages.create(**asked_more).content == client.messages.create(**asked(tools=[CLOCK])).content
     assert "'tools[web_search_20250305]'" in caplog.text and "context_management" not in caplog.text
 
 
-def test_pings_come_while_there_is_no_text(runtime):
+def test_stream_sends_pings_while_there_is_no_text(runtime):
     with served(runtime, ping_seconds=1e-4) as (url, _):
         body = {"messages": [{"role": "user", "content": "Write a loop. " * 200}], "max_tokens": 24, "stream": True}
         request = urllib.request.Request(f"{url}/v1/messages", json.dumps(body).encode())
@@ -254,7 +254,7 @@ def test_pings_come_while_there_is_no_text(runtime):
         assert "content_block_delta" in kinds
 
 
-def test_another_model_is_not_found(client):
+def test_unknown_model_gets_404(client):
     for ask in (client.messages.create, client.messages.count_tokens):
         options = asked(model="claude") if ask == client.messages.create else {"model": "claude", "messages": MESSAGES}
         with pytest.raises(anthropic.NotFoundError) as refused:
@@ -265,7 +265,7 @@ def test_another_model_is_not_found(client):
         }
 
 
-def test_keys_and_fields(runtime, caplog):
+def test_api_key_is_checked_and_unknown_fields_are_named(runtime, caplog):
     """A key in x-api-key is accepted; unknown fields are named once, or refused with strict_fields."""
     body = {"messages": MESSAGES, "max_tokens": 2, "no_such_field": {}, "thinking": {"type": "adaptive"}}
     headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
@@ -290,7 +290,7 @@ def test_keys_and_fields(runtime, caplog):
             client.messages.create(**asked(extra_body={"no_such_field": {}}))
 
 
-def test_an_error_during_a_stream(runtime):
+def test_shutdown_during_a_stream_sends_an_error(runtime):
     started = threading.Event()
 
     def stream(url: str) -> None:

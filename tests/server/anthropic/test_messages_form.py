@@ -33,7 +33,7 @@ def answered(text=TEXT, max_calls=None, reason="stop"):
     return form, choice
 
 
-def test_whole():
+def test_answer_has_thinking_text_and_tool_use_blocks():
     form, choice = answered()
     answer = form.whole([choice])
     assert [block["type"] for block in answer["content"]] == ["thinking", "text", "tool_use", "tool_use"]
@@ -49,19 +49,19 @@ def test_whole():
     ("num_cut", "expected"),
     [(len('"]}}</tool_call>'), {"a": [1]}), (len('1, "x"]}}</tool_call>'), {"a": []})],
 )
-def test_a_call_that_is_cut_off_has_what_is_complete(num_cut, expected):
+def test_truncated_tool_call_keeps_complete_arguments(num_cut, expected):
     form, choice = answered(TEXT[: len(TEXT) - num_cut], reason="length")
     answer = form.whole([choice])
     assert answer["content"][3]["input"] == expected and answer["stop_reason"] == "max_tokens"
 
 
-def test_an_empty_answer_has_no_blocks():
+def test_empty_answer_has_no_content_blocks():
     form, choice = answered("")
     answer = form.whole([choice])
     assert (answer["content"], answer["stop_reason"]) == ([], "end_turn")
 
 
-def test_events_through_the_clients_own_accumulation():
+def test_client_assembles_stream_events_into_the_answer():
     """The anthropic client assembles the events into the whole answer."""
     form, choice = answered()
     choice.reason = None
@@ -100,12 +100,12 @@ def test_events_through_the_clients_own_accumulation():
         ({"output_config": {"effort": "low"}}, {"reasoning_effort": "low"}, None),
     ],
 )
-def test_thinking_becomes_variables_of_the_template(more, variables, budget):
+def test_thinking_sets_template_variables_and_budget(more, variables, budget):
     body = Messages(messages=[{"role": "user", "content": "x"}], **more)
     assert (body.template_kwargs(), body.reasoning_budget()) == (variables, budget)
 
 
-def test_turns_become_messages():
+def test_turns_are_converted_to_chat_messages():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": INPUT, "caller": {"type": "direct"}}
     turns = [
         {"role": "system", "content": "Then this."},

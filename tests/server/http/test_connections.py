@@ -45,7 +45,7 @@ def is_healthy(url: str) -> bool:
         return answer.status == 200
 
 
-def test_slow_heads_and_idle_connections_are_closed(runtime):
+def test_slow_headers_and_idle_connections_are_closed(runtime):
     with served(runtime, header_timeout=0.2, keep_alive_timeout=0.2) as (url, _):
         silent, slow, idle, second = (connect(url) for _ in range(4))
         slow.sendall(b"GET /health HTTP/1.1\r\nHost:")
@@ -61,7 +61,7 @@ def test_slow_heads_and_idle_connections_are_closed(runtime):
         assert is_healthy(url)
 
 
-def test_a_slow_body_is_told_so(runtime):
+def test_slow_body_gets_408(runtime):
     with served(runtime, body_timeout=0.2) as (url, _), connect(url) as connection:
         head = (
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 50\r\n\r\n"
@@ -73,7 +73,7 @@ def test_a_slow_body_is_told_so(runtime):
         assert connection.recv(100) == b"", "and closed"
 
 
-def test_comments_keep_a_stream_open_while_there_is_no_text(runtime):
+def test_stream_sends_comments_while_there_is_no_text(runtime):
     options = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
     with served(runtime, ping_seconds=1e-4) as (url, _):
         body = json.dumps({**options, "stream": True}).encode()
@@ -87,7 +87,7 @@ def test_comments_keep_a_stream_open_while_there_is_no_text(runtime):
             assert text == client.completions.create(**options).choices[0].text
 
 
-def test_idle_connections_make_way_for_a_good_client(runtime):
+def test_longest_idle_connections_are_closed_at_the_limit(runtime):
     with served(runtime, max_connections=4, header_timeout=NEVER, keep_alive_timeout=NEVER) as (url, _):
         idle = [connect(url) for _ in range(12)]
         for _ in range(3):
@@ -98,7 +98,7 @@ def test_idle_connections_make_way_for_a_good_client(runtime):
         assert len(closed) == 8, "those that have waited longest"
 
 
-def test_more_clients_than_connections_are_refused_at_once(runtime):
+def test_connections_beyond_the_limit_get_503(runtime):
     with served(runtime, max_connections=2) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         asked = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "stream": True, "extra_body": SLOW}
@@ -116,7 +116,7 @@ def test_more_clients_than_connections_are_refused_at_once(runtime):
         assert is_healthy(url)
 
 
-def test_clients_of_a_server_that_ends_have_an_error_to_read(runtime):
+def test_clients_get_an_error_when_the_server_shuts_down(runtime):
     """One client streams, one waits for a whole answer, and one is queued.
 
     The answers are long, as a short one could end in time.
@@ -151,7 +151,7 @@ def test_clients_of_a_server_that_ends_have_an_error_to_read(runtime):
     assert "choices" in json.loads(data[0])
 
 
-def test_a_running_answer_is_waited_for(runtime):
+def test_shutdown_waits_for_running_answer(runtime):
     asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 64, "extra_body": {"ignore_eos": True}}
     with ThreadPoolExecutor(1) as pool:
         with served(runtime, shutdown_timeout=PATIENCE) as (url, scheduler):
@@ -161,7 +161,7 @@ def test_a_running_answer_is_waited_for(runtime):
         assert answer.result(PATIENCE).usage.completion_tokens == 64
 
 
-def test_the_port_answers_503_until_running_answers_have_ended(runtime):
+def test_new_requests_get_503_while_shutdown_waits_for_answers(runtime):
     asked = {"model": "demo", "prompt": PROMPT, "max_tokens": LONG, "extra_body": SLOW}
     with ExitStack() as stack:
         url, _ = stack.enter_context(served(runtime, shutdown_timeout=NEVER))

@@ -61,7 +61,7 @@ class Recorder:
         ("", 400),
     ],
 )
-def test_hosts(host, status):
+def test_host_header_must_be_an_allowed_host(host, status):
     hosts = ["localhost", "127.0.0.1", "[::1]", "*.example.org"]
     assert Recorder(allowed_hosts=hosts).ask(host=host)[0] == status
     assert Recorder().ask(host=host)[0] == 200
@@ -82,7 +82,7 @@ def test_hosts(host, status):
         ("https://friend.org", {}, 200),
     ],
 )
-def test_pages_of_elsewhere_may_not_ask(origin, more, status):
+def test_requests_from_other_origins_are_refused(origin, more, status):
     headers = more if origin is None else more | {"origin": origin}
     recorder = Recorder(cors_origins=["https://friend.org"])
     assert recorder.ask(host="localhost:8000", **headers)[0] == status
@@ -101,7 +101,7 @@ def test_pages_of_elsewhere_may_not_ask(origin, more, status):
         ("", 401),
     ],
 )
-def test_keys(authorization, status):
+def test_api_key_is_required_except_for_probes_and_metrics(authorization, status):
     recorder = Recorder({"first": "alpha", "second": "beta"})
     answer, headers = recorder.ask(authorization=authorization)
     assert answer == status
@@ -112,7 +112,7 @@ def test_keys(authorization, status):
         assert recorder.ask(path=path, authorization=authorization)[0] == expected
 
 
-def test_request_ids_and_the_access_log(caplog):
+def test_request_id_is_returned_and_logged(caplog):
     recorder = Recorder({"first": "alpha"}, access_log=True)
     with caplog.at_level(logging.INFO, "lp_runtime.access"):
         _, headers = recorder.ask(authorization="Bearer alpha", x_request_id="my-id.7")
@@ -125,13 +125,13 @@ def test_request_ids_and_the_access_log(caplog):
     assert (second["client"], second["status"]) == (None, 401) and "alpha" not in caplog.text
 
 
-def test_no_page_may_frame_an_answer():
+def test_answers_forbid_framing():
     _, headers = Recorder().ask(method="GET", path="/")
     assert headers["x-frame-options"] == "DENY" and headers["x-content-type-options"] == "nosniff"
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
 
 
-def test_a_body_that_does_not_come():
+def test_body_that_does_not_arrive_gets_408():
     async def nothing():
         await asyncio.Event().wait()
 
@@ -141,7 +141,7 @@ def test_a_body_that_does_not_come():
     assert caught.value.status_code == 408
 
 
-def test_a_body_that_comes_in_time_is_waited_for_only_once():
+def test_body_timeout_does_not_apply_after_the_body():
     """After the body, `receive` waits for the client to disconnect, for as long as an answer takes."""
     messages = iter([{"type": "http.request", "body": b"x", "more_body": False}])
 

@@ -32,7 +32,7 @@ def status_and_body(url: str, data: bytes | None = None, **options) -> tuple[int
         return error.code, json.load(error) | {"retry_after": error.headers["Retry-After"]}
 
 
-def test_a_server_that_is_starting_says_so_and_hands_over():
+def test_starting_server_answers_503_and_hands_over_its_port():
     config = ServeConfig(port=0)
     starting = StartingServer(listen(config), config)
     port = starting.port
@@ -58,14 +58,14 @@ def test_a_server_that_is_starting_says_so_and_hands_over():
     waiting.close()
 
 
-def test_a_port_that_is_taken():
+def test_port_in_use_is_refused():
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(ConfigError, match=f"host=127.0.0.1 port={port}: Address already in use"):
             listen(ServeConfig(port=port))
 
 
-def test_https(tmp_path):
+def test_starting_server_serves_https(tmp_path):
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
     subprocess.run([*command, "-addext", "subjectAltName=DNS:localhost", *files], check=True, capture_output=True)
@@ -77,7 +77,7 @@ def test_https(tmp_path):
     starting.hand_over().close()
 
 
-def test_a_silent_connection_does_not_keep_the_port():
+def test_silent_connection_does_not_block_the_handover():
     """The real server takes over although a client of the starting one has sent nothing."""
     config = ServeConfig(port=0, header_timeout=10 * PATIENCE)
     starting = StartingServer(listen(config), config)
@@ -88,7 +88,7 @@ def test_a_silent_connection_does_not_keep_the_port():
         assert silent.recv(1) == b""
 
 
-def test_keys_of_a_file(tmp_path):
+def test_api_keys_are_read_from_a_file(tmp_path):
     path = tmp_path / "keys"
     path.write_text("# clients\nfirst alpha\n\nsecond beta\n")
     keys = {"default": "gamma", "first": "alpha", "second": "beta"}
@@ -111,5 +111,5 @@ def test_keys_of_a_file(tmp_path):
         ({"server": "ray_serve"}, []),
     ],
 )
-def test_hosts_that_are_served(settings, hosts):
+def test_allowed_hosts_follow_the_settings(settings, hosts):
     assert allowed_hosts(ServeConfig(**settings)) == hosts

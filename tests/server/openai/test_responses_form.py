@@ -31,7 +31,7 @@ def answered(max_calls=None, reason="stop"):
     return form, choice
 
 
-def test_whole():
+def test_answer_has_reasoning_message_and_call_items():
     form, choice = answered()
     choice.text = TEXT
     answer = form.whole([choice])
@@ -48,7 +48,7 @@ def test_whole():
     assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
 
 
-def test_events_through_the_clients_own_accumulation():
+def test_client_assembles_stream_events_into_the_answer():
     """The openai client assembles the events into the whole answer."""
     form, choice = answered()
     choice.reason = None
@@ -76,14 +76,14 @@ def test_events_through_the_clients_own_accumulation():
         assert deltas == "".join(texts) != ""
 
 
-def test_an_empty_answer_has_an_empty_message():
+def test_empty_answer_has_an_empty_message():
     form, choice = answered()
     choice.tokens = []
     (item,) = form.whole([choice])["output"]
     assert item["type"] == "message" and item["content"][0]["text"] == ""
 
 
-def test_items_become_messages():
+def test_input_items_are_converted_to_chat_messages():
     call = {
         "type": "function_call",
         "call_id": "c",

@@ -56,7 +56,7 @@ def chat(client, **more):
     return client.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=90, temperature=0, **more)
 
 
-def test_json_schema(client):
+def test_json_schema_response_format_constrains_the_text(client):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
     choice = chat(client, response_format=form).choices[0]
     assert choice.finish_reason == "stop"
@@ -70,7 +70,7 @@ def test_json_schema(client):
     assert responded.output_text == choice.message.content
 
 
-def test_structured_outputs(client):
+def test_structured_outputs_constrain_the_text(client):
     for given, allowed in (({"choice": ["red", "blue"]}, {"red", "blue"}), ({"regex": "(ab|cd)x"}, {"abx", "cdx"})):
         assert chat(client, extra_body={"structured_outputs": given}).choices[0].message.content in allowed
         made = client.completions.create(
@@ -81,7 +81,7 @@ def test_structured_outputs(client):
     assert answer.finish_reason == "length" or isinstance(json.loads(answer.message.content), dict)
 
 
-def test_required_and_named_tools(client):
+def test_required_and_named_tools_are_called(client):
     message = chat(client, tools=[WEATHER, CLOCK], tool_choice={"type": "function", "function": {"name": "clock"}})
     (call,) = message.choices[0].message.tool_calls
     assert message.choices[0].finish_reason == "tool_calls" and message.choices[0].message.content is None
@@ -102,7 +102,7 @@ def steered(*texts):
     return {"logit_bias": {str(token): 60 for text in texts for token in tokenizer(text).input_ids}}
 
 
-def test_tools_and_a_format_of_the_text(client):
+def test_tools_combine_with_response_format(client):
     """An answer is a call or follows the format, as the model prefers, unless a call is required."""
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}
     kinds = set()
@@ -135,7 +135,7 @@ def respond(client, **more):
 FLAT_CLOCK = {"type": "function", "strict": True, **CLOCK["function"]}
 
 
-def test_tools_of_responses(client):
+def test_responses_api_returns_and_streams_a_tool_call(client):
     asked = {"tools": [FLAT_CLOCK], "tool_choice": {"type": "function", "name": "clock"}}
     done = respond(client, **asked)
     (call,) = done.output
@@ -175,7 +175,7 @@ def test_tools_of_responses(client):
     assert responded.usage.input_tokens == answer.usage.prompt_tokens
 
 
-def test_several_calls_of_responses(client):
+def test_responses_api_returns_parallel_tool_calls(client):
     flat = [{"type": "function", **each["function"]} for each in (WEATHER, CLOCK)]
     bias = steered("\n<tool_call>")
     done = respond(client, tools=flat, tool_choice="required", extra_body=bias, max_output_tokens=120)
@@ -189,7 +189,7 @@ def test_several_calls_of_responses(client):
     jsonschema.validate(json.loads(text), SCHEMA)
 
 
-def test_earlier_calls_and_their_results(client):
+def test_tool_results_in_history_are_accepted(client):
     call = {"id": "call_1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}
     more = [
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -220,14 +220,14 @@ def test_earlier_calls_and_their_results(client):
         ({"extra_body": {"structured_outputs": {"json": {"allOf": [{}, {}]}}}}, "#/allOf"),
     ],
 )
-def test_what_is_refused(client, more, place):
+def test_bad_tools_and_constraints_are_refused_in_one_line(client, more, place):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, **more)
     message = refused.value.body["message"]
     assert place in message and "\n" not in message
 
 
-def test_a_template_without_tools(tmp_path):
+def test_tools_are_refused_if_template_takes_none(tmp_path):
     folder = demo_model_that_chats(tmp_path / "model")
     with (
         LookaheadRuntime(folder, device="cpu", lookahead=LookaheadConfig(3, 3, 3, prior="none")) as runtime,
@@ -239,7 +239,7 @@ def test_a_template_without_tools(tmp_path):
         assert chat(client, tools=[CLOCK], tool_choice="none").choices[0].message.tool_calls is None
 
 
-def test_a_seed_gives_one_text_at_any_parallelism(runtime):
+def test_constrained_sampling_does_not_depend_on_lookahead(runtime):
     options = {"constraint": ConstraintConfig(json_schema=SCHEMA), "sampling": SamplingConfig(temperature=1.0, seed=3)}
     texts = [
         runtime.generate("a", 80, lookahead=each, **options).token_ids
@@ -265,7 +265,7 @@ def test_a_seed_gives_one_text_at_any_parallelism(runtime):
         (ChatFormat("", "harmony"), "assistant", "<|channel|>final<|message|>cd", False),
     ],
 )
-def test_constraints_begin_behind_reasoning(form, end, text, allowed):
+def test_constraint_applies_after_reasoning(form, end, text, allowed):
     config = form.after_reasoning(ConstraintConfig(choice=["ab"]), end)
     texts = [chr(each) for each in range(32, 127)] + ["\n", "</s>"]
     info = xgrammar.TokenizerInfo(texts, stop_token_ids=[len(texts) - 1])
