@@ -36,7 +36,7 @@ def exchange_over(rank: int, names: list[str], port: int, results) -> None:
 
 
 @pytest.mark.slow
-def test_the_exchange_goes_over_the_interface_that_is_named():
+def test_exchange_uses_the_named_interface():
     names = interfaces()
     assert "lo" in names
     results = forking().Queue()
@@ -58,14 +58,14 @@ def test_the_exchange_goes_over_the_interface_that_is_named():
             process.kill()
 
 
-def test_address_of_an_interface():
+def test_address_of_returns_address_and_refuses_unknown_interface():
     assert address_of("lo") == "127.0.0.1"
     with pytest.raises(ConfigError, match=r"^launcher.interface=eth99: must be an interface of .*: .*lo"):
         address_of("eth99")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_an_interface_that_is_not_there_is_refused_before_a_model_is_loaded(tiny_model_dir, capsys, gpus, monkeypatch):
+def test_unknown_interface_is_refused_before_the_model_is_loaded(tiny_model_dir, capsys, gpus, monkeypatch):
     monkeypatch.setattr("lp_runtime.replica.loading.load_model", None)
     with pytest.raises(SystemExit) as ended:
         main([f"model.path={tiny_model_dir}", "prompt=[1]", "ids=true", f"gpus={gpus}", "launcher.interface=eth99"])

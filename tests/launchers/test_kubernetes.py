@@ -43,7 +43,7 @@ def schema_documents(document: dict) -> Iterator[dict]:
 
 @pytest.mark.parametrize("version", KUBERNETES_VERSIONS)
 @pytest.mark.parametrize("name", MANIFESTS)
-def test_manifests_follow_the_schemas(name, version):
+def test_manifests_match_the_kubernetes_schemas(name, version):
     kubernetes_validate = pytest.importorskip("kubernetes_validate")
     for document in yaml.safe_load_all((LAUNCH / name).read_text()):
         for each in schema_documents(document):
@@ -54,7 +54,7 @@ def test_every_gpu_of_the_pod_is_used(config):
     assert int(CONTAINER["resources"]["limits"]["nvidia.com/gpu"]) == config.gpus and config.device == "cuda"
 
 
-def test_one_port_leads_from_the_service_to_lp_serve(config):
+def test_service_and_network_policy_use_the_port_of_lp_serve(config):
     (port,) = CONTAINER["ports"]
     assert (port["containerPort"], config.host) == (config.port, "0.0.0.0")
     assert [each["targetPort"] for each in PARTS["Service"]["spec"]["ports"]] == [port["name"]]
@@ -62,14 +62,14 @@ def test_one_port_leads_from_the_service_to_lp_serve(config):
     assert [each["port"] for each in rule["ports"]] == [port["name"]]
 
 
-def test_every_part_selects_the_pods():
+def test_all_selectors_match_the_pods():
     labels = DEPLOYMENT["template"]["metadata"]["labels"].items()
     selectors = [DEPLOYMENT["selector"], PARTS["PodDisruptionBudget"]["spec"]["selector"]]
     selectors += [{"matchLabels": PARTS["Service"]["spec"]["selector"]}, PARTS["NetworkPolicy"]["spec"]["podSelector"]]
     assert all(selector["matchLabels"].items() <= labels for selector in selectors)
 
 
-def test_probes_leave_the_time_that_lp_serve_needs(config):
+def test_probes_allow_for_the_start_timeout(config):
     def seconds(probe: dict) -> float:
         assert probe["httpGet"]["path"] in PROBES and probe["httpGet"]["port"] == "http"
         return probe["periodSeconds"] * probe["failureThreshold"]
@@ -80,7 +80,7 @@ def test_probes_leave_the_time_that_lp_serve_needs(config):
     assert CONTAINER["readinessProbe"]["httpGet"]["path"] == "/ready" and seconds(CONTAINER["readinessProbe"]) <= 10
 
 
-def test_the_optional_probe_generates_at_each_call_and_has_time_for_it(config):
+def test_optional_probe_generates_at_each_call_within_its_timeout(config):
     text = (LAUNCH / "kubernetes" / "serve.yaml").read_text()
     (comment,) = re.findall(r"((?: +# [^\n]*\n)+) +lifecycle:", text)
     argument = re.search(r"health_interval=\d+", comment)[0]
@@ -92,7 +92,7 @@ def test_the_optional_probe_generates_at_each_call_and_has_time_for_it(config):
     assert probe["periodSeconds"] * probe["failureThreshold"] > config.launcher.start_timeout
 
 
-def test_a_pod_ends_its_answers_before_it_is_killed(config):
+def test_grace_period_covers_pre_stop_and_shutdown_timeout(config):
     _, sleep = CONTAINER["lifecycle"]["preStop"]["exec"]["command"]
     assert POD["terminationGracePeriodSeconds"] > int(sleep) + config.shutdown_timeout
 

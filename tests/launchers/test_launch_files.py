@@ -64,11 +64,11 @@ def manifest(request) -> Manifest:
     return Manifest(TEXT if request.param == "RayJob" else SERVICE, request.param)
 
 
-def test_the_command_runs_on_ray(manifest):
+def test_command_uses_ray_and_cuda(manifest):
     assert manifest.config.launcher.name == "ray" and manifest.config.device == "cuda"
 
 
-def test_the_gpus_of_all_workers_are_the_replicas(manifest):
+def test_worker_gpus_add_up_to_the_replicas(manifest):
     head, *workers = manifest.groups
     limits = [group["container"]["resources"]["limits"] for group in workers]
     num_gpus = [int(limit["nvidia.com/gpu"]) for limit in limits]
@@ -79,7 +79,7 @@ def test_the_gpus_of_all_workers_are_the_replicas(manifest):
         assert group["minReplicas"] == group["replicas"] == group["maxReplicas"]
 
 
-def test_versions_are_those_of_the_constraints(manifest):
+def test_ray_versions_match_the_constraints(manifest):
     assert manifest.cluster["rayVersion"] == RAY_VERSION
     assert {group["container"]["image"].rpartition("ray-")[2] for group in manifest.groups} == {RAY_VERSION}
     assert re.search(r"FROM rayproject/ray:([\d.]+)-", manifest.text)[1] == RAY_VERSION
@@ -94,7 +94,7 @@ def test_every_path_is_on_a_volume_of_its_pod(manifest):
             assert any(Path(path).is_relative_to(mount) for mount in mounts), path
 
 
-def test_the_dashboard_is_not_for_everybody(manifest):
+def test_dashboard_requires_a_token_and_stays_in_the_cluster(manifest):
     cluster = manifest.cluster
     assert cluster["authOptions"] == {"mode": "token"} and cluster["headGroupSpec"]["serviceType"] == "ClusterIP"
     selector = manifest.policy["podSelector"]["matchLabels"].items()
@@ -104,7 +104,7 @@ def test_the_dashboard_is_not_for_everybody(manifest):
         assert "from" in rule or [each["port"] for each in rule["ports"]] == [8000]  # the API's port
 
 
-def test_what_is_commented_out_is_taken_by_lp_serve_and_reaches_the_head():
+def test_commented_lp_serve_command_matches_its_service_port():
     comment = "\n".join(line[4:] for line in TEXT.splitlines() if line.startswith("#   "))
     entrypoint, service = re.search(
         r"^(entrypoint: .*?)\n(apiVersion: v1.*)", comment, re.DOTALL | re.MULTILINE
@@ -129,7 +129,7 @@ def test_what_is_commented_out_is_taken_by_lp_serve_and_reaches_the_head():
         ),
     ],
 )
-def test_what_torchrun_is_told(variables, expected):
+def test_torchrun_script_passes_options_from_variables(variables, expected):
     environment = os.environ | {"PYTHON": "echo", "NPROC": "2"} | variables
     script = [ROOT / "launch" / "torchrun.sh", "prompt=x", "gpus=2"]
     words = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()

@@ -37,7 +37,7 @@ def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 
 @pytest.mark.slow
-def test_torchrun_on_two_machines():
+def test_torchrun_commands_run_on_two_nodes():
     found = [split_variables(words) for words in commands("torchrun.sh")]
     two = [(variables, words) for variables, words in found if variables.get("NNODES") == "2"]
     assert len(two) == 2
@@ -71,7 +71,7 @@ def test_slurm_starts_torchrun_on_every_node(tmp_path):
     assert expected in done.stdout and done.stdout.endswith(" ".join(arguments[1:]) + "\n")
 
 
-def test_ray_takes_the_cluster_file():
+def test_ray_accepts_the_cluster_file():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     assert ["ray", "up", "launch/ray_cluster.yaml"] in commands("ray_cluster.yaml")
@@ -103,7 +103,7 @@ def submit(cluster, **variables: str) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.slow
-def test_a_job_finds_the_users_token(token_cluster):
+def test_ray_job_finds_the_users_token(token_cluster):
     done = submit(token_cluster)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "2 replicas on cpu" in done.stdout and "succeeded" in done.stdout
@@ -111,7 +111,7 @@ def test_a_job_finds_the_users_token(token_cluster):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variables", [{"RAY_AUTH_TOKEN": "b2" * 32}, {"RAY_AUTH_MODE": "disabled"}])
-def test_a_job_with_a_wrong_token_or_none_is_refused_in_one_line(token_cluster, variables):
+def test_ray_job_with_wrong_or_no_token_is_refused_in_one_line(token_cluster, variables):
     done = submit(token_cluster, **variables)
     assert done.returncode == 1 and not done.stdout
     (line,) = done.stderr.splitlines()
@@ -120,7 +120,7 @@ def test_a_job_with_a_wrong_token_or_none_is_refused_in_one_line(token_cluster, 
 
 
 @pytest.mark.slow
-def test_a_driver_with_a_wrong_token_is_refused(token_cluster, monkeypatch):
+def test_driver_with_wrong_token_is_refused(token_cluster, monkeypatch):
     for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(LaunchError, match=f"{token_cluster.address} asks for another token: set RAY_AUTH_TOKEN"):
@@ -128,7 +128,7 @@ def test_a_driver_with_a_wrong_token_is_refused(token_cluster, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_driver_finds_the_users_token(token_cluster):
+def test_driver_finds_the_users_token(token_cluster):
     address = f"launcher.address={token_cluster.address}"
     command = [sys.executable, "-m", "lp_runtime", "prompt=def f():", "launcher=ray", "gpus=2", address, *SMALL]
     done = subprocess.run(command, env=token_cluster.environment, capture_output=True, text=True, timeout=PATIENCE)

@@ -19,7 +19,7 @@ print(len(runtime.generate("def f(", 8).token_ids))
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("", 0), pytest.param("raise SystemExit(3)", 3, marks=pytest.mark.slow)])
-def test_a_script_that_never_closes_it_ends_without_complaint(tmp_path, end, status):
+def test_script_that_never_closes_its_runtime_exits_cleanly(tmp_path, end, status):
     """The caches are empty, so measurements of the model remain to be written at exit."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],

@@ -58,7 +58,7 @@ GROUPS = [({0}, {0}), ({0, 1}, {1}), ({0, 1}, {0, 1}), ({0, 1, 2}, {0}), ({0, 1,
 
 @pytest.mark.parametrize("num_new", [0, MIDDLE])
 @pytest.mark.parametrize(("members", "short"), GROUPS)
-def test_the_second_attempt_continues_the_text(runtime, replicas, expected, members, short, num_new, tmp_path):
+def test_request_continues_after_an_out_of_memory_error(runtime, replicas, expected, members, short, num_new, tmp_path):
     pids = {replicas[index] for index in short}
     num_prompt = len(runtime.request(reference.PROMPTS[1], 1).prompt_ids)
     lacking = LacksMemory(tmp_path, num_prompt + num_new, pids, times=1)
@@ -68,7 +68,7 @@ def test_the_second_attempt_continues_the_text(runtime, replicas, expected, memb
 
 
 @pytest.mark.parametrize(("members", "short"), GROUPS)
-def test_a_request_that_never_fits_is_refused_and_the_next_one_is_right(
+def test_request_that_never_fits_is_refused_and_the_next_succeeds(
     runtime, replicas, expected, members, short, tmp_path
 ):
     pids = {replicas[index] for index in short}
@@ -82,7 +82,7 @@ def test_a_request_that_never_fits_is_refused_and_the_next_one_is_right(
     assert decode(runtime, members)[0] == expected
 
 
-def test_one_of_a_batch_that_never_fits_does_not_harm_the_others(runtime, replicas, expected, tmp_path):
+def test_request_that_never_fits_does_not_affect_its_batch(runtime, replicas, expected, tmp_path):
     lacking = LacksMemory(tmp_path, len(runtime.request(reference.PROMPTS[1], 1).prompt_ids) + MIDDLE)
     with ThreadPoolExecutor(3) as threads:
         others = [threads.submit(decode, runtime, {0}) for _ in range(2)]
@@ -131,7 +131,7 @@ def harmed(harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_more_long_prompts_than_restarts(expected, gpus, tmp_path, started_replicas):
+def test_out_of_memory_in_prefill_uses_up_no_restarts(expected, gpus, tmp_path, started_replicas):
     with harmed(LONG_PROMPTS, tmp_path, gpus) as runtime:
         for _ in range(5):
             with pytest.raises(RequestError, match=r"not enough memory on cpu for this request: a prompt of \d{3} "):
@@ -140,7 +140,7 @@ def test_more_long_prompts_than_restarts(expected, gpus, tmp_path, started_repli
 
 
 @pytest.mark.slow
-def test_memory_that_runs_out_where_peers_expect_no_error(expected, tmp_path, started_replicas):
+def test_request_continues_after_out_of_memory_in_the_exchange(expected, tmp_path, started_replicas):
     """The group breaks, and a new group of the same replicas continues the request."""
     with harmed(EXCHANGE, tmp_path, 2) as runtime:
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)

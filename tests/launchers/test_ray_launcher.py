@@ -55,7 +55,7 @@ def runtime(cluster, demo_model_dir):
     wait_until(lambda: not actors(cluster))
 
 
-def test_equals_transformers_generate(runtime, greedy):
+def test_output_matches_transformers_generate(runtime, greedy):
     assert runtime.num_replicas == 2
     for setting in [(15, 5, 15), (5, 3, 5)]:
         for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
@@ -64,7 +64,7 @@ def test_equals_transformers_generate(runtime, greedy):
             assert out.steps < reference.MAX_NEW_TOKENS
 
 
-def test_deltas_and_a_stream_closed_early(runtime, greedy):
+def test_stream_yields_deltas_and_can_be_closed_early(runtime, greedy):
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     seen = next(stream).token_ids + next(stream).token_ids
     stream.close()
@@ -74,31 +74,31 @@ def test_deltas_and_a_stream_closed_early(runtime, greedy):
 
 
 @pytest.mark.slow
-def test_sampling_is_that_of_one_token_a_step(runtime, sampled):
+def test_sampling_matches_one_token_per_step(runtime, sampled):
     out = runtime.generate(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING)
     assert out.token_ids == sampled
     assert out.steps < len(sampled)
 
 
 @pytest.mark.slow
-def test_the_example(cluster, capsys):
+def test_example_runs_on_two_replicas(cluster, capsys):
     load_example("ray_job").main(2, cluster.address)
     assert capsys.readouterr().out.splitlines()[-1].endswith(" steps on 2 replicas")
 
 
-def test_replicas_are_actors_and_the_driver_is_none(runtime, cluster):
+def test_replicas_are_actors_and_the_driver_is_not(runtime, cluster):
     wait_until(lambda: len(actors(cluster)) == 2)  # actors of other tests may still be ending
     assert os.getpid() not in actors(cluster)
 
 
-def test_more_replicas_than_gpus_in_the_cluster(runtime, cluster, demo_model_dir):
+def test_more_replicas_than_cluster_gpus_are_refused(runtime, cluster, demo_model_dir):
     with pytest.raises(ConfigError, match="gpus=3: the Ray cluster has 0"):
         LookaheadRuntime(str(demo_model_dir), gpus=3, launcher=launcher(cluster), device="cuda")
     wait_until(lambda: len(actors(cluster)) == 2)
 
 
 @pytest.mark.slow
-def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir, tmp_path):
+def test_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir, tmp_path):
     broken = shutil.copytree(tiny_model_dir, tmp_path / "broken")
     (broken / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(Exception, match=r"rank \d failed at start: model.path=.*: cannot be loaded"):
@@ -107,7 +107,7 @@ def test_a_replica_that_fails_at_start_is_named(runtime, cluster, tiny_model_dir
 
 
 @pytest.mark.slow
-def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
+def test_port_in_use_is_refused(runtime, cluster, tiny_model_dir):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         config = LauncherConfig(name="ray", address=cluster.address, port=port, backend="gloo")
@@ -116,7 +116,7 @@ def test_port_that_is_taken(runtime, cluster, tiny_model_dir):
 
 
 @pytest.mark.slow
-def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir):
+def test_killed_and_hanging_replicas_are_restarted(cluster, runtime, demo_model_dir):
     """The remaining replicas finish with the same tokens as without a loss; Ray restarts the lost ones."""
     expected = runtime.generate(reference.PROMPTS[1], 300, eos=False).token_ids
     before = actors(cluster)
@@ -149,7 +149,7 @@ def test_replicas_that_are_killed_and_that_hang(cluster, runtime, demo_model_dir
 
 
 @pytest.mark.slow
-def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
+def test_local_cluster_is_started_and_stopped(demo_model_dir, tmp_path):
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")
     with marked(RAY_TMPDIR=folder, **RAY_SETTINGS) as mark:
         mark.environment.pop("RAY_ADDRESS", None)
@@ -162,7 +162,7 @@ def test_a_local_cluster_that_it_starts_and_ends(demo_model_dir, tmp_path):
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
+def test_unreadable_message_ends_the_replica_with_a_reason():
     actor = ReplicaActor(RuntimeConfig())
     actor.post(b"no pickle")
     failed = actor.outgoing.get_nowait()
@@ -170,7 +170,7 @@ def test_a_message_that_cannot_be_read_ends_the_replica_with_a_reason():
     assert actor.outgoing.get_nowait() is None
 
 
-def test_a_shard_that_ends_without_a_word(monkeypatch):
+def test_actor_that_ends_silently_is_reported_as_failed(monkeypatch):
     """The last batch of its stream is empty; the replica is lost once the stream has ended."""
     stream = iter([[]])
     module = MagicMock(wait=lambda streams, num_returns, timeout: (streams, []), get=lambda batch: batch)
@@ -188,7 +188,7 @@ def test_a_shard_that_ends_without_a_word(monkeypatch):
     assert host.receive(0.0) == []
 
 
-def test_a_processor_of_the_main_module_is_sent_with_its_class(runtime, monkeypatch):
+def test_processor_of_main_module_is_sent_with_its_class(runtime, monkeypatch):
     """Ray pickles classes by value if replicas cannot import them."""
     body = {"prefix_only": True, "__call__": lambda self, input_ids, scores: scores, "__module__": "__main__"}
     silent = type("Silent", (), body)

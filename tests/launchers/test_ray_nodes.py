@@ -94,13 +94,13 @@ def free_cluster(cluster) -> None:
     ("placement", "gpus", "counts"),
     [("pack", 2, [2]), ("pack", 3, [2, 1]), ("spread", 2, [1, 1]), ("spread", 3, [2, 1]), ("spread", 4, [2, 2])],
 )
-def test_nodes_that_replicas_are_put_on(placement, gpus, counts):
+def test_placement_packs_or_spreads_replicas(placement, gpus, counts):
     with booked(placement, gpus) as booking:
         assert sorted(Counter(booking.nodes()).values(), reverse=True) == counts
 
 
 @pytest.mark.usefixtures("free_cluster")
-def test_the_shards_of_a_replica_share_a_node():
+def test_shards_of_a_replica_share_a_node():
     with booked("pack", 4, num_shards=2) as booking:
         first, second = booking.nodes()
         assert first != second  # a node has two GPUs
@@ -123,7 +123,7 @@ NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
         pytest.param(NOSET | {"CUDA_VISIBLE_DEVICES": "7,GPU-5d2f"}, [0, 1], marks=pytest.mark.slow),
     ],
 )
-def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, device_indices):
+def test_replica_uses_the_gpu_assigned_by_ray(environment, device_indices):
     """A replica sees one GPU or all GPUs of its node, and in both cases does not share its GPU's memory."""
 
     def look(_) -> Placement:
@@ -141,13 +141,13 @@ def test_the_gpu_of_a_replica_is_the_one_that_ray_has_assigned(environment, devi
     assert all(each == Placement(each.device_index, 2, owns_device=True) for each in found)
 
 
-def test_a_gpu_that_is_hidden():
+def test_gpu_hidden_by_cuda_visible_devices_is_refused():
     with pytest.raises(LaunchError, match="Ray assigned GPU 3, which CUDA_VISIBLE_DEVICES=0,1 hides"):
         device_index(3, ["0", "1"])
 
 
 @pytest.mark.usefixtures("free_cluster")
-def test_no_room():
+def test_booking_without_capacity_is_refused_and_holds_nothing():
     refusal = r"no capacity for 2 x .*GPU.* within launcher.start_timeout=1 seconds"
     with booked("pack", 3), pytest.raises(LaunchError, match=refusal), booked("pack", 2, start_timeout=1.0):
         pass
@@ -165,7 +165,7 @@ def seen_by_actors(runtime: LookaheadRuntime) -> dict[int, tuple[str, int]]:
 
 
 @pytest.mark.slow
-def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
+def test_lost_shard_restarts_only_its_replica(cluster, demo_model_dir, greedy):
     """A lost shard takes its replica with it and no other, and both shards come back."""
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}
     launcher = LauncherConfig(name="ray", placement="spread")
@@ -185,7 +185,7 @@ def test_replicas_of_two_shards(cluster, demo_model_dir, greedy):
 
 
 @pytest.mark.slow
-def test_a_node_that_is_lost(cluster, demo_model_dir, greedy):
+def test_replica_of_a_lost_node_restarts_on_another_node(cluster, demo_model_dir, greedy):
     """The remaining replica finishes with the same tokens, and the lost one restarts on the other node."""
     interface = interfaces()[-1]
     options = {"device": "cpu", "dtype": "float32", "lookahead": LookaheadConfig(7, 5, 7, prior="none")}

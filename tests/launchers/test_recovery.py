@@ -118,7 +118,7 @@ def runtime(shared_runtime):
     ("victim", "at", "name"),
     [(0, 4, "greedy"), (2, 9, "sampled"), pytest.param(0, 1, "sampled", marks=pytest.mark.slow)],
 )
-def test_a_replica_killed_while_decoding(undisturbed, runtime, victim, at, name):
+def test_request_continues_after_a_replica_is_killed(undisturbed, runtime, victim, at, name):
     out = decode(runtime, lambda: kill(replicas_of(runtime)[victim]), at, sampling=SAMPLINGS[name], logprobs=True)
     assert_same(out, undisturbed[name])
     assert out.losses == 1
@@ -134,7 +134,7 @@ WORDS = {"type": "array", "items": {"type": "string", "minLength": 4, "maxLength
 @pytest.mark.parametrize(
     ("victim", "at", "name"), [pytest.param(0, 1, "greedy", marks=pytest.mark.slow), (2, 7, "sampled")]
 )
-def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
+def test_constrained_request_continues_after_a_replica_is_killed(runtime, victim, at, name):
     """The others continue the text of one token per step: their constraints are at the same token."""
     options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}
     prompt = reference.PROMPTS[1]
@@ -152,7 +152,7 @@ def test_a_replica_killed_under_a_constraint(runtime, victim, at, name):
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
-def test_one_of_two_killed(undisturbed, how, request):
+def test_last_replica_finishes_the_request_after_a_kill(undisturbed, how, request):
     if how == "started":
         request.getfixturevalue("started_replicas")
     before = own_replicas()
@@ -163,7 +163,7 @@ def test_one_of_two_killed(undisturbed, how, request):
     assert own_replicas() == before
 
 
-def test_losses_in_a_row_until_none_is_left(undisturbed):
+def test_request_fails_after_all_replicas_are_lost_one_by_one(undisturbed):
     before = own_replicas()
     with start(3, restarts=0) as runtime:
         pids = replicas_of(runtime)
@@ -182,14 +182,14 @@ def test_losses_in_a_row_until_none_is_left(undisturbed):
     assert own_replicas() == before
 
 
-def test_the_log_names_the_request_that_has_lost_a_replica(undisturbed, runtime, caplog):
+def test_log_names_the_request_that_lost_a_replica(undisturbed, runtime, caplog):
     out = decode(runtime, lambda: kill(replicas_of(runtime)[1]), request_id="mine")
     assert_same(out, undisturbed["greedy"])
     assert [line for line in caplog.messages if line.startswith("request mine: replicas [1] were lost after ")]
 
 
 @pytest.mark.slow
-def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
+def test_replicas_restart_after_two_or_all_are_lost_at_once(undisturbed, runtime):
     pids = replicas_of(runtime)
     out = decode(runtime, lambda: kill(*pids[:2]))
     assert_same(out, undisturbed["greedy"])
@@ -201,13 +201,13 @@ def test_two_lost_at_once_and_all_lost_come_back(undisturbed, runtime):
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
-def test_a_replica_killed_between_requests(undisturbed, runtime):
+def test_request_succeeds_after_a_replica_is_killed_while_idle(undisturbed, runtime):
     assert_same(decode(runtime), undisturbed["greedy"])
     kill(replicas_of(runtime)[0])
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
-def test_a_replica_that_hangs(undisturbed, runtime):
+def test_request_continues_after_a_replica_hangs(undisturbed, runtime):
     pid = replicas_of(runtime)[0]
     out = decode(runtime, lambda: os.kill(pid, signal.SIGSTOP))
     assert_same(out, undisturbed["greedy"])
@@ -216,7 +216,7 @@ def test_a_replica_that_hangs(undisturbed, runtime):
 
 
 @pytest.mark.slow
-def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
+def test_request_succeeds_if_a_replica_hangs_while_the_group_forms(undisturbed, runtime):
     pids = replicas_of(runtime)
     kill(pids[2])  # so that a new group must be formed
     os.kill(pids[1], signal.SIGSTOP)  # and this replica does not join it
@@ -225,7 +225,7 @@ def test_a_replica_lost_while_the_group_forms(undisturbed, runtime):
     assert out.steps < LENGTH
 
 
-def test_a_loss_during_the_prefill(undisturbed, runtime):
+def test_request_continues_after_a_loss_during_the_prefill(undisturbed, runtime):
     prompt = reference.PROMPTS[1] * 20
     expected = runtime.generate(prompt, 24, eos=False).token_ids
     stream = runtime.stream(prompt, 24, eos=False)
@@ -243,7 +243,7 @@ def test_a_loss_during_the_prefill(undisturbed, runtime):
     assert tokens == expected and stream.generation.losses == 1
 
 
-def test_a_stream_closed_while_a_replica_is_lost(undisturbed, runtime):
+def test_stream_can_be_closed_while_a_replica_is_lost(undisturbed, runtime):
     stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False)
     next(stream)
     kill(replicas_of(runtime)[1])
@@ -251,7 +251,7 @@ def test_a_stream_closed_while_a_replica_is_lost(undisturbed, runtime):
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
-def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
+def test_refused_request_loses_no_replica(undisturbed, runtime):
     pids = replicas_of(runtime)
     with pytest.raises(ConfigError):
         runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
@@ -259,7 +259,7 @@ def test_a_request_that_replicas_refuse_harms_none(undisturbed, runtime):
     assert replicas_of(runtime) == pids
 
 
-def test_other_replicas_are_wanted_and_then_not(undisturbed, runtime):
+def test_request_moves_to_the_replicas_that_its_lease_wants(undisturbed, runtime):
     """A request that was asked to pause continues on the replicas that are wanted once it has paused."""
     request = runtime.request(reference.PROMPTS[1], LENGTH, eos=False)
     wanted = {2: {0}, 3: {0, 1, 2}, 6: {0, 1}, 9: {2, 0}}  # by the number of the delta after which they are wanted
@@ -308,7 +308,7 @@ if "replica_process" in " ".join(sys.orig_argv):
         ("digest ^= 1", 1, 3, "its state diverged from the others'"),
     ],
 )
-def test_a_replica_whose_step_goes_wrong(
+def test_replica_with_a_failed_or_diverged_step_is_lost(
     undisturbed, harm, rank, gpus, reason, tmp_path, monkeypatch, started_replicas
 ):
     (tmp_path / "sitecustomize.py").write_text(HARM.format(step=6, rank=rank, gpus=gpus, harm=harm))
@@ -330,7 +330,7 @@ class Unheard(LogitsProcessor):
 
 
 @pytest.mark.parametrize("module", ["__main__", "only_the_callers"])
-def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime, module, monkeypatch):
+def test_unimportable_processor_is_refused_and_loses_no_replica(undisturbed, runtime, module, monkeypatch):
     monkeypatch.setitem(sys.modules, module, sys.modules.get(module) or ModuleType(module))
     monkeypatch.setattr(sys.modules[module], "Unheard", Unheard, raising=False)
     monkeypatch.setattr(Unheard, "__module__", module)
@@ -343,7 +343,7 @@ def test_a_processor_that_replicas_cannot_import_harms_none(undisturbed, runtime
 
 
 @pytest.mark.slow
-def test_a_processor_that_holds_a_tensor_reaches_replicas(started_replicas):
+def test_processor_with_a_tensor_reaches_the_replicas(started_replicas):
     """The tensor is sent by value, as a replica cannot access the memory of the caller's process."""
     with start(2, restarts=0) as runtime:
         first = runtime.generate(reference.PROMPTS[1], 4, eos=False)

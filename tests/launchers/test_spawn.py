@@ -21,7 +21,7 @@ SETTINGS = [FIXED, LookaheadConfig(0, 4, 6), LookaheadConfig(7, 5, 7, drafter="p
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
+def test_output_matches_transformers_generate(demo_model_dir, greedy, gpus):
     options = {"launcher": "local", "device": "cpu", "dtype": "float32"}
     with LookaheadRuntime(str(demo_model_dir), gpus=gpus, lookahead=FIXED, **options) as runtime:
         assert runtime.num_replicas == gpus
@@ -38,7 +38,7 @@ def test_equals_transformers_generate(demo_model_dir, greedy, gpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2])
-def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
+def test_sampling_matches_one_token_per_step(demo_model_dir, sampled, gpus):
     interface = interfaces()[-1]
     launcher = LauncherConfig(backend="gloo", interface=interface)
     options = {"launcher": launcher, "device": "cpu", "dtype": "float32"}
@@ -54,7 +54,7 @@ def test_sampling_is_that_of_one_token_a_step(demo_model_dir, sampled, gpus):
 
 
 @pytest.mark.slow
-def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir):
+def test_strict_output_does_not_depend_on_lookahead_or_replicas(demo_model_dir):
     options = {"device": "cpu", "dtype": "bfloat16", "exactness": "strict", "strict_tokens": 16}
     texts = []
     for gpus in (1, 2):
@@ -66,7 +66,7 @@ def test_strict_bits_are_those_of_one_token_a_step_on_one_replica(demo_model_dir
 
 
 @pytest.mark.slow
-def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
+def test_unread_messages_of_closed_stream_do_not_affect_next_request(demo_model_dir, greedy):
     """Messages of the replicas, rank 1's last one among them, are still unread when the stream is closed."""
     with LookaheadRuntime(str(demo_model_dir), gpus=2, device="cpu", dtype="float32") as runtime:
         stream = runtime.stream(reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False)
@@ -77,7 +77,7 @@ def test_a_stream_closed_after_all_was_decoded(demo_model_dir, greedy):
         assert out.token_ids == greedy[1]
 
 
-def test_what_is_sent_to_a_replica_that_hangs_keeps_nobody_waiting():
+def test_send_to_hanging_replica_does_not_block():
     ours, theirs = Pipe()
     pipe = ReplicaPipe(ours)
     for _ in range(3):

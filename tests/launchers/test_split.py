@@ -75,7 +75,7 @@ def sizes_by_configuration() -> Iterator[None]:
 
 
 @needs_sliced_vocabulary
-def test_weights_by_shards_of_a_large_model(large):
+def test_weight_and_cache_bytes_are_divided_by_shards(large):
     size = size_of_model(ModelConfig(path=large), "auto")
     buffers = size.weight_bytes(1) - LARGE_WEIGHTS
     assert 0 <= buffers < 4096  # rotary frequencies
@@ -98,23 +98,23 @@ def test_weights_by_shards_of_a_large_model(large):
         (1, 24, 1),  # there is no choice; loading reports that memory does not suffice
     ],
 )
-def test_the_fewest_gpus_that_hold_the_model(large, gpus, free, expected):
+def test_split_uses_the_fewest_gpus_that_hold_the_model(large, gpus, free, expected):
     assert chosen(large, free, gpus) == expected
 
 
-def test_the_fullest_gpu_counts_and_those_that_are_not_used_do_not(large):
+def test_split_depends_on_the_fullest_gpu_in_use(large):
     assert chosen(large, [79, 79, 40, 79], 4, 4) == 4
     assert chosen(large, [79, 79, 79, 79, 1, 1, 1, 1], 4) == 2
 
 
 @pytest.mark.slow
-def test_more_context_takes_more_gpus(large):
+def test_longer_context_takes_more_gpus(large):
     assert chosen(large, 79, 8) == chosen(large, 79, 8, context_tokens=8192) == 2
     assert chosen(large, 79, 8, context_tokens=131072) == 4
 
 
 @pytest.mark.slow
-def test_what_a_chosen_replica_holds_is_what_its_capacity_says(large):
+def test_chosen_split_holds_exactly_the_requested_tokens(large):
     """With the needed bytes the requested tokens fit next to the weights; with one byte less they do not."""
     size = size_of_model(ModelConfig(path=large), "auto", 5000)
     needed = size.needed_bytes(2, NCCL_BYTES)
@@ -127,12 +127,12 @@ def test_what_a_chosen_replica_holds_is_what_its_capacity_says(large):
 
 @pytest.mark.parametrize("token_bytes", [1, 7, 327680])
 @pytest.mark.parametrize("num_tokens", [1, 100, 8191])
-def test_bytes_of_tokens_are_the_least_that_suffice(num_tokens, token_bytes):
+def test_bytes_of_tokens_returns_the_smallest_sufficient_size(num_tokens, token_bytes):
     num_bytes = bytes_of_tokens(num_tokens, token_bytes)
     assert tokens_in(num_bytes, token_bytes) >= num_tokens > tokens_in(num_bytes - 2, token_bytes)
 
 
-def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
+def test_model_too_large_for_all_gpus_is_refused_in_one_line(large):
     with pytest.raises(ModelError) as caught:
         chosen(large, 10, 8)
     line = str(caught.value)
@@ -141,7 +141,7 @@ def test_a_model_that_fits_on_no_number_of_gpus_is_refused_in_one_line(large):
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
+def test_unsliceable_model_uses_pipeline_parallelism(tmp_path, large):
     """If tensor parallelism is requested by name, it is refused with the reason."""
     AutoConfig.for_model("gpt2", n_embd=8192, n_layer=64, n_head=64, dtype="bfloat16").save_pretrained(tmp_path)
     path = str(tmp_path)
@@ -159,7 +159,7 @@ def test_a_model_that_cannot_be_sliced_lies_on_gpus_by_layers(tmp_path, large):
         way(path, 5, 8)
 
 
-def test_how_a_model_lies_on_a_given_number_of_gpus(tmp_path, large):
+def test_parallelism_is_chosen_for_given_gpus_per_replica(tmp_path, large):
     AutoConfig.for_model("gpt2", n_embd=64, n_layer=2, n_head=4).save_pretrained(tmp_path)
 
     def lies(path: str, num_gpus: int, **model) -> tuple[str, int, int, int]:
@@ -176,7 +176,7 @@ def test_how_a_model_lies_on_a_given_number_of_gpus(tmp_path, large):
         lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}, parallelism="tensor")
 
 
-def test_a_quantized_checkpoint_counts_as_its_files(tmp_path):
+def test_size_of_quantized_checkpoint_is_that_of_its_files(tmp_path):
     name, own = FAMILIES["llama"]
     config = AutoConfig.for_model("llama", **SHAPE | own)
     config.quantization_config = {"quant_method": "mxfp4"}
@@ -189,7 +189,7 @@ def test_a_quantized_checkpoint_counts_as_its_files(tmp_path):
         way(str(tmp_path), 0, 2, "tensor")
 
 
-def test_a_model_whose_size_cannot_be_told_is_left_to_loading(tmp_path):
+def test_model_of_unknown_size_gets_one_gpu(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "nothing"}')
     assert size_of_model(ModelConfig(path=str(tmp_path)), "auto") is None
     assert chosen(str(tmp_path), 1, 8) == 1
@@ -205,7 +205,7 @@ def test_a_model_whose_size_cannot_be_told_is_left_to_loading(tmp_path):
         ({"model": ModelConfig(quantization_config={"quant_method": "bitsandbytes"}), "gpus": 8}, 8),
     ],
 )
-def test_where_there_is_no_choice_nothing_is_asked(settings, num_gpus):
+def test_free_memory_is_not_queried_without_a_choice(settings, num_gpus):
     def survey():
         raise AssertionError("asked")
 
@@ -214,7 +214,7 @@ def test_where_there_is_no_choice_nothing_is_asked(settings, num_gpus):
     assert choose_split(given, 0, survey).num_shards == 4
 
 
-def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
+def test_launcher_starts_the_chosen_number_of_shards(large, monkeypatch):
     """On four GPUs of 79 GiB, the local launcher would spawn two replicas of two shards."""
     started = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -227,7 +227,7 @@ def test_a_launcher_starts_as_many_shards_as_were_chosen(large, monkeypatch):
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
+def test_torchrun_rank_0_chooses_the_split_by_its_free_memory(large, monkeypatch):
     """Rank 0 queries its own GPU; if no split fits, all ranks refuse with the same error."""
     world = SimpleNamespace(rank=0, num_replicas=8, num_local=8, device_index=0)
     config = RuntimeConfig(model=ModelConfig(path=large))
@@ -242,7 +242,7 @@ def test_ranks_of_torchrun_do_as_rank_0_says(large, monkeypatch):
         torchrun.with_split(config, world)
 
 
-def test_gpus_of_a_cluster_and_of_its_smallest_node():
+def test_gpus_of_cluster_counts_all_and_those_of_the_smallest_node():
     nodes = [{"Alive": alive, "Resources": {"GPU": number}} for alive, number in ((True, 8), (True, 4), (False, 1))]
     ray = SimpleNamespace(
         nodes=lambda: [*nodes, {"Alive": True, "Resources": {}}], cluster_resources=lambda: {"GPU": 12}
@@ -252,7 +252,7 @@ def test_gpus_of_a_cluster_and_of_its_smallest_node():
 
 
 @pytest.mark.slow
-def test_gpus_that_cannot_be_asked(monkeypatch):
+def test_failed_query_of_free_memory_is_reported(monkeypatch):
     if not torch.cuda.is_available():
         assert free_of_this_machine() == []
     monkeypatch.setattr(split.sys, "executable", "/nowhere/python")
@@ -260,7 +260,7 @@ def test_gpus_that_cannot_be_asked(monkeypatch):
         free_of_this_machine()
 
 
-def test_values_of_the_setting():
+def test_bad_gpus_per_replica_and_context_tokens_are_refused():
     assert RuntimeConfig().gpus_per_replica == "auto" and RuntimeConfig().num_shards == 1
     for value in ("some", 0, True, 1.5, None, [2]):
         with pytest.raises(ConfigError, match=r"gpus_per_replica=.*: must be auto, fastest or an integer >= 1"):

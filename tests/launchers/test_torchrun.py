@@ -127,7 +127,7 @@ def be_rank(rank: int) -> None:
     runpy.run_path(str(EXAMPLES / "torchrun_job.py"), run_name="__main__")
 
 
-def test_the_example_on_forked_ranks(tmp_path):
+def test_example_runs_on_forked_ranks(tmp_path):
     """This process hosts the store, as torchrun does."""
     store = host_store("127.0.0.1", 0, PATIENCE)
     place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
@@ -140,14 +140,14 @@ def test_the_example_on_forked_ranks(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_example(environment, tmp_path):
+def test_example_runs_on_two_ranks(environment, tmp_path):
     result = torchrun(environment, 2, str(EXAMPLES / "torchrun_job.py"), cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.splitlines()[-1].endswith(" steps on 2 replicas")
 
 
 @pytest.mark.slow
-def test_command_line_on_three_ranks(environment, demo_model_dir, greedy, tmp_path):
+def test_command_line_runs_on_three_ranks(environment, demo_model_dir, greedy, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in reference.PROMPTS))
     overrides = [
         f"model.path={demo_model_dir}",
@@ -170,7 +170,7 @@ def test_command_line_on_three_ranks(environment, demo_model_dir, greedy, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp_path):
+def test_script_on_two_ranks_matches_transformers_generate(environment, demo_model_dir, greedy, sampled, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     tests = str(Path(reference.__file__).parents[1])
     result = torchrun(environment, 2, "script.py", str(demo_model_dir), str(tmp_path), tests, cwd=tmp_path)
@@ -190,7 +190,7 @@ def test_a_script_on_two_ranks(environment, demo_model_dir, greedy, sampled, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["", ", gpus_per_replica=2"])
-def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model_dir, greedy, tmp_path, split):
+def test_failed_request_does_not_affect_later_requests(environment, demo_model_dir, greedy, tmp_path, split):
     """The error may occur on all ranks or on one, with two replicas or with the two shards of one."""
     (tmp_path / "script.py").write_text(FAILING.replace('device="cpu"', f'device="cpu"{split}'))
     tests = str(Path(reference.__file__).parents[1])
@@ -205,7 +205,7 @@ def test_requests_that_fail_by_their_own_fault_end_alone(environment, demo_model
 
 
 @pytest.mark.slow
-def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, greedy, tmp_path):
+def test_script_on_two_shards_matches_transformers_generate(environment, demo_model_dir, greedy, tmp_path):
     """Both ranks yield the same results, with streams read to the end, closed early or left open."""
     (tmp_path / "script.py").write_text(SCRIPT.replace('device="cpu"', 'device="cpu", gpus_per_replica=2'))
     tests = str(Path(reference.__file__).parents[1])
@@ -220,7 +220,7 @@ def test_a_script_on_the_two_shards_of_a_replica(environment, demo_model_dir, gr
     environment.assert_gone()
 
 
-def test_ranks_that_make_no_whole_replicas():
+def test_rank_count_must_be_a_multiple_of_gpus_per_replica():
     """A rank detects this from torchrun's variables, before anything is started."""
     context = ReplicaContext(rank=3, num_replicas=4, device_index=1, num_local=2)
     replica, shard = context.divided(2)
@@ -232,7 +232,7 @@ def test_ranks_that_make_no_whole_replicas():
 
 
 @pytest.mark.slow
-def test_ranks_that_another_program_started(environment, demo_model_dir, greedy, tmp_path):
+def test_rank_0_opens_a_store_if_torchrun_did_not(environment, demo_model_dir, greedy, tmp_path):
     """The ranks have torchrun's variables but not its store, so rank 0 opens one."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -258,7 +258,7 @@ def test_ranks_that_another_program_started(environment, demo_model_dir, greedy,
 @pytest.mark.parametrize(
     ("override", "message"), [("model.path=/no/where", "error: model.path=/no/where: no such directory")]
 )
-def test_bad_input_is_said_once(environment, tmp_path, override, message):
+def test_bad_input_is_reported_once(environment, tmp_path, override, message):
     result = torchrun(environment, 2, "-m", "lp_runtime", "prompt=x", override, cwd=tmp_path)
     assert result.returncode != 0
     assert result.stderr.count(message) == 1
@@ -268,7 +268,7 @@ def test_bad_input_is_said_once(environment, tmp_path, override, message):
 
 
 @pytest.mark.slow
-def test_another_launcher_is_refused(environment, demo_model_dir, tmp_path):
+def test_local_launcher_under_torchrun_is_refused(environment, demo_model_dir, tmp_path):
     arguments = ["-m", "lp_runtime", f"model.path={demo_model_dir}", "prompt=x", "launcher=local"]
     result = torchrun(environment, 2, *arguments, cwd=tmp_path)
     assert result.returncode != 0

@@ -32,7 +32,7 @@ def ranks(mark: Marked) -> dict[tuple[int, int], int]:
 
 
 @pytest.mark.slow
-def test_all_ranks_are_started_again_and_the_file_is_whole(tiny_model_dir, tmp_path):
+def test_torchrun_restarts_all_ranks_and_the_output_is_resumed(tiny_model_dir, tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps({"prompt": [1, 2, index]}) + "\n" for index in range(NUM_PROMPTS)))
     overrides = [f"model.path={tiny_model_dir}", f"prompts={source}", "ids=true", "max_new_tokens=200", "device=cpu"]

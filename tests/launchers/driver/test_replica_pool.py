@@ -69,7 +69,7 @@ def pool(host) -> Iterator[ReplicaPool]:
     pool.close()
 
 
-def test_a_process_that_ends_slowly_keeps_nobody_waiting(host, pool):
+def test_lose_does_not_wait_for_the_process_to_end(host, pool):
     pool.lose(0, "it did not answer", 0)  # returns before the process has ended
     assert pool.ready == {1} and pool.num_loading == 1
     host.said.put((1, Failed("its process ended", None)))  # the pool keeps listening
@@ -81,7 +81,7 @@ def test_a_process_that_ends_slowly_keeps_nobody_waiting(host, pool):
     assert pool.num_restarts == {0: 1, 1: 1}
 
 
-def test_restarts_are_given_back_after_an_hour(host):
+def test_restarts_are_restored_after_an_hour(host):
     now = [0.0]
     pool = ReplicaPool(host, 1, FailureConfig(restarts=2), lambda: now[0])
     host.may_end.set()
@@ -97,7 +97,7 @@ def test_restarts_are_given_back_after_an_hour(host):
     pool.close()
 
 
-def test_nothing_is_started_by_a_pool_that_is_being_closed(host, pool):
+def test_closing_pool_starts_no_process(host, pool):
     pool.lose(0, "it did not answer", 0)
     closing = threading.Thread(target=pool.close)
     closing.start()
@@ -107,7 +107,7 @@ def test_nothing_is_started_by_a_pool_that_is_being_closed(host, pool):
     assert host.started == [0, 1] and host.is_closed
 
 
-def test_a_loss_that_was_noted_before(host, pool):
+def test_loss_reported_twice_counts_once(host, pool):
     for _ in range(2):
         pool.lose(1, "it did not answer", 0)
     host.may_end.set()

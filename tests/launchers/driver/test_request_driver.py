@@ -102,7 +102,7 @@ def launched(answers: Answers, gpus: int = 2, presence: dict[int, bool] | None =
     launcher.close()
 
 
-def test_groups_that_break_again_and_again_without_a_loss():
+def test_request_fails_after_three_groups_break_without_progress():
     def answers(group: int, index: int, order: int) -> list[object]:
         if group < MANY:
             return [GroupBroken(order, Progress(), "rank 0: no answer within 60 s")]
@@ -118,7 +118,7 @@ def test_groups_that_break_again_and_again_without_a_loss():
         assert launcher.ready == {0, 1} and not launcher.pool.losses
 
 
-def test_groups_that_break_behind_a_new_token_go_on():
+def test_request_continues_if_each_broken_group_adds_a_token():
     def answers(group: int, index: int, order: int) -> Iterator[object]:
         output = StepOutput([group])
         if index == 0:
@@ -133,7 +133,7 @@ def test_groups_that_break_behind_a_new_token_go_on():
 
 
 @pytest.mark.parametrize("trace", [True, False])
-def test_what_a_lost_replica_has_not_streamed_is_traced(trace):
+def test_unstreamed_steps_of_a_lost_replica_are_recovered(trace):
     """A remaining replica supplies the steps that the lost one did not stream, with the same trace."""
     steps = [
         StepOutput([5, 6], [-1.0, -2.0], [1, 0], ["text", MODEL]),
@@ -166,7 +166,7 @@ def test_what_a_lost_replica_has_not_streamed_is_traced(trace):
         ({0: True, 1: True}, {0}),
     ],
 )
-def test_a_request_goes_on_without_replicas_that_cannot_reach_the_others(presence, kept):
+def test_request_continues_without_unreachable_replicas(presence, kept):
     """The network between the replicas is cut, but the driver still reaches all of them."""
 
     def answers(group: int, index: int, order: int) -> list[object]:

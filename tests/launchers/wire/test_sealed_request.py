@@ -112,7 +112,7 @@ def unset_fields(value: object) -> list[str]:
     return found
 
 
-def test_every_field_of_a_request_arrives():
+def test_sealed_request_keeps_every_field():
     fixed = replace(FULL, lookahead=LookaheadConfig(tokens=64, corpus="texts"))  # not allowed with FULL's fields
     assert open_request(seal(fixed)) == fixed
     assert unset_fields(FULL) == ["lookahead.tokens", "lookahead.corpus"], "FULL must set every other field"
@@ -122,11 +122,11 @@ def test_every_field_of_a_request_arrives():
     assert opened.sampling_key == FULL.sampling_key  # part of the digest that must be equal on all ranks
 
 
-def test_an_enumeration_of_the_caller_arrives_as_integers():
+def test_enum_token_ids_are_opened_as_integers():
     assert repr(open_request(seal(Request((Token.FIRST,), PLAIN, 4))).prompt_ids) == "(3,)"
 
 
-def test_only_processors_are_unpickled(monkeypatch):
+def test_open_request_unpickles_only_processors(monkeypatch):
     data = seal(FULL)
     read = []
 
@@ -139,7 +139,7 @@ def test_only_processors_are_unpickled(monkeypatch):
     assert read == [pickle.dumps(FULL.processors[0])]
 
 
-def test_a_processor_whose_class_is_not_there_is_named(monkeypatch):
+def test_processor_whose_class_is_missing_is_named(monkeypatch):
     module = ModuleType("only_the_callers")
     monkeypatch.setitem(sys.modules, "only_the_callers", module)
     module.Biased = Biased
@@ -161,7 +161,7 @@ def test_a_processor_whose_class_is_not_there_is_named(monkeypatch):
         (pickle.dumps(FULL), "it is not a message of this version of lp_runtime"),
     ],
 )
-def test_a_damaged_or_foreign_request_is_refused_in_one_line(data, reason):
+def test_damaged_or_foreign_request_is_refused_in_one_line(data, reason):
     with pytest.raises(RequestError) as caught:
         open_request(data)
     assert str(caught.value) == (
@@ -169,13 +169,13 @@ def test_a_damaged_or_foreign_request_is_refused_in_one_line(data, reason):
     )
 
 
-def test_orders_arrive():
+def test_decoded_order_equals_the_encoded_one():
     context = ReplicaContext(1, 4, 2, 3, "10.0.0.1", 29500, True, False, "/segment", True, 1)
     for order in (Join(1, context), Decode(2, seal(FULL)), Prefill(3, b"\0"), Cancel(4), Abort(5), PING):
         assert decode_order(encode_order(order)) == order
 
 
 @pytest.mark.parametrize("data", [encode_order(Cancel(4))[:-1], pickle.dumps(Cancel(4)), b"Pickle x", b""])
-def test_a_damaged_or_foreign_order_is_an_error_in_one_line(data):
+def test_damaged_or_foreign_order_is_refused_in_one_line(data):
     with pytest.raises(LaunchError, match=r"^an order of the driver cannot be read: .*same version of lp_runtime$"):
         decode_order(data)

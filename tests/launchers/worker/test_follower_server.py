@@ -80,7 +80,7 @@ def sampled() -> list[int]:
     return out.token_ids
 
 
-def test_greedy_output_is_that_of_generate(runtime, expected):
+def test_greedy_output_matches_transformers_generate(runtime, expected):
     assert runtime.num_replicas == 2
     outs = [runtime.generate(prompt, LENGTH, eos=False) for prompt in reference.PROMPTS]
     assert [out.token_ids for out in outs] == expected
@@ -88,13 +88,13 @@ def test_greedy_output_is_that_of_generate(runtime, expected):
 
 
 @pytest.mark.slow
-def test_one_seed_gives_one_text_at_any_number_of_replicas(runtime, sampled):
+def test_sampling_does_not_depend_on_the_number_of_replicas(runtime, sampled):
     out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, sampling=reference.SAMPLING)
     assert out.token_ids == sampled
 
 
 @pytest.mark.parametrize("victim", thinned(3, range(4)))
-def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, tmp_path):
+def test_lost_shard_restarts_only_its_replica(runtime, expected, victim, tmp_path):
     """A shard of either replica is killed while a request is decoded."""
     processes = dict(runtime.launcher.host.processes)
     num_prompt = len(runtime.request(reference.PROMPTS[1], LENGTH).prompt_ids)
@@ -116,7 +116,7 @@ def test_a_lost_shard_loses_its_replica_and_no_other(runtime, expected, victim, 
     assert runtime.generate(reference.PROMPTS[1], LENGTH, eos=False).token_ids == expected[1]
 
 
-def test_a_request_ends_when_its_stream_is_closed(runtime, expected):
+def test_closing_a_stream_ends_its_request(runtime, expected):
     stream = runtime.stream(reference.PROMPTS[1], 2000, eos=False)
     for _ in itertools.islice(stream, 3):
         pass
@@ -124,7 +124,7 @@ def test_a_request_ends_when_its_stream_is_closed(runtime, expected):
     assert runtime.generate(reference.PROMPTS[0], LENGTH, eos=False).token_ids == expected[0]
 
 
-def test_a_request_asks_for_gpus(runtime, expected):
+def test_submit_accepts_only_gpus_of_whole_replicas(runtime, expected):
     with Scheduler(runtime, policy="throughput") as scheduler:
         with pytest.raises(ConfigError, match="gpus=3: must be a multiple of gpus_per_replica=2"):
             scheduler.submit(runtime.request(reference.PROMPTS[0], LENGTH, eos=False), gpus=3)
@@ -136,7 +136,7 @@ def test_a_request_asks_for_gpus(runtime, expected):
 
 
 @pytest.mark.slow
-def test_strict_output_is_the_same_at_any_number_of_replicas(tiny_model_dir):
+def test_strict_output_does_not_depend_on_the_number_of_replicas(tiny_model_dir):
     options = {"exactness": "strict", "strict_tokens": 16, "model": ModelConfig(path=str(tiny_model_dir))}
     outs = []
     for gpus in (2, 4):
@@ -161,14 +161,14 @@ def test_strict_output_is_the_same_at_any_number_of_replicas(tiny_model_dir):
         ),
     ],
 )
-def test_settings_that_contradict_are_refused_before_anything_starts(settings, message):
+def test_contradictory_settings_are_refused(settings, message):
     model = ModelConfig(**settings.pop("model", {}))
     with pytest.raises(ConfigError) as caught:
         RuntimeConfig(**{"gpus_per_replica": 2} | settings, model=model)
     assert message in str(caught.value)
 
 
-def test_too_many_shards_for_the_heads_are_refused_in_one_line():
+def test_shards_that_do_not_divide_the_heads_are_refused_in_one_line():
     with nothing_left(), pytest.raises(ModelError) as caught:
         start(4, 4)
     assert "gpus_per_replica=4: llama: num_key_value_heads=2: must be a multiple of gpus_per_replica" in str(
