@@ -162,7 +162,7 @@ def taken_apart(parser, parts):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_any_pieces_give_the_same_parts(name):
+def test_parsed_parts_do_not_depend_on_the_chunks(name):
     make, text, *expected = CASES[name]
     assert list(taken_apart(make(), [text])) == expected
     rng = random.Random(name)
@@ -173,21 +173,21 @@ def test_any_pieces_give_the_same_parts(name):
     assert list(taken_apart(make(), list(text))) == expected
 
 
-def test_json_that_is_no_call_is_not_held_back():
+def test_json_without_a_call_is_streamed_at_once():
     for parser in (llama(), reading("llama3", is_either=True)()):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
         assert [[piece.text for piece in part] for part in parts] == [[], ['{"names": ['], ["1, "], ["2]}"]]
 
 
 @pytest.mark.parametrize("begin", ['{"na', '{"name": "', '{"id": "'])
-def test_a_head_without_an_end_is_not_held_back_for_ever(begin):
+def test_unfinished_call_head_is_released_after_max_match_chars(begin):
     parser = llama()
     assert parser.add(begin) == []
     pieces = [piece for _ in range(MAX_MATCH_CHARS + 1) for piece in parser.add("x")]
     assert "".join(piece.text for piece in pieces) == begin + "x" * (MAX_MATCH_CHARS + 1)
 
 
-def test_arguments_come_before_their_call_ends():
+def test_arguments_are_streamed_before_the_call_ends():
     parser = hermes()
     parser.add('<tool_call>\n{"name": "f", "arguments": {"city": "Ro')
     (piece,) = parser.add("me and")
@@ -204,5 +204,5 @@ def test_arguments_come_before_their_call_ends():
         ("none", "none", "assistant\n", None),
     ],
 )
-def test_the_marks_around_reasoning(tool_format, reasoning, prompt_end, marks):
+def test_reasoning_marks_depend_on_format_and_prompt_end(tool_format, reasoning, prompt_end, marks):
     assert ChatFormat("", tool_format, reasoning).reasoning_marks(prompt_end) == marks

@@ -46,7 +46,7 @@ TAKES_TOOLS = "{{ tools }}"
         ),
     ],
 )
-def test_what_is_guessed_is_logged(source, name, logged, caplog):
+def test_guessed_tool_format_is_logged(source, name, logged, caplog):
     form = ChatFormat(source)
     assert form.tool_format == name and form.takes_tools == (source != "# user")
     assert logged in caplog.text if logged else not caplog.text
@@ -55,11 +55,11 @@ def test_what_is_guessed_is_logged(source, name, logged, caplog):
             form.constraint(ToolUse(tools_of(CALLS), must_call=True), None, "")
 
 
-def test_marks_may_be_in_the_vocabulary():
+def test_tool_format_is_recognized_from_vocabulary_tokens():
     assert ChatFormat(ChatTemplate(TAKES_TOOLS, tokens=["<|tool_call_start|>"])).tool_format == "lfm2"
 
 
-def test_arguments_of_the_history_are_text_if_the_template_joins_them():
+def test_history_arguments_are_text_if_template_concatenates_them():
     message = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"a": "ß"}}}]}
     (shown,) = ChatFormat(SAMPLES["deepseek_v3"].template.text).history([message])
     assert shown["tool_calls"][0]["function"]["arguments"] == '{"a": "ß"}'
@@ -98,11 +98,11 @@ def own_parser(prompt_end="A:"):
         ("A:", "so @f nonsense; and", ("", "so nonsense; and", [])),
     ],
 )
-def test_a_model_may_bring_its_own_parser(prompt_end, text, parts):
+def test_response_template_parses_answers(prompt_end, text, parts):
     assert parts_of(own_parser(prompt_end), list(text)) == parts
 
 
-def test_the_own_parser_must_be_there_and_readable():
+def test_missing_or_bad_response_template_is_refused():
     with pytest.raises(ConfigError, match="no response template"):
         ChatFormat("{{ tools }}", "response_template")
     with pytest.raises(ConfigError, match="response template: .*fields"):

@@ -24,7 +24,7 @@ def in_pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 @given(text=texts, stops=stops, cuts=cuts)
-def test_nothing_of_the_stop_string_is_shown_and_nothing_before_it_is_lost(text, stops, cuts):
+def test_trimmer_removes_exactly_the_stop_string(text, stops, cuts):
     text = until_a_stop(text, stops)
     stop = max((stop for stop in stops if text.endswith(stop)), key=len, default=None)
     rest = text if stop is None else text.removesuffix(stop)
@@ -36,7 +36,7 @@ def test_nothing_of_the_stop_string_is_shown_and_nothing_before_it_is_lost(text,
 
 
 @given(text=st.text("ab#", max_size=12), stop=st.text("ab#", min_size=1, max_size=4), cuts=cuts)
-def test_a_stop_may_be_or_have_a_token_that_is_not_shown(text, stop, cuts):
+def test_stop_string_may_contain_a_hidden_token(text, stop, cuts):
     assume(HIDDEN in stop)
     text = until_a_stop(text, [stop])
     is_stopped = text.endswith(stop)
@@ -46,12 +46,12 @@ def test_a_stop_may_be_or_have_a_token_that_is_not_shown(text, stop, cuts):
     assert shown == (text.removesuffix(stop) if is_stopped else text).replace(HIDDEN, "")
 
 
-def test_what_may_be_the_beginning_of_a_stop_is_shown_where_another_ends_the_text():
+def test_partial_stop_is_shown_if_another_stop_ends_the_text():
     trimmer = StopTrimmer(["<|end|>", "<b>"], ["<|end|>"])
     assert trimmer.add("a <") == "a " and trimmer.finish("<|end|>") == "<"
 
 
-def test_what_cannot_be_a_stop_is_shown_at_once():
+def test_text_that_cannot_be_a_stop_is_shown_at_once():
     trimmer = StopTrimmer(["END"])
     assert [trimmer.add(piece) for piece in ("on", "e E", "N", "d", "EN", "D")] == ["on", "e ", "", "ENd", "", ""]
     assert trimmer.finish("END") == ""

@@ -46,7 +46,7 @@ def drawn(name, schema, num=6):
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_literals_follow_their_schemas(name):
+def test_literal_arguments_follow_their_schemas(name):
     definitions = {"deep": {"type": "object", "properties": {"t": {"type": "string"}}, "additionalProperties": False}}
     for key, value in PROPERTIES.items():
         schema = {"type": "object", "properties": {key: value}, "required": [key], "additionalProperties": False}
@@ -63,7 +63,7 @@ def test_literals_follow_their_schemas(name):
     ],
 )
 @pytest.mark.parametrize("required", ["", "b", "ac"])
-def test_members_that_are_not_required_may_be_missing(name, call, member, separator, required):
+def test_optional_members_may_be_missing(name, call, member, separator, required):
     schema = {"properties": {key: {"enum": [key]} for key in "abc"}, "required": list(required)}
     tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     compiled = compile_constraint(ChatFormat("", name).constraint(ToolUse(tools, True), None, ""), INFO)
@@ -84,13 +84,13 @@ def test_members_that_are_not_required_may_be_missing(name, call, member, separa
         ({"properties": {f"p{each}": {"enum": ["x" * 99] * 9} for each in range(99)}}, "99 properties is too large"),
     ],
 )
-def test_schemas_that_are_refused(schema, message):
+def test_bad_schemas_are_refused(schema, message):
     form = ChatFormat("", "gemma", "none")
     with pytest.raises(RequestError, match=message):
         form.constraint(ToolUse([{"function": {"name": "f", "parameters": schema}}], True), None, "")
 
 
-def test_a_literal_is_json():
+def test_literal_arguments_are_parsed_as_json():
     text = '<|tool_call>call:f{a:NaN,b:{c:1,"e":"\\u00e9"},<|"|>g h<|"|>:true,i:-1.5e3}<tool_call|>'
     ((_, arguments),) = parts_of(ChatFormat("", "gemma").parser(True, ""), list(text))[2]
     assert arguments["a"] == "NaN" and arguments["b"]["e"] == "é" and arguments["g h"] is True

@@ -29,38 +29,38 @@ from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 NUM_RANDOM = 8  # answers per format and test; tests/support/tool_answers.py draws more
 
 
-def test_the_settings_name_the_formats():
+def test_settings_name_every_format():
     assert set(TOOL_FORMATS) == {"auto", "none", "response_template", *formats.FORMATS}
     assert set(REASONINGS) == {"auto", "none", *formats.REASONINGS}
     assert set(SAMPLES) == set(formats.FORMATS)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_template_is_recognized(name):
+def test_template_is_recognized(name):
     assert ChatFormat(SAMPLES[name].template.text).tool_format == name
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_recorded_answer_whole_and_cut_anywhere(name):
+def test_recorded_answer_is_parsed_whole_and_in_chunks(name):
     sample, form = SAMPLES[name], ChatFormat(SAMPLES[name].template.text)
     for texts in ([sample.answer], *cut_answers(name)):
         assert read_recorded(name, form, texts) == sample.parts, texts
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_calls_of_the_history(name):
+def test_rendered_history_is_parsed_into_its_calls(name):
     calls, form = SAMPLES[name].parts[2], ChatFormat(SAMPLES[name].template.text)
     assert parts_of(form.parser(tools_of(calls), ""), [history_of(name, form, calls)])[2] == calls
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_random_answers(name):
+def test_random_answers_are_parsed_correctly(name):
     assert not wrong_random_answers(name, NUM_RANDOM, seed=1)
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_a_constrained_call_is_read_back(name, is_parallel):
+def test_constrained_call_is_parsed_back(name, is_parallel):
     """Random text under a tool-call constraint is parsed into calls of the tools with valid arguments."""
     wrong, counts = constrained_calls(name, is_parallel, NUM_RANDOM)
     assert not wrong and (max(counts) > 1) == (is_parallel and formats.FORMATS[name].separator is not None)
@@ -83,7 +83,7 @@ BUILT_IN = {
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_calls_of_xgrammars_formats_are_read(name):
+def test_calls_in_xgrammar_formats_are_parsed(name):
     shown = TOOLS
     tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
     prompt_end = "<think>" if name == "minimax_m2" else ""
@@ -94,7 +94,7 @@ def test_calls_of_xgrammars_formats_are_read(name):
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_call_or_a_text(name):
+def test_constraint_allows_either_calls_or_text(name):
     """Random text under a constraint for calls or text is only calls or only text, and both occur."""
     form, num_calls = ChatFormat("", name, "none"), 0
     text_schema = {"type": "object", "properties": {"c": {"enum": ["<tool_call>", "[TOOL_CALLS]"]}}, "required": ["c"]}

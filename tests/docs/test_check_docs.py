@@ -36,18 +36,18 @@ def complaints(script, tmp_path):
     return check
 
 
-def test_the_documentation_is_right(script):
+def test_documentation_has_no_broken_references(script):
     pages = script.pages()
     assert len(pages) > 10
     assert [complaint for page in pages for complaint in script.check_page(page)] == []
 
 
-def test_the_documentation_is_spelled_right(script):
+def test_documentation_has_no_misspelled_words(script):
     pytest.importorskip("codespell_lib")
     assert script.check_spelling(script.pages()) == []
 
 
-def test_misspelled_words_are_found(script, tmp_path):
+def test_misspelled_words_are_reported(script, tmp_path):
     pytest.importorskip("codespell_lib")
     page = tmp_path / "page.md"
     word = "t" + "eh"  # this file is checked, too
@@ -65,7 +65,7 @@ def test_misspelled_words_are_found(script, tmp_path):
         "```text\n[fenced](none.md)\n```",
     ],
 )
-def test_good_links(complaints, text):
+def test_good_links_are_accepted(complaints, text):
     assert complaints(text) == []
 
 
@@ -79,7 +79,7 @@ def test_good_links(complaints, text):
         ("[x](other.md#no-heading)", "1: link to other.md#no-heading: other.md has no such heading"),
     ],
 )
-def test_bad_links(complaints, text, complaint):
+def test_bad_links_are_reported(complaints, text, complaint):
     assert complaints(text) == [complaint]
 
 
@@ -93,7 +93,7 @@ def test_bad_links(complaints, text, complaint):
         ("```bash\npython benchmarks/none.py --limit 2\n```", "benchmarks/none.py"),
     ],
 )
-def test_paths(complaints, text, missing):
+def test_missing_paths_are_reported(complaints, text, missing):
     found = [complaint.partition(": ")[2] for complaint in complaints(text)]
     assert found == ([] if missing is None else [f"{missing}: is not there"])
 
@@ -113,19 +113,19 @@ def test_paths(complaints, text, missing):
         ("```bash\nother x=1\n```", None),
     ],
 )
-def test_settings(complaints, text, wrong):
+def test_unknown_settings_are_reported(complaints, text, wrong):
     found = [complaint.partition(": ")[2] for complaint in complaints(text)]
     assert found == ([] if wrong is None else [wrong])
 
 
-def test_tables_of_results_are_short(complaints):
+def test_long_tables_of_results_are_reported(complaints):
     table = "| a |\n| --- |\n" + "| 1 |\n" * 11
     assert complaints(table) == []
     assert len(complaints(table, "docs/results/page.md")) == 1
     assert complaints(table.replace("| 1 |\n", "", 1), "docs/results/page.md") == []
 
 
-def test_the_front_page_is_short(complaints, script):
+def test_too_long_readme_is_reported(complaints, script):
     most = script.MAX_README_LINES
     assert complaints("line\n" * most, "README.md") == []
     assert complaints("line\n" * (most + 1), "README.md") == [

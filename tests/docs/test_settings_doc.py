@@ -41,7 +41,7 @@ class Derived(Base):
     """Of the derived class."""
 
 
-def test_the_page_is_what_the_script_writes(script):
+def test_settings_page_is_up_to_date(script):
     assert script.PATH.read_text() == script.document(), "run scripts/write_settings_doc.py"
 
 
@@ -54,7 +54,7 @@ def test_every_setting_of_every_command_has_a_row(script):
         assert keys and [key for key in keys if f"| `{key}` |" not in text] == []
 
 
-def test_a_table_has_types_defaults_and_docs_of_bases(script):
+def test_table_has_types_defaults_and_inherited_docs(script):
     lines = script.table(Derived, ["steps", "flag", "names"], "group.")
     assert lines[2:] == [
         r"| `group.steps` | int | `null` | Steps \| to take, two lines. |",
@@ -63,6 +63,6 @@ def test_a_table_has_types_defaults_and_docs_of_bases(script):
     ]
 
 
-def test_a_field_without_a_string_under_it_is_refused(script):
+def test_field_without_a_docstring_is_refused(script):
     with pytest.raises(ValueError, match="Base.names: has no string under it"):
         script.table(Base, ["names"])

@@ -74,7 +74,7 @@ def refusal(capsys):
     return run
 
 
-def test_one_line_a_prompt_with_the_contracts_fields(job):
+def test_output_has_one_line_per_prompt_with_all_fields(job):
     results = job.run("ids=true")
     assert [result["index"] for result in results] == [0, 1, 2, 3, 4]
     for result in results:
@@ -88,7 +88,7 @@ def test_one_line_a_prompt_with_the_contracts_fields(job):
         assert result["seconds"] > 0
 
 
-def test_text_prompts(tmp_path, demo_model_dir):
+def test_text_prompts_are_read_from_prompt_field(tmp_path, demo_model_dir):
     job = Job(tmp_path, demo_model_dir, [{"q": "def größe(n):"}, {"q": "import"}])
     results = job.run("prompt_field=q", "eos=false")
     assert [result["prompt"] for result in results] == ["def größe(n):", "import"]
@@ -99,7 +99,7 @@ def test_text_prompts(tmp_path, demo_model_dir):
 
 
 @pytest.mark.slow
-def test_a_list_of_turns_takes_the_first(tmp_path, demo_model_dir):
+def test_first_of_several_turns_is_the_prompt(tmp_path, demo_model_dir):
     turns = {"question_id": 81, "category": "writing", "turns": ["def f():", "now in C"]}
     (result,) = Job(tmp_path, demo_model_dir, [turns]).run("prompt_field=turns")
     assert result["prompt"] == "def f():"
@@ -113,7 +113,7 @@ def conversations(tmp_path):
 
 
 @pytest.mark.slow
-def test_all_turns_of_a_conversation(conversations):
+def test_turns_all_decodes_every_turn_and_resumes(conversations):
     settings = ["prompt_field=turns", "chat=true", "turns=all"]
     results = conversations.run(*settings)
     found = [(result["index"], result["turn"], result["prompt"]) for result in results]
@@ -132,7 +132,7 @@ def test_all_turns_of_a_conversation(conversations):
 
 
 @pytest.mark.slow
-def test_the_first_turn_by_the_chat_template(conversations):
+def test_chat_applies_the_template_to_the_first_turn(conversations):
     results = conversations.run("prompt_field=turns", "chat=true")
     assert ["turn" in result for result in results] == [False, False]
     with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
@@ -150,19 +150,19 @@ def test_the_first_turn_by_the_chat_template(conversations):
         (["chat=true", "prompt_field=mixed"], "line 2: field 'mixed' must hold text, as line 1's does"),
     ],
 )
-def test_what_is_no_conversation_is_refused(tmp_path, refusal, settings, message):
+def test_bad_chat_and_turns_settings_are_refused(tmp_path, refusal, settings, message):
     records = [{"q": "a", "mixed": "a"}, {"q": "b", "mixed": ["a", "b"]}]
     job = Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
     assert message in refusal(job, "prompt_field=q", *settings)
     assert not job.output.exists()
 
 
-def test_a_model_without_a_chat_template_is_refused(tmp_path, refusal, demo_model_dir):
+def test_model_without_chat_template_is_refused(tmp_path, refusal, demo_model_dir):
     job = Job(tmp_path, demo_model_dir, [{"prompt": "a"}])
     assert refusal(job, "chat=true").endswith(f"chat=true: the model {demo_model_dir} has no chat template")
 
 
-def test_a_conversation_that_outgrows_the_context_is_named(conversations, refusal):
+def test_turn_that_exceeds_the_context_is_named(conversations, refusal):
     long = {"turns": ["Write.", "x = 1\n" * 3000]}
     conversations.source.write_text(json.dumps(long) + "\n")
     assert "line 1, turn 2: the prompt is too long" in refusal(
@@ -176,7 +176,7 @@ def test_blank_lines_do_not_count(job):
     assert [result["index"] for result in job.run("ids=true")] == [0, 1, 2, 3, 4]
 
 
-def test_limit_and_then_more(job):
+def test_run_without_limit_continues_a_limited_run(job):
     first = job.run("ids=true", "limit=2")
     assert [result["index"] for result in first] == [0, 1]
     more = job.run("ids=true")
@@ -197,7 +197,7 @@ def test_two_replicas_give_the_same_tokens(tmp_path, job, tiny_model_dir):
 
 
 @pytest.mark.parametrize("policy", ["throughput", pytest.param("fair", marks=pytest.mark.slow)])
-def test_prompts_at_once_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
+def test_concurrent_prompts_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
     other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
     other.output = tmp_path / "other.jsonl"
     expected = [(line["index"], line["token_ids"]) for line in job.run("ids=true")]
@@ -205,7 +205,7 @@ def test_prompts_at_once_give_the_same_lines(tmp_path, job, tiny_model_dir, poli
     assert [(line["index"], line["token_ids"]) for line in found] == expected
 
 
-def test_a_finished_file_is_left_as_it_is(job):
+def test_finished_output_is_left_unchanged(job):
     job.run("ids=true")
     before = job.output.read_bytes()
     job.run("ids=true")
@@ -213,7 +213,7 @@ def test_a_finished_file_is_left_as_it_is(job):
 
 
 @pytest.mark.parametrize("cut", [1, 5, 60])
-def test_resume_after_a_line_was_cut_off(job, cut):
+def test_run_resumes_after_a_truncated_line(job, cut):
     whole = job.run("ids=true")
     lines = job.output.read_bytes().splitlines(keepends=True)
     job.output.write_bytes(b"".join(lines[:3]) + lines[3][:-cut])
@@ -234,7 +234,7 @@ def test_resume_fills_gaps(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [2])
-def test_resume_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
+def test_run_resumes_after_the_process_was_killed(tmp_path, demo_model_dir, gpus):
     job = Job(tmp_path, demo_model_dir, [{"prompt": [40 + index, 50, 60]} for index in range(8)])
     overrides = ["ids=true", "eos=false", "max_new_tokens=200", f"gpus={gpus}"]
     with marked() as mark:
@@ -272,14 +272,14 @@ def test_changed_settings_are_refused(job, refusal, override, key):
     assert job.output.read_bytes() == before
 
 
-def test_a_setting_that_is_no_longer_given_is_refused(job, refusal):
+def test_setting_that_is_no_longer_given_is_refused(job, refusal):
     job.run("ids=true", "limit=1")
     settings = job.output.with_name(job.output.name + ".settings")
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"constraint": "of another run"}))
     assert '(constraint was "of another run", is null)' in refusal(job, "ids=true")
 
 
-def test_a_setting_that_the_files_version_did_not_have_has_its_default(job, refusal):
+def test_setting_unknown_to_an_older_output_has_its_default(job, refusal):
     job.run("ids=true", "limit=2")
     settings = job.output.with_name(job.output.name + ".settings")
     old = json.loads(settings.read_text())
@@ -290,7 +290,7 @@ def test_a_setting_that_the_files_version_did_not_have_has_its_default(job, refu
 
 
 @pytest.mark.slow
-def test_fewer_ranks_go_on_after_torchruns_restart(job, refusal, monkeypatch):
+def test_fewer_ranks_continue_only_after_a_torchrun_restart(job, refusal, monkeypatch):
     job.run("ids=true", "limit=1")
     settings = job.output.with_name(job.output.name + ".settings")
     settings.write_text(settings.read_text().replace('"gpus": 1', '"gpus": 2'))
@@ -312,28 +312,28 @@ def test_changed_prompts_are_refused(job, refusal):
 
 
 @pytest.mark.slow
-def test_another_model_is_refused(job, refusal, make_model_dir):
+def test_changed_model_is_refused(job, refusal, make_model_dir):
     job.run("ids=true", "limit=1")
     job.model_dir = make_model_dir(seed=1)
     assert "(model was " in refusal(job, "ids=true")
 
 
 @pytest.mark.parametrize("text", ["my notes\n", '{"index": 0}\n', "no newline"])
-def test_a_foreign_file_is_not_touched(job, refusal, text):
+def test_foreign_output_is_refused_and_unchanged(job, refusal, text):
     job.output.write_text(text)
     assert "was not written by lp-generate; choose another output" in refusal(job, "ids=true")
     assert job.output.read_text() == text
     assert sorted(path.name for path in job.output.parent.iterdir()) == ["in.jsonl", "out.jsonl"]
 
 
-def test_the_prompts_are_never_the_output(job, refusal):
+def test_prompts_file_as_output_is_refused(job, refusal):
     job.output = job.source
     before = job.source.read_bytes()
     assert "was not written by lp-generate" in refusal(job, "ids=true")
     assert job.source.read_bytes() == before
 
 
-def test_a_damaged_output_is_not_touched(job, refusal):
+def test_damaged_output_is_refused_and_unchanged(job, refusal):
     job.run("ids=true")
     text = "damaged\n" + job.output.read_text()
     job.output.write_text(text)
@@ -349,7 +349,7 @@ def test_a_damaged_output_is_not_touched(job, refusal):
         ([], "line 6: the prompt is empty"),
     ],
 )
-def test_a_prompt_that_cannot_be_decoded_is_named_before_any_is(job, refusal, prompt, message):
+def test_bad_prompt_is_named_before_any_is_decoded(job, refusal, prompt, message):
     with job.source.open("a") as file:
         file.write(json.dumps({"prompt": prompt}) + "\n")
     assert message in refusal(job, "ids=true")
@@ -363,7 +363,7 @@ def test_progress_is_shown_on_stderr(job, capsys):
     assert "5/5" in err
 
 
-def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
+def test_full_disk_raises_one_error(tmp_path):
     (tmp_path / "out").symlink_to("/dev/full")
     output = OutputFile(tmp_path / "out", {}, None)
     output.resume()
@@ -372,13 +372,13 @@ def test_a_full_disk_loses_nothing_that_was_there(tmp_path):
         output.write({"index": 0})
 
 
-def test_an_output_that_will_not_do_is_refused_before_replicas_start(job, refusal, monkeypatch):
+def test_unwritable_output_is_refused_before_replicas_start(job, refusal, monkeypatch):
     monkeypatch.setattr("lp_runtime.entrypoints.commands.LookaheadRuntime", None)
     job.output.mkdir()
     assert "cannot be written: is a directory" in refusal(job, "ids=true")
 
 
-def test_lines_behind_the_limit_are_not_read(job):
+def test_bad_line_after_the_limit_is_ignored(job):
     with job.source.open("a") as file:
         file.write("not JSON\n")
     job.run("ids=true", "limit=5")
@@ -409,7 +409,7 @@ def test_several_samples_of_greedy_decoding_are_refused(job, refusal):
     )
 
 
-def test_results_go_into_a_pipe_line_by_line(job):
+def test_pipe_as_output_gets_all_results_and_no_settings_file(job):
     """A pipe as the output is not resumed or synced, and gets no settings file.
 
     This is the case of `output=/dev/stdout | cat`.

@@ -45,7 +45,7 @@ def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedPr
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
-def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path, how):
+def test_chat_remembers_undoes_and_resets_turns(chat_dir, tmp_path, how):
     lines = "Write a loop.\n\nAnd a test.\n/undo\nAnd a class.\n/reset\n/help\nWrite a loop.\n/quit\nnever read\n"
     if how == "started":
         result = run_chat(chat_dir, lines, "system=Be brief.", cwd=tmp_path)
@@ -73,7 +73,7 @@ def test_a_conversation_remembers_undoes_and_starts_again(chat_dir, tmp_path, ho
 
 
 @pytest.mark.slow
-def test_a_conversation_that_grows_too_long_says_so_and_goes_on(chat_dir, tmp_path):
+def test_too_long_chat_reports_an_error_and_continues(chat_dir, tmp_path):
     result = run_chat(chat_dir, "x " * 5000 + "\nhello\n", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert "error: the prompt is too long" in result.stderr
@@ -82,7 +82,7 @@ def test_a_conversation_that_grows_too_long_says_so_and_goes_on(chat_dir, tmp_pa
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_the_answer_and_not_the_conversation(chat_dir, tmp_path):
+def test_ctrl_c_stops_the_answer_and_not_the_chat(chat_dir, tmp_path):
     with marked() as mark:
         process = subprocess.Popen(
             [sys.executable, "-c", CHAT, f"model.path={chat_dir}", "max_new_tokens=3000", "gpus=2"],
@@ -104,7 +104,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_conversation(chat_dir, tmp_path):
         mark.assert_gone()
 
 
-def test_a_model_without_a_template_is_refused_before_anything_starts(demo_model_dir, capsys):
+def test_model_without_chat_template_is_refused(demo_model_dir, capsys):
     with pytest.raises(SystemExit) as caught:
         chat_main([f"model.path={demo_model_dir}", "gpus=2"])
     assert caught.value.code == 2
@@ -120,7 +120,7 @@ def test_a_model_without_a_template_is_refused_before_anything_starts(demo_model
         ("max_new_tokens=0", "max_new_tokens=0: must be an integer >= 1"),
     ],
 )
-def test_bad_settings(override, message, capsys):
+def test_bad_settings_are_refused(override, message, capsys):
     with pytest.raises(SystemExit) as caught:
         chat_main([override])
     assert caught.value.code == 2

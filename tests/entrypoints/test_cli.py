@@ -85,7 +85,7 @@ def prompts(tmp_path):
         ("none", (0, 2, 0)),
     ],
 )
-def test_presets(preset, setting):
+def test_preset_sets_w_n_and_g(preset, setting):
     config = lookahead_of(f"lookahead={preset}")
     assert config == LookaheadConfig(*setting, drafter="paper" if preset == "none" else "full")
 
@@ -96,13 +96,13 @@ def test_jacobi_preset_has_a_window_of_two_levels_and_no_guesses():
     assert config.W > 1
 
 
-def test_single_values_override_a_preset_wherever_they_stand():
+def test_single_values_override_a_preset_in_any_order():
     for overrides in (["lookahead=34b", "lookahead.N=3"], ["lookahead.N=3", "lookahead=34b"]):
         config = lookahead_of(*overrides)
         assert (config.W, config.N, config.G) == (7, 3, 7)
 
 
-def test_all_the_contracts_names():
+def test_overrides_set_the_fields_of_generate_config():
     config = load_config(
         GenerateConfig,
         [
@@ -154,13 +154,13 @@ def test_all_the_contracts_names():
         ],
     ),
 )
-def test_a_prompt_is_taken_to_the_letter(text):
+def test_prompt_and_paths_are_kept_verbatim(text):
     assert load_config(GenerateConfig, [f"prompt={text}"]).prompt == text
     assert load_config(GenerateConfig, [f"prompts={text}", "output=o"]).prompts == text
     assert load_config(GenerateConfig, ["prompt=x", f"model.path={text}"]).model.path == text
 
 
-def test_groups_of_ones_own(tmp_path):
+def test_config_dir_adds_a_lookahead_preset(tmp_path):
     (tmp_path / "lookahead").mkdir()
     (tmp_path / "lookahead" / "mine.yaml").write_text("W: 4\nN: 3\nG: 2\n")
     config = load_config(GenerateConfig, ["prompt=x", "lookahead=mine"], config_dir=str(tmp_path)).lookahead
@@ -207,16 +207,16 @@ def test_cfg_prints_the_settings_and_runs_nothing(capsys):
         ("prompt=", "prompt: is empty; it must have at least one character"),
     ],
 )
-def test_bad_settings(refusal, override, message):
+def test_bad_settings_are_refused(refusal, override, message):
     assert refusal("prompt=x", override) == message
 
 
-def test_settings_may_stand_behind_options(capsys):
+def test_settings_are_accepted_after_options(capsys):
     main(["prompt=x", "--cfg", "gpus=2"])
     assert "\ngpus: 2\n" in capsys.readouterr().out
 
 
-def test_of_several_values_of_one_key_the_last_counts_and_is_named(refusal):
+def test_last_value_of_a_repeated_key_is_used_and_named(refusal):
     assert refusal("prompt=x", "gpus=2", "gpus=x") == "gpus=x: must be an integer >= 1"
 
 
@@ -224,7 +224,7 @@ def test_unreadable_value_is_named(refusal):
     assert refusal("prompt=x", "gpus=[").startswith("gpus=[: cannot be read")
 
 
-def test_nothing_to_do(refusal):
+def test_missing_prompt_is_refused(refusal):
     assert refusal() == "prompt and prompts: give one of them (neither given)"
 
 
@@ -232,7 +232,7 @@ def test_nothing_to_do(refusal):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_cuda_without_a_gpu(refusal, tiny_model_dir):
+def test_cuda_without_a_gpu_is_refused(refusal, tiny_model_dir):
     model = f"model.path={tiny_model_dir}"
     message = refusal(model, IDS, "ids=true", "device=cuda")
     assert "device=cuda" in message and "sees 0" in message
@@ -242,7 +242,7 @@ def test_cuda_without_a_gpu(refusal, tiny_model_dir):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("gpus", [1, 2])
 @pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_that_torch_cannot_use(refusal, tiny_model_dir, monkeypatch, tmp_path, device, gpus):
+def test_gpu_that_torch_cannot_use_is_refused(refusal, tiny_model_dir, monkeypatch, tmp_path, device, gpus):
     (tmp_path / "nvidiactl").touch()
     monkeypatch.setattr(devices, "DRIVER_CONTROL", tmp_path / "nvidiactl")
     monkeypatch.setattr(torch.version, "cuda", None)
@@ -251,19 +251,19 @@ def test_a_gpu_that_torch_cannot_use(refusal, tiny_model_dir, monkeypatch, tmp_p
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_more_replicas_than_gpus(refusal, tiny_model_dir):
+def test_more_replicas_than_gpus_are_refused(refusal, tiny_model_dir):
     count = torch.cuda.device_count()
     message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "device=cuda", f"gpus={count + 1}")
     assert message.startswith(f"gpus={count + 1}: this machine has {count}")
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_missing_model_directory(refusal, tmp_path, gpus):
+def test_missing_model_directory_is_refused(refusal, tmp_path, gpus):
     path = tmp_path / "nowhere"
     assert refusal(f"model.path={path}", "prompt=x", f"gpus={gpus}") == f"model.path={path}: no such directory"
 
 
-def test_model_directory_without_config(refusal, tmp_path):
+def test_model_directory_without_config_is_refused(refusal, tmp_path):
     message = refusal(f"model.path={tmp_path}", "prompt=x")
     assert message == f"model.path={tmp_path}: the directory has no config.json"
 
@@ -275,24 +275,24 @@ def model_copy(tiny_model_dir, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": "nonsense"}'])
-def test_broken_config(refusal, model_copy, text):
+def test_broken_model_config_is_refused(refusal, model_copy, text):
     (model_copy / "config.json").write_text(text)
     assert refusal(f"model.path={model_copy}", IDS, "ids=true").startswith(f"model.path={model_copy}: cannot be loaded")
 
 
-def test_missing_weights(refusal, model_copy):
+def test_missing_weights_are_refused(refusal, model_copy):
     (model_copy / "model.safetensors").unlink()
     assert refusal(f"model.path={model_copy}", IDS, "ids=true").startswith(f"model.path={model_copy}: cannot be loaded")
 
 
-def test_truncated_weights(refusal, model_copy):
+def test_truncated_weights_are_refused(refusal, model_copy):
     weights = model_copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: weights.stat().st_size // 2])
     assert refusal(f"model.path={model_copy}", IDS, "ids=true").startswith(f"model.path={model_copy}: cannot be loaded")
 
 
 @pytest.mark.parametrize(("key", "value", "what"), [("num_hidden_layers", 3, "lack"), ("hidden_size", 64, "shape")])
-def test_weights_of_another_shape(refusal, model_copy, key, value, what):
+def test_weights_that_do_not_match_the_config_are_refused(refusal, model_copy, key, value, what):
     config = json.loads((model_copy / "config.json").read_text())
     (model_copy / "config.json").write_text(json.dumps(config | {key: value, "head_dim": None}))
     message = refusal(f"model.path={model_copy}", IDS, "ids=true")
@@ -301,32 +301,32 @@ def test_weights_of_another_shape(refusal, model_copy, key, value, what):
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_at_start_is_named_with_its_error(refusal, model_copy):
+def test_rank_that_fails_at_start_is_named_with_its_error(refusal, model_copy):
     (model_copy / "model.safetensors").write_bytes(b"not weights")
     message = refusal(f"model.path={model_copy}", IDS, "ids=true", "gpus=2")
     assert message.startswith("rank ")
     assert f"failed at start: model.path={model_copy}: cannot be loaded" in message
 
 
-def test_text_for_a_model_without_tokenizer(refusal, tiny_model_dir):
+def test_text_prompt_without_tokenizer_is_refused(refusal, tiny_model_dir):
     assert refusal(f"model.path={tiny_model_dir}", "prompt=x").startswith(
         f"model.path={tiny_model_dir}: no usable tokenizer"
     )
 
 
-def test_ids_out_of_the_vocabulary(refusal, tiny_model_dir):
+def test_ids_outside_the_vocabulary_are_refused(refusal, tiny_model_dir):
     for ids, culprit in (("[1, 64]", "64"), ("[-1]", "-1")):
         message = refusal(f"model.path={tiny_model_dir}", f"prompt={ids}", "ids=true")
         assert message == f"token id {culprit} of the prompt: must be an integer 0 to 63"
 
 
 @pytest.mark.parametrize("value", thinned(3, ["[]", "1 2 3", '["a"]', "[1.5]", "[true]", "{}", "hello"]))
-def test_prompt_that_is_no_list_of_ids(refusal, tiny_model_dir, value):
+def test_prompt_that_is_not_a_list_of_ids_is_refused(refusal, tiny_model_dir, value):
     message = refusal(f"model.path={tiny_model_dir}", f"prompt={value}", "ids=true")
     assert "must be a JSON list of token ids" in message or "the prompt is empty" in message
 
 
-def test_prompt_beyond_the_models_context(refusal, tiny_model_dir):
+def test_prompt_beyond_the_context_is_refused(refusal, tiny_model_dir):
     message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=254")
     assert message == ("the prompt is too long: 3 tokens + max_new_tokens=254 are more than the model's context of 256")
 
@@ -334,14 +334,14 @@ def test_prompt_beyond_the_models_context(refusal, tiny_model_dir):
 # Bad files
 
 
-def test_missing_prompts_file(refusal, tmp_path):
+def test_missing_prompts_file_is_refused(refusal, tmp_path):
     message = refusal(f"prompts={tmp_path}/none.jsonl", f"output={tmp_path}/out.jsonl")
     assert message == f"prompts={tmp_path}/none.jsonl: cannot be read: No such file or directory"
     assert "Is a directory" in refusal(f"prompts={tmp_path}", f"output={tmp_path}/out.jsonl")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
-def test_empty_prompts_file(refusal, prompts, text):
+def test_empty_prompts_file_is_refused(refusal, prompts, text):
     assert refusal(*prompts(text)).endswith("the file has no prompts")
 
 
@@ -359,30 +359,30 @@ def test_empty_prompts_file(refusal, prompts, text):
         ('{"prompt": [1, 2]}', "prompts.jsonl line 3: field 'prompt' must hold text"),
     ],
 )
-def test_bad_line_of_a_prompts_file_is_named(refusal, prompts, tmp_path, line, message):
+def test_bad_line_of_prompts_file_is_named(refusal, prompts, tmp_path, line, message):
     assert message in refusal(*prompts('{"prompt": "a"}\n\n' + line + "\n"))
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_prompts_that_can_be_read_once_only(refusal, tmp_path):
+def test_pipe_as_prompts_file_is_refused(refusal, tmp_path):
     """The file must be readable twice, as the output's settings have a digest of it."""
     os.mkfifo(tmp_path / "pipe")
     message = refusal(f"prompts={tmp_path}/pipe", f"output={tmp_path}/out.jsonl")
     assert message.startswith(f"prompts={tmp_path}/pipe: must be a regular file, which can be read twice")
 
 
-def test_names_that_no_file_can_have(refusal, prompts):
+def test_too_long_file_names_are_refused(refusal, prompts):
     source, _ = prompts('{"prompt": "a"}\n')
     assert refusal(source, f"output={'a' * 300}") == f"output={'a' * 300}: cannot be written: File name too long"
     assert refusal("prompt=x", f"model.path=/{'a' * 300}") == f"model.path=/{'a' * 300}: File name too long"
 
 
-def test_prompts_file_that_is_not_text(refusal, tmp_path):
+def test_binary_prompts_file_is_refused(refusal, tmp_path):
     (tmp_path / "p").write_bytes(b"\xff\xfe\x00")
     assert refusal(f"prompts={tmp_path}/p", "output=o").startswith(f"prompts={tmp_path}/p: cannot be read")
 
 
-def test_output_that_cannot_be_written(refusal, prompts, tiny_model_dir, tmp_path):
+def test_unwritable_output_is_refused(refusal, prompts, tiny_model_dir, tmp_path):
     source, _ = prompts('{"prompt": [1, 2]}\n')
     for output in (tmp_path, tmp_path / "prompts.jsonl" / "out", tmp_path / "nowhere" / "out"):
         message = refusal(f"model.path={tiny_model_dir}", source, f"output={output}", "ids=true", "max_new_tokens=2")
@@ -395,18 +395,18 @@ def test_output_that_cannot_be_written(refusal, prompts, tiny_model_dir, tmp_pat
 # Launchers that cannot start
 
 
-def test_a_variable_of_torchrun_that_is_no_number(refusal, monkeypatch):
+def test_non_numeric_torchrun_variable_is_refused(refusal, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "abc" if name == "WORLD_SIZE" else "1")
     assert refusal("prompt=x", "launcher=torchrun") == "launcher=torchrun: WORLD_SIZE=abc: must be a number"
 
 
-def test_torchrun_launcher_without_torchrun(refusal, tiny_model_dir):
+def test_torchrun_launcher_without_torchrun_is_refused(refusal, tiny_model_dir):
     message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "launcher=torchrun")
     assert message.startswith("launcher=torchrun: RANK is not set; start with 'torchrun")
 
 
-def test_port_that_is_taken(refusal, tiny_model_dir):
+def test_port_in_use_is_refused(refusal, tiny_model_dir):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         overrides = ["gpus=2", "launcher.backend=gloo", f"launcher.port={port}"]
@@ -414,7 +414,7 @@ def test_port_that_is_taken(refusal, tiny_model_dir):
     assert message.startswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
 
 
-def test_port_of_ones_choice(capsys, tiny_model_dir):
+def test_run_succeeds_with_a_given_launcher_port(capsys, tiny_model_dir):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     overrides = ["gpus=2", "launcher.backend=gloo", f"launcher.port={port}"]
@@ -422,13 +422,13 @@ def test_port_of_ones_choice(capsys, tiny_model_dir):
     assert "2 replicas" in capsys.readouterr().err
 
 
-def test_replicas_that_are_not_ready_in_time(refusal, tiny_model_dir):
+def test_start_timeout_names_the_rank_that_is_not_ready(refusal, tiny_model_dir):
     message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "gpus=2", "launcher.start_timeout=0.01")
     assert message == "rank 0 was not ready within launcher.start_timeout=0.01 seconds"
 
 
 @pytest.mark.slow
-def test_unreachable_ray(tiny_model_dir, own_folder):
+def test_unreachable_ray_cluster_is_refused(tiny_model_dir, own_folder):
     pytest.importorskip("ray")
     with marked() as mark:
         arguments = (f"model.path={tiny_model_dir}", IDS, "ids=true", "launcher=ray", "launcher.address=127.0.0.1:1")
@@ -444,14 +444,14 @@ def test_unreachable_ray(tiny_model_dir, own_folder):
 # Whole runs as processes
 
 
-def test_a_refusal_as_a_process(own_folder):
+def test_refusal_exits_with_status_2_and_one_line(own_folder):
     result = run_cli("prompt=x", "lookahead.N=1", cwd=own_folder)
     assert (result.returncode, result.stdout) == (2, "")
     assert result.stderr == "error: lookahead.N=1: must be an integer >= 2\n"
 
 
 @pytest.mark.slow
-def test_a_dead_rank_leaves_nothing_running(own_folder, model_copy):
+def test_rank_that_fails_at_start_leaves_no_process(own_folder, model_copy):
     (model_copy / "model.safetensors").write_bytes(b"not weights")
     with marked() as mark:
         arguments = (f"model.path={model_copy}", IDS, "ids=true", "gpus=3")
@@ -461,7 +461,7 @@ def test_a_dead_rank_leaves_nothing_running(own_folder, model_copy):
         mark.assert_gone()
 
 
-def test_text_on_stdout_and_a_summary_on_stderr(capsys, demo_model_dir):
+def test_text_is_on_stdout_and_summary_on_stderr(capsys, demo_model_dir):
     main([f"model.path={demo_model_dir}", "prompt=def fib(n):", "max_new_tokens=24", "eos=false", "compare=true"])
     out, err = capsys.readouterr()
     assert out.startswith("def fib(n):")
@@ -491,7 +491,7 @@ def test_ctrl_c_ends_every_process(own_folder, endless):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_replicas_start(own_folder, endless):
+def test_ctrl_c_ends_replicas_that_are_starting(own_folder, endless):
     with marked() as mark:
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)
         wait_until(lambda: len(mark.workers()) == 2)
@@ -503,7 +503,7 @@ def test_ctrl_c_while_replicas_start(own_folder, endless):
 
 
 @pytest.mark.slow
-def test_replicas_vanish_with_a_killed_driver(own_folder, endless):
+def test_replicas_end_when_the_driver_is_killed(own_folder, endless):
     with marked() as mark:
         driver = start_cli(*endless, cwd=own_folder, environment=mark.environment)
         read_new_text(driver)
@@ -523,7 +523,7 @@ def read_new_text(driver) -> None:
 
 
 @pytest.mark.slow
-def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_path):
+def test_closed_stdout_ends_the_run_without_a_traceback(tiny_model_dir, tmp_path):
     with marked() as mark:
         process = start_cli(
             f"model.path={tiny_model_dir}",
@@ -541,7 +541,7 @@ def test_a_reader_that_leaves_is_no_reason_for_a_traceback(tiny_model_dir, tmp_p
         mark.assert_gone()
 
 
-def test_a_full_disk_behind_stdout_and_letters_that_it_does_not_have(tmp_path):
+def test_full_disk_and_unencodable_characters_on_stdout_are_handled(tmp_path):
     """A full disk is reported in one line, and characters that stdout cannot encode become question marks."""
     with marked(PYTHONIOENCODING="ascii") as mark, open("/dev/full", "w") as full:
         options = {"cwd": tmp_path, "env": mark.environment, "stderr": subprocess.PIPE, "text": True}
@@ -552,13 +552,13 @@ def test_a_full_disk_behind_stdout_and_letters_that_it_does_not_have(tmp_path):
         assert (done.returncode, done.stderr) == (0, "") and "prompt: d?" in done.stdout
 
 
-def test_ids_of_a_model_without_a_tokenizer_are_shown(capsys, tiny_model_dir):
+def test_ids_are_printed_without_a_tokenizer(capsys, tiny_model_dir):
     main([f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"])
     assert len(capsys.readouterr().out.split()) == 3
 
 
 @pytest.mark.slow
-def test_biases_of_tokens(refusal, capsys, tiny_model_dir):
+def test_logit_bias_is_applied_and_bad_values_are_refused(refusal, capsys, tiny_model_dir):
     biased = [f"model.path={tiny_model_dir}", IDS, "ids=true", "max_new_tokens=3"]
     main([*biased, "sampling.logit_bias={4: 200.0, 5:1}"])
     main([*biased, 'sampling.logit_bias={"4":200}'])
@@ -569,7 +569,7 @@ def test_biases_of_tokens(refusal, capsys, tiny_model_dir):
     assert refusal(*biased, "sampling.logit_bias={64:1}").startswith("token id 64 in sampling.logit_bias: must be")
 
 
-def test_stop_strings(refusal):
+def test_stop_accepts_a_string_or_a_json_list(refusal):
     def stop(value: str) -> list[str]:
         return load_config(GenerateConfig, ["prompt=x", f"stop={value}"]).stop
 
@@ -579,14 +579,14 @@ def test_stop_strings(refusal):
     assert refusal("prompt=x", "stop=") == "stop='': must be strings of at least one character"
 
 
-def test_versions(capsys):
+def test_version_option_prints_the_versions(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
     assert f"lp_runtime {lp_runtime.__version__}, torch {torch.__version__}" in capsys.readouterr().out
 
 
-def test_a_working_directory_that_has_been_deleted(refusal, tmp_path, monkeypatch):
+def test_deleted_working_directory_is_refused(refusal, tmp_path, monkeypatch):
     folder = tmp_path / "deleted"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -595,14 +595,14 @@ def test_a_working_directory_that_has_been_deleted(refusal, tmp_path, monkeypatc
 
 
 @pytest.mark.slow
-def test_compiled_code_that_is_switched_off(own_folder):
+def test_disabled_numba_jit_is_refused(own_folder):
     done = run_cli("prompt=hello", cwd=own_folder, environment=os.environ | {"NUMBA_DISABLE_JIT": "1"})
     assert done.returncode == 2
     assert done.stderr == "error: NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code\n"
 
 
 @pytest.mark.slow
-def test_with_an_empty_cache_a_second_process_compiles_and_none_is_left(own_folder, tiny_model_dir, tmp_path):
+def test_compile_process_runs_only_with_an_empty_cache(own_folder, tiny_model_dir, tmp_path):
     with marked(NUMBA_CACHE_DIR=str(tmp_path / "numba")) as mark:
         driver = start_cli(
             f"model.path={tiny_model_dir}", "ids=true", IDS, cwd=own_folder, environment=mark.environment

@@ -25,7 +25,7 @@ def report(capsys, tiny_model_dir):
     return run
 
 
-def test_a_machine_on_which_all_will_work(report):
+def test_report_has_no_problem_on_a_working_machine(report):
     lines, status = report("device=cpu", "gpus=2")
     assert status == 0 and not any("PROBLEM" in line for line in lines) and len(lines) < 25
     text = "\n".join(lines)
@@ -46,14 +46,14 @@ def test_a_machine_on_which_all_will_work(report):
         ("free_bytes", lambda device: 1, [], "              PROBLEM: weights: 0.0 GiB of 0.0 GiB of free memory"),
     ],
 )
-def test_what_will_not_work_is_named(report, monkeypatch, name, function, overrides, expected):
+def test_report_names_each_problem(report, monkeypatch, name, function, overrides, expected):
     monkeypatch.setattr(doctor, name, function)
     lines, status = report("device=auto", *overrides)
     assert status == 1
     assert [line for line in lines if "PROBLEM" in line and line.startswith(expected)]
 
 
-def test_a_cache_folder_that_cannot_be_written(report, monkeypatch):
+def test_unwritable_cache_folder_is_reported(report, monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     lines, status = report("device=cpu")
     assert status == 1 and any("cannot be written, so its content is computed again" in line for line in lines)

@@ -26,7 +26,7 @@ def converse(monkeypatch, capsys):
     return run
 
 
-def test_a_conversation_with_a_server(converse, tmp_path):
+def test_chat_sends_settings_and_history_without_failed_turns(converse, tmp_path):
     key = tmp_path / "key"
     key.write_text("my-key\n")
     answers: dict[int, list[str] | int] = {0: ["Hel", "lo."], 1: 503, 2: ["Fi", "ne", ""], 3: ["Yes."]}
@@ -51,7 +51,7 @@ def event(**delta: object) -> dict:
     return {"choices": [{"delta": delta}]}
 
 
-def test_reasoning_is_shown_beside_the_answer_and_forgotten(converse):
+def test_reasoning_is_shown_on_stderr_and_not_sent_back(converse):
     answers = [
         [event(reasoning_content="Let me "), event(reasoning_content="see."), "Yes."],
         [event(reasoning="Well."), event(content=None), {"choices": [None, {"delta": None}]}, "No."],
@@ -63,7 +63,7 @@ def test_reasoning_is_shown_beside_the_answer_and_forgotten(converse):
     assert [each["content"] for each in fake.bodies[1]["messages"]] == ["One", "Yes.", "Two"]
 
 
-def test_settings_of_sampling_that_the_api_names_otherwise_or_lacks(converse):
+def test_sampling_settings_are_sent_by_their_api_names(converse):
     with fake_server(lambda number: ["a"]) as (url, fake):
         off = ("sampling.no_repeat_ngram_size=0", "sampling.bad_words_ids=[]", "sampling.typical_p=1")
         converse("One\n", f"url={url}", "sampling.min_new_tokens=3", *off)
@@ -79,17 +79,17 @@ def test_settings_of_sampling_that_the_api_names_otherwise_or_lacks(converse):
         ("typical_p=0.5", "typical_p=0.5"),
     ],
 )
-def test_a_setting_that_no_server_would_get(converse, setting, shown):
+def test_sampling_setting_without_api_field_is_refused(converse, setting, shown):
     status, _, err = converse("One\n", "url=http://127.0.0.1:1", f"sampling.{setting}")
     assert (status, err) == (2, f"error: sampling.{shown}: not with url, as the API has no field for it\n")
 
 
-def test_a_setting_of_the_server(converse):
+def test_server_setting_with_url_is_refused(converse):
     status, _, err = converse("One\n", "url=http://127.0.0.1:1", "dtype=float32")
     assert (status, err) == (2, "error: dtype=float32: not with url; it is a setting of the server\n")
 
 
-def test_a_server_that_is_not_there(converse):
+def test_unreachable_server_is_reported(converse):
     status, _, err = converse("Hi\n", "url=http://127.0.0.1:1")
     assert (status, err) == (2, "error: url=http://127.0.0.1:1: cannot be reached (Connection refused)\n")
     status, _, err = converse("Hi\n", "served_name=x")

@@ -86,7 +86,7 @@ def check_study(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("call", "size"), thinned(5, ["A", "B", "C", "D", "all"], ["", "tiny"]))
-def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
+def test_commands_of_every_part_are_valid(script, call, size, monkeypatch):
     for folder in ("benchmarks", "scripts"):
         monkeypatch.syspath_prepend(ROOT / folder)
     noted, done = script(call, **({"SIZE": size} if size else {}))
@@ -106,7 +106,7 @@ def test_every_part_asks_for_what_there_is(script, call, size, monkeypatch):
 
 
 @pytest.mark.parametrize(("gpus", "replicas"), [(2, ["2"]), (8, ["2", "8"])])
-def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
+def test_parts_run_with_two_and_with_all_gpus(script, gpus, replicas, monkeypatch):
     """Parts run with two replicas and with all, and no number is repeated."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     parts = ("equality", "ranks", "kills", "parallel", "splits", "tensor_parallel")
@@ -123,14 +123,14 @@ def test_parts_for_several_gpus(script, gpus, replicas, monkeypatch):
     assert all(load_config(BenchConfig, each[2:]).gpus == gpus for each in (parallel, splits))
 
 
-def test_a_call_fits_into_nine_minutes():
+def test_time_limits_of_a_call_fit_into_nine_minutes():
     """The time limits of a call's parts add up to at most the limit of the call."""
     for call in "ABCD":
         (parts,) = re.findall(rf"^    {call}\) echo (.*) ;;", SCRIPT.read_text(), re.M)
         assert sum(int(part.split(":")[1]) for part in parts.split()) <= CALL_SECONDS
 
 
-def test_a_part_that_fails_does_not_keep_the_next_from_running(tmp_path):
+def test_next_part_runs_after_a_failed_part(tmp_path):
     python = tmp_path / "python"
     python.write_text(
         """#!/bin/sh
@@ -153,7 +153,7 @@ esac
     assert len(list((tmp_path / "out").iterdir())) == 2  # the device machine returns at most eight files
 
 
-def test_a_part_that_takes_too_long_is_ended(tmp_path):
+def test_part_is_killed_after_its_time_limit(tmp_path):
     """A part is ended with all processes that it started; a copy of the script limits it to one second."""
     folder = tmp_path / "scripts"
     folder.mkdir()
@@ -176,14 +176,14 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path):
         ((), "scripts/gpu.sh OUT A"),
     ],
 )
-def test_calls_that_there_are_not(script, arguments, says):
+def test_unknown_calls_and_parts_are_refused(script, arguments, says):
     _, done = script(*arguments)
     assert done.returncode == 2 and says in done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="the simulated GPU needs g++")
-def test_tests_for_a_gpu_pass_on_a_simulated_one():
+def test_gpu_tests_pass_on_a_simulated_gpu():
     """A few GPU tests pass on a simulated GPU.
 
     Nothing else runs them on a machine without a GPU, and call A ends its tests at the first failure.

@@ -29,7 +29,7 @@ def script():
     sys.modules.pop("release_notes")
 
 
-def test_the_notes_are_the_section_of_the_version(script):
+def test_release_notes_are_the_changelog_section(script):
     assert script.notes_of("0.2.0", CHANGELOG, SOURCE.format("0.2.0")) == "### Added\n\n- One."
 
 
@@ -41,17 +41,17 @@ def test_the_notes_are_the_section_of_the_version(script):
         ("0.3.0", "0.3.0", "needs a line '## [0.3.0] - YYYY-MM-DD'"),
     ],
 )
-def test_what_cannot_be_released(script, version, of_package, message):
+def test_wrong_or_undated_version_is_refused(script, version, of_package, message):
     with pytest.raises(SystemExit, match=re.escape(message)):
         script.notes_of(version, CHANGELOG, SOURCE.format(of_package))
 
 
-def test_the_changelog_begins_with_this_version():
+def test_changelog_begins_with_the_package_version():
     first = re.search(r"^## \[(.*)\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
     assert first[1] == lp_runtime.__version__
 
 
-def test_ci_tries_every_python_and_the_oldest_versions():
+def test_ci_tests_every_python_and_the_oldest_versions():
     pythons = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python ::" in each]
     assert CI["tests"]["strategy"]["matrix"]["python"] == pythons
     oldest = dict(re.findall(r"(\w+)==([\d.]+)", CI["versions"]["strategy"]["matrix"]["include"][0]["versions"]))
@@ -59,13 +59,13 @@ def test_ci_tries_every_python_and_the_oldest_versions():
     assert oldest == {name: f"{bound}.0" for name, bound in bounds.items()}
 
 
-def test_scripts_that_workflows_run_are_there():
+def test_scripts_named_in_workflows_exist():
     text = "".join(path.read_text() for path in (ROOT / ".github" / "workflows").glob("*.yml"))
     named = set(re.findall(r"\b(?:scripts|examples|tests)/[\w/.-]+", text))
     assert len(named) > 5 and all((ROOT / name).exists() for name in named)
 
 
-def test_the_lock_has_the_tested_versions():
+def test_lock_file_has_the_tested_versions():
     pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.lock").read_text(), re.M))
     tested = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
     assert len(pinned) > 50

@@ -22,7 +22,7 @@ def test_every_fault_can_be_applied_and_has_tests():
     assert all(fault.tests and fault.old != fault.new for fault in FAULTS)
 
 
-def test_a_fault_that_is_out_of_date_is_named():
+def test_outdated_fault_is_named():
     fault = FAULTS[0]
     for stale in (
         replace(fault, old="no such text"),

