@@ -20,7 +20,7 @@ from lp_runtime.utils.jit import cache_root
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir must not affect later tests
 
 # Files that take a minute or more. They start first, so that no worker ends a run alone with one of them.
-LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py", "test_cli.py")
+LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py")
 
 gc.disable()
 hypothesis.settings.register_profile("untimed", deadline=None)  # a busy machine breaks any deadline
