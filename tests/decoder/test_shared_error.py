@@ -38,7 +38,7 @@ class Fails(LogitsProcessor):
         return scores
 
 
-def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
+def errors_on_rank(group: Group) -> list[tuple[type[LookaheadError], str]]:
     """Return the errors that a rank learns of if some of the ranks have one."""
     found = []
     for errors in ({2: RequestError("a" * 5000)}, {1: ConfigError("one"), 2: ConfigError("two")}, {0: OwnError("é")}):
@@ -50,7 +50,7 @@ def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_all_replicas_get_error_of_first_failing_rank(backend):
     expected = [(RequestError, "a" * 5000), (ConfigError, "one"), (RequestError, "é")]
-    assert run_ranks(told, 3, backend=backend) == [expected] * 3
+    assert run_ranks(errors_on_rank, 3, backend=backend) == [expected] * 3
 
 
 def decoded(group: Group, folder: str) -> list[object]:

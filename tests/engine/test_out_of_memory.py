@@ -71,7 +71,9 @@ FAULTS = {
 }
 
 
-def met(model: ModelRunner, engine: Engine, name: str, fails_here: bool = True) -> tuple[list[int], str, list[int]]:
+def run_into_fault(
+    model: ModelRunner, engine: Engine, name: str, fails_here: bool = True
+) -> tuple[list[int], str, list[int]]:
     """Return (tokens before a fault, message of the error, tokens of the next request)."""
     request, owner, method, number = FAULTS[name]
     model.free_memory()  # cached tokens would not be fed in chunks
@@ -95,7 +97,7 @@ def expected(model) -> list[int]:
 @pytest.mark.parametrize("name", FAULTS)
 def test_out_of_memory_ends_request_and_next_one_succeeds(model, expected, name):
     engine = engine_of(model)
-    tokens, message, rest = met(model, engine, name)
+    tokens, message, rest = run_into_fault(model, engine, name)
     assert tokens == expected[: len(tokens)] and rest == expected
     assert message.startswith(f"not enough memory on cpu for this request: a prompt of 19 tokens and {len(tokens)} new")
     assert not engine.draft_pool.num_in_use
@@ -210,7 +212,7 @@ def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
     model = load()
     model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, 4096)
     engine = engine_of(model, group)
-    return [met(model, engine, name, who == "all" or group.rank == group.size - 1) for name in FAULTS]
+    return [run_into_fault(model, engine, name, who == "all" or group.rank == group.size - 1) for name in FAULTS]
 
 
 @pytest.mark.parametrize(
