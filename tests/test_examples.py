@@ -20,7 +20,7 @@ PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
 
 
 @pytest.mark.parametrize(("W", "N", "G"), [(5, 3, 5), (7, 5, 7), (1, 2, 1), (15, 5, 15)])
-def test_lookahead_in_150_lines_takes_the_steps_of_the_engine(tiny_model_dir, W, N, G):
+def test_lookahead_in_150_lines_takes_same_steps_as_engine(tiny_model_dir, W, N, G):
     example = load_example("lookahead_in_150_lines")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     forward = example.make_forward(model)
@@ -33,29 +33,29 @@ def test_lookahead_in_150_lines_takes_the_steps_of_the_engine(tiny_model_dir, W,
             assert (tokens, lookahead.num_steps) == (generation.token_ids, generation.steps)
 
 
-def test_minimal(capsys):
+def test_minimal_example_reports_64_tokens(capsys):
     load_example("minimal").main(1)
     assert "64 tokens in " in capsys.readouterr().err
 
 
-def test_lookahead_in_150_lines_on_the_demo_model(capsys):
+def test_lookahead_in_150_lines_reports_64_tokens_of_demo_model(capsys):
     runpy.run_path(str(EXAMPLES / "lookahead_in_150_lines.py"), run_name="__main__")
     assert "64 tokens in " in capsys.readouterr().out
 
 
-def test_streaming(capsys):
+def test_streaming_example_prints_all_prompts_and_cancels_one(capsys):
     example = load_example("streaming")
     example.main()
     out = capsys.readouterr().out
     assert all(prompt in out for prompt in example.PROMPTS) and out.count("(cancelled)") == 1
 
 
-def test_drop_in(capsys, demo_model_dir):
+def test_drop_in_example_reports_same_tokens_as_generate(capsys, demo_model_dir):
     load_example("drop_in").main(str(demo_model_dir))
     assert "the same tokens: yes" in capsys.readouterr().err
 
 
-def test_structured_output(capsys):
+def test_structured_output_example_follows_schema_and_choice(capsys):
     example = load_example("structured_output")
     example.main()
     in_json, word = capsys.readouterr().out.splitlines()
@@ -63,14 +63,14 @@ def test_structured_output(capsys):
     assert word in ("yes", "no")
 
 
-def test_server_client(capsys, demo_model_dir):
+def test_server_client_example_reports_tokens_and_statistics(capsys, demo_model_dir):
     with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
         load_example("server_client").main(url)
     err = capsys.readouterr().err
     assert "48 tokens" in err and "'mean_acceptance_length': " in err
 
 
-def test_batch_with_resume(capsys, tmp_path):
+def test_batch_with_resume_example_completes_truncated_output(capsys, tmp_path):
     example, prompts, output = load_example("batch_with_resume"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def f(", "class A", "import ")))
     example.main(prompts, output)
@@ -83,7 +83,7 @@ def test_batch_with_resume(capsys, tmp_path):
     assert capsys.readouterr().err.count("2 of 3 prompts to decode") == 1
 
 
-def test_every_example_is_run():
+def test_every_example_is_tested():
     """Examples of launchers are run in tests/launchers/test_torchrun.py and test_ray_launcher.py."""
     tests = Path(__file__).parent
     files = (Path(__file__), tests / "launchers" / "test_torchrun.py", tests / "launchers" / "test_ray_launcher.py")

@@ -102,12 +102,12 @@ def complexity(function: ast.AST) -> int:
     return total
 
 
-def test_a_file_is_short_enough_to_read():
+def test_files_are_short():
     lengths = {name: len((PACKAGE / name).read_text().splitlines()) for name in NAMES}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
 
 
-def test_functions_are_simple():
+def test_functions_have_low_complexity():
     assert not [
         f"{name}: {node.name} has complexity {number}"
         for name in NAMES
@@ -116,7 +116,7 @@ def test_functions_are_simple():
     ]
 
 
-def test_attributes_are_set_in_init_first():
+def test_attributes_are_first_set_in_init():
     # Cache layers are allocated lazily, as the protocol of transformers requires.
     findings = []
     for name, kind in all_classes():
@@ -129,7 +129,7 @@ def test_attributes_are_set_in_init_first():
     assert not findings
 
 
-def test_classes_are_small():
+def test_classes_set_few_attributes():
     findings = []
     for name, kind in all_classes():
         init = [node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"]
@@ -138,7 +138,7 @@ def test_classes_are_small():
     assert not findings
 
 
-def test_nobody_reads_anothers_private_names():
+def test_private_names_of_other_objects_are_not_read():
     findings = [finding for name in NAMES for finding in private_reads(name)]
     assert not findings
 
@@ -188,7 +188,7 @@ def assigned_attributes(node: ast.AST) -> int:
     )
 
 
-def test_a_statement_assigns_two_attributes_at_most():
+def test_statements_assign_at_most_two_attributes():
     findings = [
         f"{name}:{node.lineno}"
         for name, tree in TREES.items()

@@ -62,7 +62,7 @@ def tiny(tiny_model_dir):
         yield runtime
 
 
-def test_generate(runtime, single):
+def test_generate_matches_decoding_one_token_per_step(runtime, single):
     out = runtime.generate(PROMPT, max_new_tokens=40, eos=False)
     assert out.num_tokens == len(out.token_ids) == 40
     assert out.finish_reason == "length"
@@ -75,7 +75,7 @@ def test_generate(runtime, single):
     assert plain.steps == 40
 
 
-def test_settings_of_one_request(runtime):
+def test_lookahead_settings_of_request_change_neither_output_nor_defaults(runtime):
     default = runtime.generate(PROMPT, max_new_tokens=24, eos=False)
     outs = [
         runtime.generate(PROMPT, max_new_tokens=24, eos=False, lookahead=LookaheadConfig(*setting, drafter=drafter))
@@ -87,14 +87,14 @@ def test_settings_of_one_request(runtime):
     assert runtime.generate(PROMPT, max_new_tokens=24, eos=False).steps == default.steps
 
 
-def test_text_and_its_ids_are_the_same_prompt(runtime):
+def test_text_prompt_and_its_token_ids_give_same_output(runtime):
     text = runtime.generate(PROMPT, max_new_tokens=8, eos=False)
     ids = runtime.generate(runtime.tokenizer(PROMPT).input_ids, max_new_tokens=8, eos=False)
     assert (ids.token_ids, ids.text) == (text.token_ids, text.text)
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, "s = 'größer 数 🎉", IDS])
-def test_deltas_add_up(runtime, prompt):
+def test_deltas_add_up_to_output_of_generate(runtime, prompt):
     stream = runtime.stream(prompt, max_new_tokens=32, eos=False)
     assert stream.generation is None
     deltas = list(stream)
@@ -107,12 +107,12 @@ def test_deltas_add_up(runtime, prompt):
     assert len([delta for delta in deltas if delta.token_ids]) == whole.steps
 
 
-def test_smallest_request(runtime):
+def test_request_for_one_token_takes_one_step(runtime):
     out = runtime.generate(PROMPT, max_new_tokens=1)
     assert (out.num_tokens, out.steps, out.step_tokens) == (1, 1, 0.0)
 
 
-def test_a_stream_closed_early_leaves_no_trace(runtime):
+def test_stream_closed_early_does_not_affect_next_request(runtime):
     whole = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
     for num_deltas in (1, 2, 3):
         stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
@@ -125,13 +125,13 @@ def test_a_stream_closed_early_leaves_no_trace(runtime):
         assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
 
 
-def test_a_stream_never_begun_costs_nothing(runtime):
+def test_stream_never_iterated_does_not_block_other_requests(runtime):
     stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
     assert runtime.generate(PROMPT, max_new_tokens=4, eos=False).num_tokens == 4
     stream.close()
 
 
-def test_one_request_at_a_time(runtime):
+def test_second_request_during_stream_is_refused(runtime):
     whole = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
     stream = runtime.stream(PROMPT, max_new_tokens=16, eos=False)
     seen = list(next(stream).token_ids)
@@ -141,7 +141,7 @@ def test_one_request_at_a_time(runtime):
     assert seen == whole.token_ids
 
 
-def test_eos(runtime, make_eos_runtime):
+def test_eos_token_ends_output_unless_eos_is_false(runtime, make_eos_runtime):
     free = runtime.generate(IDS, max_new_tokens=24, eos=False)
     eos = free.token_ids[11]
     where = free.token_ids.index(eos)
@@ -184,7 +184,7 @@ def make_eos_runtime(demo_model_dir, tmp_path):
         ),
     ],
 )
-def test_requests_that_cannot_be_served(tiny, prompt, max_new_tokens, message):
+def test_invalid_requests_are_refused(tiny, prompt, max_new_tokens, message):
     for call in (tiny.generate, tiny.stream):
         with pytest.raises((RequestError, ConfigError)) as caught:
             call(prompt, max_new_tokens)
@@ -193,23 +193,23 @@ def test_requests_that_cannot_be_served(tiny, prompt, max_new_tokens, message):
     assert tiny.generate([1], 4).num_tokens == 4
 
 
-def test_empty_text(single):
+def test_empty_text_prompt_is_refused(single):
     with pytest.raises(RequestError, match="the prompt is empty"):
         single.generate("", 4)
 
 
-def test_a_request_that_just_fits(tiny):
+def test_request_that_fills_context_is_accepted(tiny):
     assert tiny.generate([1] * 246, 10).num_tokens == 10
 
 
-def test_ids_need_no_tokenizer(tiny):
+def test_token_id_prompt_needs_no_tokenizer(tiny):
     out = tiny.generate(IDS, max_new_tokens=6)
     assert (out.num_tokens, out.text) == (6, "")
     with pytest.raises(ModelError, match="no usable tokenizer"):
         tiny.generate("text")
 
 
-def test_settings_are_checked(tmp_path):
+def test_invalid_runtime_settings_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="config: must be given without other arguments"):
         LookaheadRuntime(gpus=2, config=RuntimeConfig())
     with pytest.raises(ConfigError, match="gpus=0: must be an integer >= 1"):
@@ -221,7 +221,7 @@ def test_settings_are_checked(tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_closing_in_the_middle_of_a_stream(tiny_model_dir, gpus, capfd):
+def test_runtime_closed_during_stream_refuses_requests(tiny_model_dir, gpus, capfd):
     runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus)
     stream = runtime.stream(IDS, max_new_tokens=200)
     next(stream)
@@ -233,7 +233,7 @@ def test_closing_in_the_middle_of_a_stream(tiny_model_dir, gpus, capfd):
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_close_frees_the_model(tiny_model_dir):
+def test_close_frees_model(tiny_model_dir):
     def models() -> set[int]:
         return {id(each) for each in gc.get_objects() if issubclass(type(each), PreTrainedModel)}
 
@@ -246,7 +246,7 @@ def test_close_frees_the_model(tiny_model_dir):
     assert loaded and not any(reference() for reference in loaded)
 
 
-def test_close_ends_the_replicas(tiny_model_dir):
+def test_close_ends_replica_processes(tiny_model_dir):
     before = own_replicas()
     runtime = LookaheadRuntime(str(tiny_model_dir), gpus=2)
     assert len(own_replicas()) == len(before) + 2
@@ -254,7 +254,7 @@ def test_close_ends_the_replicas(tiny_model_dir):
     assert own_replicas() == before
 
 
-def test_replicas_share_the_tokens_of_a_step(runtime, single):
+def test_replicas_share_step_tokens(runtime, single):
     alone = single.generate(PROMPT, max_new_tokens=16, eos=False, lookahead=runtime.config.lookahead)
     shared = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
     assert shared.steps == alone.steps
@@ -264,17 +264,17 @@ def test_replicas_share_the_tokens_of_a_step(runtime, single):
         assert shared.step_tokens < 0.75 * alone.step_tokens
 
 
-def test_text_that_is_no_unicode(runtime):
+def test_prompt_with_invalid_unicode_is_refused(runtime):
     with pytest.raises(RequestError, match="the prompt is not valid Unicode at character 4: surrogates not allowed"):
         runtime.generate("def \ud800")
 
 
-def test_a_model_given_as_a_path(tiny_model_dir):
+def test_model_path_may_be_path_object(tiny_model_dir):
     with LookaheadRuntime(Path(tiny_model_dir), device="cpu") as runtime:
         assert runtime.generate([1], 2).num_tokens == 2
 
 
-def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_dir, monkeypatch):
+def test_unexpected_error_is_one_line_and_runtime_stays_usable(tiny_model_dir, monkeypatch):
     with LookaheadRuntime(tiny_model_dir, device="cpu") as runtime:
         for error, shown in ((RuntimeError("no\nmemory"), ReplicaError), (KeyboardInterrupt(), KeyboardInterrupt)):
             with monkeypatch.context() as patch:
@@ -285,7 +285,7 @@ def test_what_nobody_foresaw_is_one_line_and_one_process_outlives_it(tiny_model_
         assert runtime.generate([1], 4).num_tokens == 4
 
 
-def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
+def test_keyboard_interrupt_ends_request_but_not_replicas(tiny_model_dir):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
         expected = runtime.generate([1], 200).token_ids
@@ -304,7 +304,7 @@ def test_an_interrupt_ends_the_request_and_not_the_replicas(tiny_model_dir):
 @pytest.mark.parametrize(
     "sampling", [None, pytest.param(SamplingConfig(temperature=1.0, seed=3), marks=pytest.mark.slow)]
 )
-def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
+def test_stop_string_ends_text_and_tokens(runtime, sampling):
     """Text after a stop string is dropped, whether it spans tokens or ends inside a token or step output."""
     everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
     decode = runtime.tokenizer.decode
@@ -321,7 +321,7 @@ def test_a_stop_string_ends_the_text_and_the_tokens(runtime, sampling):
     assert runtime.generate(PROMPT, 60, eos=False, sampling=sampling, stop=["never there"]).text == everything.text
 
 
-def test_log_probabilities_and_deltas(runtime):
+def test_logprobs_of_deltas_match_generation(runtime):
     stream = runtime.stream(PROMPT, 20, eos=False, logprobs=True)
     deltas = list(stream)
     assert [value for delta in deltas for value in delta.logprobs or ()] == stream.generation.logprobs
@@ -330,7 +330,7 @@ def test_log_probabilities_and_deltas(runtime):
     assert runtime.generate(PROMPT, 4).logprobs is None
 
 
-def test_samples_of_one_seed(runtime):
+def test_samples_of_one_seed_differ_and_are_reproducible(runtime):
     sampling = SamplingConfig(temperature=1.5)
     outs = runtime.samples(PROMPT, 3, 12, sampling=sampling, eos=False)
     assert len({tuple(out.token_ids) for out in outs}) == 3
@@ -342,7 +342,7 @@ def test_samples_of_one_seed(runtime):
     assert runtime.generate(PROMPT, 4).seed is None
 
 
-def test_a_long_copy_takes_whole_steps(single):
+def test_step_of_64_tokens_commits_64_tokens_of_copied_text(single):
     """A lone replica does not re-feed accepted tokens of a copied text, so a step of 64 tokens commits 64."""
     lookahead = LookaheadConfig(tokens=64, prior="none", draft_tables="request")
     text = single.generate("def f(x):\n", 300, eos=False)
@@ -364,7 +364,7 @@ def test_a_long_copy_takes_whole_steps(single):
         ({"messages": [{"role": "user", "content": "x"}]}, "prompt and messages: give one of them"),
     ],
 )
-def test_options_that_will_not_do(runtime, options, message):
+def test_invalid_options_are_refused(runtime, options, message):
     with pytest.raises(ValueError, match=message):
         runtime.generate(PROMPT, 4, **options)
 
@@ -380,7 +380,7 @@ def chat_dir(demo_model_dir, tmp_path_factory):
     return folder
 
 
-def test_messages(chat_dir, runtime):
+def test_messages_are_rendered_with_chat_template(chat_dir, runtime):
     messages = [{"role": "user", "content": "Write a loop."}]
     with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as chatty:
         out = chatty.generate(messages=messages, max_new_tokens=16)
@@ -399,7 +399,7 @@ CALLING_TEMPLATE = (
 )
 
 
-def test_an_answer_is_parsed_as_a_message(demo_model_dir, tmp_path):
+def test_answer_is_parsed_into_message(demo_model_dir, tmp_path):
     folder = shutil.copytree(demo_model_dir, tmp_path / "model")
     (folder / "chat_template.jinja").write_text(CALLING_TEMPLATE)
     call = '<tool_call>\n{"name": "get", "arguments": {"n": 7}}\n</tool_call>'
@@ -428,7 +428,7 @@ def test_an_answer_is_parsed_as_a_message(demo_model_dir, tmp_path):
         assert chatty.generate("x", 1).message is None
 
 
-def test_the_models_own_settings_apply(demo_model_dir, tmp_path):
+def test_generation_config_of_model_applies(demo_model_dir, tmp_path):
     folder = shutil.copytree(demo_model_dir, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 7, "stop_strings": ["zq"]}
@@ -451,7 +451,7 @@ def raiser(error: BaseException):
 
 
 @pytest.mark.slow
-def test_a_profile_is_written_and_shown(tmp_path, capfd):
+def test_profile_is_written_and_summary_is_printed(tmp_path, capfd):
     """Profiling writes a trace per replica and shows where a step's time went; the output is the same."""
     settings = {"lookahead": LookaheadConfig(W=4, N=3, G=4, prior="none"), "model": ModelConfig(), "gpus": 1}
     config = RuntimeConfig(device="cpu", dtype="float32", **settings)
@@ -468,14 +468,14 @@ def test_a_profile_is_written_and_shown(tmp_path, capfd):
     assert "a step after the prefill" in shown
 
 
-def test_a_profile_that_cannot_be_written_is_refused(tmp_path):
+def test_unwritable_profile_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     config = RuntimeConfig(profile=True, profile_dir=str(tmp_path / "file"))
     with pytest.raises(ConfigError, match="profile_dir="):
         LookaheadRuntime.from_config(config)
 
 
-def test_a_request_that_does_not_fit_into_memory_is_refused(single):
+def test_request_larger_than_cache_capacity_is_refused(single):
     assert single.info.cache_bytes_per_token > 0
     info = replace(single.info, capacity=20, cache_bytes_per_token=1 << 28)
     builder = RequestBuilder(single.config, info, lambda: single.tokenizer, single.compiler)

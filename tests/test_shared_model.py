@@ -20,13 +20,13 @@ def model():
 
 
 @pytest.mark.slow
-def test_four_threads_on_one_model(model):
+def test_four_threads_on_one_model_get_correct_tokens(model):
     before = state_of(model)
     assert run_threads(model, 60) == (0, [])
     assert state_of(model) == before
 
 
-def test_dropout_of_a_model_in_train_mode_is_not_seen(random_model):
+def test_dropout_is_off_for_model_in_train_mode(random_model):
     model = random_model(attention_dropout=0.5, initializer_range=0.3)
     expected = call(model, "fast", PROMPT)
     model.train()
@@ -36,7 +36,7 @@ def test_dropout_of_a_model_in_train_mode_is_not_seen(random_model):
 
 
 @pytest.mark.parametrize("kind", ["fast", "strict"])
-def test_interrupts_leave_the_model_as_found(model, kind):
+def test_interrupts_leave_model_unchanged(model, kind):
     expected = call(model, kind, PROMPT)
     num_calls = num_calls_of(lambda: call(model, kind, PROMPT))
     before, rng, num_interrupted = state_of(model), random.Random(1), 0
@@ -47,7 +47,7 @@ def test_interrupts_leave_the_model_as_found(model, kind):
     assert call(model, kind, PROMPT) == expected
 
 
-def test_a_view_shares_weights_and_nothing_else(model):
+def test_view_shares_only_weights_with_model(model):
     view = view_of(model, "eager")
     assert all(a is b for a, b in zip(view.parameters(), model.parameters(), strict=True))
     assert not {id(module) for module in view.modules()} & {id(module) for module in model.modules()}
@@ -60,7 +60,7 @@ def test_a_view_shares_weights_and_nothing_else(model):
     assert not view(torch.tensor([PROMPT])).logits.any()
 
 
-def test_a_view_of_a_model_whose_forward_was_replaced(model):
+def test_view_rebinds_replaced_forward_and_unwraps_compiled_one(model):
     """A view handles the replacements by accelerate (a partial) and by torch.compile (a wrapper)."""
     layer = model.model.layers[0]
     calls = []

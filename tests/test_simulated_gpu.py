@@ -184,7 +184,7 @@ def check(
 
 
 @pytest.mark.slow
-def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypatch):
+def test_slot_growth_between_captured_passes_keeps_output(gpu, model, expected, monkeypatch):
     """The pass after a slot has grown writes to the new addresses, and nothing waits for the copy."""
     growths: list[int] = []
     grow = TreeCache.grow
@@ -204,13 +204,13 @@ def test_a_slot_grows_between_two_captured_passes(gpu, model, expected, monkeypa
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in SMOKE else pytest.mark.slow) for name in REQUESTS]
 )
-def test_one_wait_a_step(gpu, model, expected, name):
+def test_host_waits_once_per_step(gpu, model, expected, name):
     assert model.graphs.capture
     loop = Engine(model, Group.alone(CUDA)) if name == "greedy" else loop_of(model)
     check(counts_of(gpu, loop, REQUESTS[name]), expected[name], name)
 
 
-def test_masks_are_filled_while_the_pass_runs(gpu, model):
+def test_constraint_masks_are_filled_while_pass_runs(gpu, model):
     """Masks of a constraint are filled after the launch of the step's pass and before the host waits."""
     grammars = Grammars(lambda: load_tokenizer(ModelConfig()), model.vocabulary_size, eos_token_ids(model.model))
     schema = {"type": "array", "items": {"type": "string", "maxLength": 6}, "minItems": 4, "maxItems": 4}
@@ -235,7 +235,7 @@ def test_masks_are_filled_while_the_pass_runs(gpu, model):
 
 
 @pytest.mark.slow
-def test_one_wait_a_step_without_captured_passes(gpu, expected):
+def test_host_waits_once_per_step_without_captured_passes(gpu, expected):
     model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
     assert model.graphs is None
     for name in FEW:
@@ -244,7 +244,7 @@ def test_one_wait_a_step_without_captured_passes(gpu, expected):
 
 
 @pytest.mark.slow
-def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
+def test_reason_for_uncaptured_passes_is_reported(gpu, tmp_path, capsys):
     """lp-generate, lp-bench and the server's /health show why passes are not captured."""
     prompts, options = tmp_path / "prompts.jsonl", {"compile": "off", "dtype": "float32", "cache_dir": None}
     prompts.write_text('{"text": "def f():"}')
@@ -261,7 +261,7 @@ def test_why_passes_are_not_captured_is_shown(gpu, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
+def test_kernel_failure_is_reason_for_uncaptured_passes(gpu, monkeypatch):
     def fail(states):
         raise RuntimeError("Failed to find C compiler.")
 
@@ -275,7 +275,7 @@ def test_kernels_that_do_not_run_are_the_reason(gpu, monkeypatch):
 
 
 @pytest.mark.slow
-def test_strict_passes(gpu, expected, monkeypatch):
+def test_strict_passes_of_any_size_replay_one_graph(gpu, expected, monkeypatch):
     """One graph serves batches and trees of any size; a tree larger than a pass takes several replays."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
@@ -309,7 +309,7 @@ def test_strict_passes(gpu, expected, monkeypatch):
         ("sampled", {"copy_": 2, "graph": 1, "find_cut": 1, "sample_and_pack": 1}),  # and the noise's positions
     ],
 )
-def test_launches_of_a_step(gpu, model, expected, name, launches):
+def test_captured_step_launches_only_copies_graph_and_sampling(gpu, model, expected, name, launches):
     """A step of a captured size launches nothing else; `sample_and_pack` is two launches on a real GPU."""
     loop, counts = loop_of(model), []
     loop.prepare(REQUESTS[name].lookahead)
@@ -324,7 +324,7 @@ def test_launches_of_a_step(gpu, model, expected, name, launches):
 @pytest.mark.parametrize(
     ("dtype", "kernel"), [pytest.param("float32", "efficient", marks=pytest.mark.slow), ("bfloat16", "flash")]
 )
-def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kernel):
+def test_prompt_chunks_are_attended_without_mask(gpu, dtype, kernel):
     """A layer makes one call for the first chunk, then two per chunk: the prefix, and the chunk, causally."""
     chunked, whole = (
         ready_model(RuntimeConfig(dtype=dtype, compile="off", model=ModelConfig(prefill_chunk=chunk)), CUDA)[0]
@@ -346,7 +346,7 @@ def test_every_chunk_of_a_prompt_is_attended_to_without_a_mask(gpu, dtype, kerne
 
 
 @pytest.mark.slow
-def test_requests_together(gpu, model, expected):
+def test_batched_requests_wait_only_for_exchange_and_keep_outputs(gpu, model, expected):
     assert model.supports_batching
     arrivals = {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())}
     loop = loop_of(model)
@@ -370,7 +370,7 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
 @pytest.mark.parametrize(
     "backend, device, place", [("shared", CPU, "group.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
 )
-def test_ranks_exchange(expected, backend, device, place):
+def test_ranks_exchange_results_with_one_wait_per_step(expected, backend, device, place):
     """Ranks exchange over the host, or on the device: gloo receives GPU tensors, as NCCL would."""
     for found in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
@@ -379,7 +379,7 @@ def test_ranks_exchange(expected, backend, device, place):
 
 
 @pytest.mark.slow
-def test_a_booked_gpu_is_shared_with_nobody(gpu):
+def test_replica_that_owns_gpu_uses_all_its_memory(gpu):
     """One of eight replicas on a machine uses all memory of a GPU that only it sees, as booked by Ray."""
     config = RuntimeConfig(dtype="float32", compile="off")
     alone, booked, sharing = (
@@ -391,7 +391,7 @@ def test_a_booked_gpu_is_shared_with_nobody(gpu):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_cores", [1, 2])
-def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypatch):
+def test_gpu_wait_uses_blocking_event_if_cores_are_few(gpu, num_cores, monkeypatch):
     options: list[dict] = []
     monkeypatch.setattr(devices, "num_cores", lambda: num_cores)
     monkeypatch.setattr(torch.cuda, "Event", lambda **given: options.append(given) or Event(**given))
@@ -403,7 +403,7 @@ def test_a_wait_for_the_gpu_sleeps_where_cores_are_few(gpu, num_cores, monkeypat
 
 
 @pytest.mark.parametrize("place", ["load_model", "pack_fastest", "check_runner"])
-def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
+def test_out_of_memory_at_start_reports_free_memory(gpu, place, monkeypatch):
     """Out of memory while weights load, layers change or passes are captured: one line says what was free."""
 
     def full(*args, **options):
@@ -419,7 +419,7 @@ def test_a_gpu_that_others_have_filled(gpu, place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
+def test_all_sizes_are_compiled_before_replicas_form_group(gpu, monkeypatch):
     """Sizes compile before replicas meet: one takes a minute or more, and a waiting peer would give up."""
     sizes: list[int] = []
 
@@ -455,17 +455,17 @@ def test_nothing_is_compiled_once_replicas_have_met(gpu, monkeypatch):
         lambda here, there: torch.tensor(here.numpy(), pin_memory=True),
     ],
 )
-def test_what_is_refused(gpu, mix):
+def test_mixing_host_and_device_is_refused(gpu, mix):
     with pytest.raises((RuntimeError, TypeError)):
         mix(torch.ones(3), torch.ones(3, device=CUDA))
 
 
-def test_numbers_of_the_host_are_taken(gpu):
+def test_host_scalars_may_be_mixed_with_device_tensors(gpu):
     there = torch.ones(3, device=CUDA)
     assert (there + torch.tensor(2.0)).tolist() == [3.0] * 3  # tensors of one number may be on the host
 
 
-def test_what_is_copied_is_there_once_it_was_waited_for(gpu):
+def test_async_copy_is_visible_only_after_event_wait(gpu):
     there, here = torch.arange(3, device=CUDA), torch.empty(3, dtype=torch.int64, pin_memory=True)
     gpu.waits.clear()
     here.copy_(there, non_blocking=True)
@@ -479,7 +479,7 @@ def test_what_is_copied_is_there_once_it_was_waited_for(gpu):
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_what_is_being_copied_must_not_change(gpu, waits):
+def test_source_of_pending_copy_must_not_be_modified(gpu, waits):
     here = torch.zeros(3, pin_memory=True)
     there = here.to(CUDA, non_blocking=True)
     if waits:
@@ -507,7 +507,7 @@ def test_what_is_being_copied_must_not_change(gpu, waits):
         lambda there: torch.zeros(3, 3, pin_memory=True).T.to(CUDA, non_blocking=True),
     ],
 )
-def test_what_waits(gpu, wait):
+def test_blocking_operations_are_counted_and_refused_in_capture(gpu, wait):
     there = torch.zeros(3, device=CUDA)
     gpu.waits.clear()
     there += 1
@@ -520,12 +520,12 @@ def test_what_waits(gpu, wait):
         Event().query()
 
 
-def test_memory_that_was_never_written_to(gpu):
+def test_uninitialized_memory_holds_invalid_values(gpu):
     assert torch.empty(3, device=CUDA).isnan().all()
     assert (torch.empty(3, dtype=torch.int64, device=CUDA) > 1 << 60).all()
 
 
-def test_a_graph_computes_when_it_is_replayed(gpu):
+def test_graph_computes_only_when_replayed(gpu):
     given, kept = torch.zeros(3, device=CUDA), torch.zeros(3, device=CUDA)
     graph, other, pool = Graph(), Graph(), object()
     with capturing(graph, pool=pool):
@@ -553,7 +553,7 @@ def test_a_graph_computes_when_it_is_replayed(gpu):
         pytest.param("dynamic", marks=needs_rotary_by_length),
     ],
 )
-def test_beyond_a_length(gpu, family):
+def test_texts_beyond_window_or_rope_length_launch_only_graphs(gpu, family):
     """Texts beyond a window (with sinks, too) or a RoPE length wait once a step and launch only graphs."""
     name, settings = ("Llama", DYNAMIC) if family == "dynamic" else FAMILIES[family]
     request = Request(tuple(range(20, 32)), FIXED, 24)
@@ -566,7 +566,7 @@ def test_beyond_a_length(gpu, family):
 
 
 @pytest.mark.slow
-def test_a_batch_of_eight(gpu, model, expected):
+def test_batch_of_eight_waits_once_per_step_and_launches_only_graphs(gpu, model, expected):
     """Eight requests share a pass: the host waits once per exchange and launches only graphs."""
     loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # eight of these fit into the largest pass
     loop.prepare(settings)
@@ -588,7 +588,7 @@ def test_a_batch_of_eight(gpu, model, expected):
 
 
 @pytest.mark.slow
-def test_a_server_s_load_captures_nothing(gpu, model):
+def test_mixed_server_load_captures_no_further_graphs(gpu, model):
     """Requests of many lengths and kinds, growing slots and batches of any size cause no further capture."""
     rng = random.Random(0)
     loop = loop_of(model)

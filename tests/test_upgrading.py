@@ -39,11 +39,11 @@ def files(request, tmp_path) -> Path:
     return shutil.copytree(DATA / request.param, tmp_path / "files")
 
 
-def test_there_is_a_set_of_this_version():
+def test_upgrade_set_of_current_version_exists():
     assert lp_runtime.__version__ in VERSIONS
 
 
-def test_an_unfinished_output_continues(script, files):
+def test_unfinished_output_file_is_continued(script, files):
     settings, output = files / "out.jsonl.settings", files / "out.jsonl"
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model": str(DEMO_MODEL.resolve())}))
     before = output.read_bytes()
@@ -52,7 +52,7 @@ def test_an_unfinished_output_continues(script, files):
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1, 2]
 
 
-def test_measurements_are_read(files, tmp_path):
+def test_measurement_files_are_read(files, tmp_path):
     model = ModelRunner(load_model(ModelConfig(), torch.device("cpu"), "float32"), 2048)
 
     def calibration() -> tuple[Calibration, Measured]:
@@ -74,7 +74,7 @@ def test_measurements_are_read(files, tmp_path):
     assert read.any() and (known.vocabulary.packed[read] == vocabulary["packed"][read]).all()
 
 
-def test_a_draft_store_is_read(script, files, capsys):
+def test_draft_store_is_read_and_saves_steps(script, files, capsys):
     """The draft store of each version saves steps; a file of another format would be refused."""
     main(["cache_dir=null", f"lookahead.draft_tables={files / 'drafts.npz'}", "lookahead.prior=none", *script.STORE])
     new = capsys.readouterr().err

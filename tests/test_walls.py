@@ -100,7 +100,7 @@ def importers_of(*packages: str) -> set[str]:
     return {name for name in NAMES if any(under(module, *packages) for module, _ in imports_of(name))}
 
 
-def test_this_test_sees_the_package():
+def test_import_scan_covers_package():
     assert {
         "lookahead/tree.py",
         "model/runner.py",
@@ -180,24 +180,24 @@ def circle_in(graph: dict[str, set[str]]) -> str | None:
     return next((circle for node in graph if (circle := visit(node, ()))), None)
 
 
-def test_no_import_circles_between_modules():
+def test_modules_have_no_import_cycles():
     assert circle_in(import_graph()) is None
 
 
-def test_no_import_circles_between_folders():
+def test_folders_have_no_import_cycles():
     folders: dict[str, set[str]] = {}
     for module, imported in import_graph().items():
         folders.setdefault(folder_of(module), set()).update(map(folder_of, imported))
     assert circle_in({folder: others - {folder} for folder, others in folders.items()}) is None
 
 
-def test_folders_are_small():
+def test_folders_have_few_modules():
     """Folders have few modules, so that a reader finds a module by its folder."""
     for folder in {path.parent for path in FILES}:
         assert len(list(folder.glob("*.py"))) - 1 <= MAX_MODULES, folder
 
 
-def test_lookahead_is_pure():
+def test_lookahead_imports_neither_torch_nor_other_parts():
     for name in (name for name in NAMES if part_of(name) == "lookahead"):
         for module, _ in imports_of(name):
             assert not under(module, "torch", "transformers", "ray", "hydra", "omegaconf"), name
@@ -205,21 +205,21 @@ def test_lookahead_is_pure():
                 assert under(module, "lp_runtime.lookahead", "lp_runtime.utils.jit"), name
 
 
-def test_the_partition_is_pure():
+def test_partition_imports_neither_torch_nor_os():
     modules = [module for module, _ in imports_of("distributed/partition/partition.py")]
     assert not any(under(module, "torch", "os") for module in modules)
 
 
-def test_transformers_lives_in_four_folders():
+def test_transformers_is_imported_only_in_four_folders():
     assert {part_of(name) for name in importers_of("transformers")} == {"model", "sampling", "dropin", "text"}
 
 
-def test_sizing_is_pure_integers():
+def test_sizing_imports_neither_torch_nor_os_nor_time():
     for name in (name for name in NAMES if part_of(name) == "sizing"):
         assert not any(under(module, "torch", "os", "time") for module, _ in imports_of(name)), name
 
 
-def test_collectives_live_in_distributed():
+def test_collectives_are_used_only_in_distributed():
     outside = {name for name in importers_of("torch.distributed") if part_of(name) != "distributed"}
     for name in outside:
         aliases = {
@@ -235,12 +235,12 @@ def test_collectives_live_in_distributed():
         assert used <= stores, f"{name} uses {used - stores}"  # rendezvous stores, in annotations
 
 
-def test_nobody_reaches_collectives_through_torch():
+def test_torch_distributed_is_not_used_as_attribute_of_torch():
     for name in NAMES:
         assert not any(chain and under(chain, "torch.distributed") for chain in chains_of(name)), name
 
 
-def test_ray_is_imported_lazily_and_in_its_modules():
+def test_ray_is_imported_lazily_and_only_in_its_modules():
     users = {
         "launchers/ray_booking.py",
         "launchers/ray_connection.py",
@@ -251,11 +251,11 @@ def test_ray_is_imported_lazily_and_in_its_modules():
     assert all(lazy for name in users for module, lazy in imports_of(name) if under(module, "ray"))
 
 
-def test_hydra_stops_at_the_door():
+def test_hydra_is_imported_only_by_overrides():
     assert importers_of("hydra", "omegaconf") == {"config/overrides.py"}
 
 
-def test_the_environment_is_read_in_one_place():
+def test_environment_is_accessed_only_in_two_modules():
     readers = set()
     for name in NAMES:
         if chains_of(name) & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
@@ -318,12 +318,12 @@ def test_bad_settings_are_refused_before_torch_is_imported():
     run_python(REFUSE)
 
 
-def test_code_is_compiled_ahead_without_torch():
+def test_compile_ahead_does_not_import_torch():
     """The process that compiles while the command imports torch does not import torch itself."""
     run_python("import sys, lp_runtime.replica.compile_ahead; assert 'torch' not in sys.modules")
 
 
-def test_every_public_name_is_there():
+def test_every_public_name_can_be_imported():
     assert set(lp_runtime.__all__) == {*lp_runtime._HOMES, "__version__"}
     for name in lp_runtime._HOMES:
         assert getattr(lp_runtime, name).__module__.startswith("lp_runtime."), name
@@ -332,5 +332,5 @@ def test_every_public_name_is_there():
 
 
 @pytest.mark.slow
-def test_a_rank_of_torchrun_imports_and_decodes_without_ray(tiny_model_dir):
+def test_torchrun_rank_imports_and_decodes_without_ray(tiny_model_dir):
     run_python(DECODE_WITHOUT_RAY, str(tiny_model_dir), **TORCHRUN)

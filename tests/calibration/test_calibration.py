@@ -40,7 +40,7 @@ def test_steps_are_measured_in_nanoseconds(model):
     assert 10_000 < times[0, 1] < 1_000_000_000
 
 
-def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatch):
+def test_times_for_longer_texts_follow_measurement_after_long_text(model, monkeypatch):
     """After L tokens, a step of n tokens takes L (3 + 2 (n - 1)) ns longer than without them."""
 
     def step(meter: _StepMeter, size: int) -> int:
@@ -54,7 +54,7 @@ def test_longer_texts_cost_what_was_measured_behind_a_long_one(model, monkeypatc
     assert (long - short)[1:].tolist() == [step_of(size, 1024) - step_of(size, 0) for size in range(1, 9)]
 
 
-def test_sizes_that_there_is_no_time_for_get_estimates(model, monkeypatch):
+def test_sizes_without_time_to_measure_are_estimated(model, monkeypatch):
     """Estimates lie on the line through the first and the last timed size.
 
     They are needed because a machine that is busy now may feed more tokens later.
@@ -72,12 +72,12 @@ def step_of(size: int, length: int) -> int:
     return 100 + 100 * size + length * (3 + 2 * (size - 1))
 
 
-def test_what_longer_texts_cost_is_not_measured_where_steps_are_slow(model, monkeypatch):
+def test_cost_of_longer_texts_is_not_measured_if_steps_are_slow(model, monkeypatch):
     monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: MAX_LONG_NS + size)
     assert measure_steps(model).prefix_ns.tolist() == [0, 0]
 
 
-def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_behind_a_common_one(model):
+def test_vocabulary_entries_match_logits_of_token_after_common_one(model):
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
     assert vocabulary.shape == (model.vocabulary_size, ENTRY)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ def test_the_vocabularys_entries_are_what_the_model_says_of_each_token_behind_a_
     assert torch.allclose(chosen, top.values, atol=1e-5)  # the same tokens, up to ties
 
 
-def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_path, monkeypatch):
+def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path, monkeypatch):
     first = Calibration(model, Group.alone(), str(tmp_path))
     times, vocabulary = first.times(50), first.vocabulary()
     files = sorted(tmp_path.iterdir())
@@ -109,18 +109,18 @@ def test_what_was_measured_is_kept_and_a_damaged_file_is_made_again(model, tmp_p
     assert files[1].stat().st_size > 50
 
 
-def test_a_folder_that_cannot_be_written_is_no_obstacle(model):
+def test_unwritable_cache_folder_is_ignored(model):
     assert len(Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()) == model.vocabulary_size
 
 
-def test_another_model_has_another_name(model, demo_model_dir):
+def test_fingerprint_differs_between_models(model, demo_model_dir):
     assert (
         Calibration(model, Group.alone(), None)._fingerprint()
         != Calibration(tree_model(demo_model_dir), Group.alone(), None)._fingerprint()
     )
 
 
-def test_what_there_is_no_time_for_is_left_out(model, monkeypatch):
+def test_vocabulary_entries_without_time_to_compute_are_empty(model, monkeypatch):
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 0.0)
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TOKENS", 8)
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
@@ -166,7 +166,7 @@ def vocabulary_of(model, group: Group, known) -> np.ndarray:
     return Calibration(model, group, None, Measured(vocabulary=known[group.rank])).vocabulary()
 
 
-def test_replicas_share_the_work_and_know_each_others_curves(model, tiny_model_dir):
+def test_replicas_share_measurements_and_vocabulary_entries(model, tiny_model_dir):
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
     alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)

@@ -44,7 +44,7 @@ def num_known(entries: np.ndarray) -> int:
     return int((entries[:, 0] >= 0).sum())
 
 
-def test_the_next_start_continues_from_the_disk(folder, tmp_path, monkeypatch, one_slice):
+def test_next_start_continues_prior_from_disk(folder, tmp_path, monkeypatch, one_slice):
     model, found = model_of(folder), []
     for _ in range(-(-SIZE // FIRST_SLICE_TOKENS)):
         found.append(Calibration(model, Group.alone(), str(tmp_path)).vocabulary())
@@ -60,14 +60,14 @@ def test_the_next_start_continues_from_the_disk(folder, tmp_path, monkeypatch, o
     assert (complete[:, :K] == at_once[:, :K]).mean() > 0.99  # up to ties
 
 
-def test_a_process_asks_once(folder, monkeypatch, one_slice):
+def test_prior_is_computed_once_per_process(folder, monkeypatch, one_slice):
     model, known = model_of(folder), Measured()
     first = Calibration(model, Group.alone(), None, known).vocabulary()
     monkeypatch.setattr(ModelRunner, "logits_after_each", None)
     assert (Calibration(model, Group.alone(), None, known).vocabulary() == first).all()
 
 
-def test_a_device_without_memory_asks_about_less_and_then_no_more(folder, monkeypatch):
+def test_lack_of_memory_shrinks_slice_and_then_stops(folder, monkeypatch):
     model, sizes = model_of(folder), []
 
     def fail(self, slot, tokens, text):
@@ -94,7 +94,7 @@ def start_on_ranks(group: Group, folder: Path, cache_dir: Path) -> list[np.ndarr
         return [first, second, joined]
 
 
-def test_replicas_share_the_work_and_agree(folder, tmp_path):
+def test_replicas_share_computation_of_prior_and_agree(folder, tmp_path):
     results = run_ranks(start_on_ranks, 2, folder, tmp_path)
     for mine, theirs in zip(*results, strict=True):
         assert (mine == theirs).all()
@@ -103,7 +103,7 @@ def test_replicas_share_the_work_and_agree(folder, tmp_path):
     assert (joined == second).all()
 
 
-def test_a_replica_has_asked_when_it_is_ready(folder, tmp_path, one_slice):
+def test_prior_is_computed_before_replica_is_ready(folder, tmp_path, one_slice):
     model = ModelConfig(path=str(folder), packing="off")  # otherwise measured times would affect file names
     for num_starts in (1, 2):
         config = RuntimeConfig(

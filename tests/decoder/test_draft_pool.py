@@ -15,7 +15,7 @@ def known_before(pool: DraftPool, scope: str | None, next_tag: int, tag: int = 0
     return known
 
 
-def test_requests_of_a_scope_continue_with_the_latest_tables():
+def test_requests_of_same_scope_reuse_latest_tables():
     pool = DraftPool()
     assert [known_before(pool, "a", tag) for tag in (1, 2, 3)] == [0, 3, 6]
     assert known_before(pool, "b", 4) == 0, "another scope"
@@ -24,7 +24,7 @@ def test_requests_of_a_scope_continue_with_the_latest_tables():
     assert known_before(pool, "a", 7) == 9
 
 
-def test_a_request_that_continues_a_text_has_the_tables_of_that_text():
+def test_request_that_continues_text_reuses_its_tables():
     pool = DraftPool()
     assert known_before(pool, None, 1) == 0
     assert known_before(pool, "a", 2) == 0
@@ -32,7 +32,7 @@ def test_a_request_that_continues_a_text_has_the_tables_of_that_text():
     assert known_before(pool, "a", 4) == 6, "which it then belongs to"
 
 
-def test_tables_without_a_tag_are_forgotten():
+def test_tables_without_tag_are_not_kept():
     pool = DraftPool()
     tables = pool.acquire(BYTES)
     tables.begin_text([1, 2, 3])
@@ -40,21 +40,21 @@ def test_tables_without_a_tag_are_forgotten():
     assert known_before(pool, "a", 1) == 0
 
 
-def test_requests_at_the_same_time_have_different_tables():
+def test_concurrent_requests_use_different_tables():
     pool = DraftPool()
     pool.release(pool.acquire(BYTES), 1, "a")
     first, second = (pool.acquire(BYTES, pool.find(0, "a", BYTES)) for _ in range(2))
     assert first is not second and pool.num_in_use == 2
 
 
-def test_tables_of_few_sequences_are_kept():
+def test_pool_keeps_only_latest_tables():
     pool = DraftPool()
     for tag in range(10, 50):
         pool.release(pool.acquire(BYTES), tag)
     assert [tag for tag in range(10, 50) if pool.find(tag, None, BYTES)] == list(range(50 - MAX_KEPT, 50))
 
 
-def test_stored_tables_serve_requests_without_a_salt():
+def test_stored_tables_serve_requests_without_salt():
     stored = DraftTables(BYTES)
     pool = DraftPool(stored)
     assert pool.latest("") is stored and pool.find(0, "", BYTES) == STORED_TAG

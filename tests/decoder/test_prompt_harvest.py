@@ -67,7 +67,7 @@ def decode(group: Group, settings: LookaheadConfig) -> tuple[list[int], list[np.
 
 
 @torch.inference_mode()
-def test_candidates_are_those_of_a_plain_pass(model):
+def test_candidates_match_plain_forward_pass(model):
     logits = model.model(torch.tensor([PROMPT])).logits[0]
     entries, last = harvest(model, Group.alone(), len(PROMPT))
     assert (entries[:, 0] == logits.argmax(-1).numpy()).all()
@@ -78,13 +78,13 @@ def test_candidates_are_those_of_a_plain_pass(model):
 
 
 @pytest.mark.parametrize("num_harvested", [len(PROMPT), 4])
-def test_replicas_share_the_work_and_know_the_same(model, num_harvested):
+def test_replicas_get_same_candidates_as_single_replica(model, num_harvested):
     expected = harvest(model, Group.alone(), num_harvested)[0]
     for entries in run_ranks(harvest_on, 3, num_harvested):
         assert (entries[:, :K] == expected[:, :K]).all()
 
 
-def test_a_request_tells_its_drafter_and_no_output_changes():
+def test_drafter_learns_prompt_candidates_without_changing_output():
     (plain, nothing), (alone, told) = decode(Group.alone(), PLAIN), decode(Group.alone(), FIXED)
     assert not nothing and [size for size, _ in told] == [len(PROMPT)] and len(told[0][1]) == len(PROMPT)
     assert alone == plain
@@ -100,7 +100,7 @@ class LearningDrafter:
 @pytest.mark.parametrize(
     ("harvest_ns", "expected"), [(0, len(PROMPT)), (1_000, len(PROMPT)), (100_000, 6), (1 << 40, 0)]
 )
-def test_what_does_not_pay_is_left_out(model, harvest_ns, expected):
+def test_harvest_covers_only_tokens_that_pay(model, harvest_ns, expected):
     steps = StepMeasurement(
         np.array([1, 2]), np.array([1_000_000, 1_000_000]), np.array(0), np.array(harvest_ns), np.zeros(2, np.int64)
     )
@@ -113,6 +113,6 @@ def test_what_does_not_pay_is_left_out(model, harvest_ns, expected):
     assert num_to_harvest(Request(PROMPT, FIXED, 128), drafter, model, calibration, 1) == len(PROMPT)
 
 
-def test_replicas_pay_in_parts():
+def test_number_of_paying_tokens_is_proportional_to_replicas():
     assert num_paying(1000, 128, 1_000_000, 64_000, 4) == 4 * num_paying(1000, 128, 1_000_000, 64_000, 1) > 0
     assert num_paying(1000, 8, 1_000_000, 100_000, 1) < num_paying(1000, 128, 1_000_000, 100_000, 1)

@@ -38,7 +38,7 @@ class Fails(LogitsProcessor):
         return scores
 
 
-def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
+def errors_on_rank(group: Group) -> list[tuple[type[LookaheadError], str]]:
     """Return the errors that a rank learns of if some of the ranks have one."""
     found = []
     for errors in ({2: RequestError("a" * 5000)}, {1: ConfigError("one"), 2: ConfigError("two")}, {0: OwnError("é")}):
@@ -48,9 +48,9 @@ def told(group: Group) -> list[tuple[type[LookaheadError], str]]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_all_replicas_have_the_first_ones_error(backend):
+def test_all_replicas_get_error_of_first_failing_rank(backend):
     expected = [(RequestError, "a" * 5000), (ConfigError, "one"), (RequestError, "é")]
-    assert run_ranks(told, 3, backend=backend) == [expected] * 3
+    assert run_ranks(errors_on_rank, 3, backend=backend) == [expected] * 3
 
 
 def decoded(group: Group, folder: str) -> list[object]:
@@ -69,7 +69,7 @@ def decoded(group: Group, folder: str) -> list[object]:
 
 
 @pytest.mark.slow
-def test_a_processor_that_fails_in_the_prefill_or_later_ends_its_request_alone(demo_model_dir):
+def test_failing_processor_ends_only_its_request_on_all_replicas(demo_model_dir):
     alone, *others = [decoded(Group.alone(), str(demo_model_dir)), *run_ranks(decoded, 2, str(demo_model_dir))]
     assert (alone[0][1], alone[2][1]) == ("no more than 7 tokens", "no more than 12 tokens")
     assert alone[1] == alone[3] and len(alone[1]) == REQUEST.max_new_tokens

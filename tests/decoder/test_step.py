@@ -8,7 +8,7 @@ from lp_runtime.lookahead.state import Proposal
 from lp_runtime.lookahead.tree import TokenTree
 
 
-def test_replicas_that_share_one_tree_differently_have_different_digests():
+def test_step_digest_depends_on_partition_of_tree():
     tree = TokenTree([1], max_depth=3)
     for branch in ([2, 3], [4, 5], [6], [7]):
         tree.add_branch(branch)

@@ -57,7 +57,7 @@ def tokens_and_largest_step(recorder: SizeRecorder, max_measured: int, lookahead
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["paper", "full"])
-def test_a_huge_tree_is_cut(recorder, drafter):
+def test_huge_tree_is_cut_to_step_limit(recorder, drafter):
     plain, _ = tokens_and_largest_step(recorder, 16, LookaheadConfig(0, 2, 0, drafter="paper"))
     tokens, largest = tokens_and_largest_step(recorder, 16, LookaheadConfig(**HUGE, drafter=drafter))
     assert tokens == plain and largest <= UNMEASURED_STEP_TOKENS
@@ -81,5 +81,5 @@ def test_a_huge_tree_is_cut(recorder, drafter):
         ({"drafter": "recycling"}, 8, STEP_TOKENS),  # its trees are small
     ],
 )
-def test_the_limit_of_a_step(recorder, settings, max_measured, limit):
+def test_step_limit_follows_settings_measurements_and_memory(recorder, settings, max_measured, limit):
     assert step_limit(LookaheadConfig(**settings), calibration(recorder, max_measured)) == limit

@@ -86,12 +86,12 @@ class AfterToken(StoppingCriteria):
     ],
     ids=lambda options: "+".join(options),
 )
-def test_greedy_is_generates_own(model, inputs, options):
+def test_greedy_output_matches_generate(model, inputs, options):
     expected = model.generate(**inputs, do_sample=False, **options)
     assert torch.equal(ours(model, **inputs, do_sample=False, **options), expected)
 
 
-def test_stop_strings_as_a_criterion(model, tokenizer, inputs):
+def test_stop_string_criterion_matches_generate(model, tokenizer, inputs):
     criteria = [StopStringCriteria(tokenizer=tokenizer, stop_strings=["\n\n", "return"])]
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
     assert expected.shape[1] < inputs.input_ids.shape[1] + 60
@@ -99,7 +99,7 @@ def test_stop_strings_as_a_criterion(model, tokenizer, inputs):
     assert torch.equal(found, expected)
 
 
-def test_output_object_with_scores_and_logits(model, inputs):
+def test_output_object_has_scores_and_logits_of_generate(model, inputs):
     options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3, "return_dict_in_generate": True}
     expected = model.generate(**inputs, output_scores=True, output_logits=True, **options)
     found = ours(model, **inputs, output_scores=True, output_logits=True, **options)
@@ -115,7 +115,7 @@ def test_output_object_with_scores_and_logits(model, inputs):
 
 
 @pytest.mark.parametrize("ends", [[266, 221], [221, 266]])
-def test_rows_that_end_early_are_padded_as_generate_pads(model, inputs, ends, monkeypatch):
+def test_rows_without_pad_token_are_padded_with_first_eos(model, inputs, ends, monkeypatch):
     """Without a padding token, rows are padded with the first end-of-sequence token."""
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
@@ -126,7 +126,7 @@ def test_rows_that_end_early_are_padded_as_generate_pads(model, inputs, ends, mo
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_a_padded_batch_are_decoded_as_alone(model, tokenizer, side):
+def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer, side):
     texts = [PROMPT, "import os\nimport sys\n\n", "x"]
     options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 266}
     options["pad_token_id"] = tokenizer.pad_token_id
@@ -154,7 +154,7 @@ def test_rows_of_a_padded_batch_are_decoded_as_alone(model, tokenizer, side):
     ids=lambda options: next(iter(options)),
 )
 @pytest.mark.parametrize("num_rows", [1, 2])
-def test_processors_do_not_count_the_padding_of_a_row(model, options, num_rows):
+def test_processors_do_not_count_padding_of_row(model, options, num_rows):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.1, **options}
     row, other = [1, 266, 9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
     batch = torch.tensor([[0] * 7 + row, other][:num_rows])
@@ -166,7 +166,7 @@ def test_processors_do_not_count_the_padding_of_a_row(model, options, num_rows):
     assert not found[0, 10 + len(new) :].any()
 
 
-def test_rows_are_padded_as_generate_pads_them(model):
+def test_rows_that_end_early_are_padded_like_generate(model):
     batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
     options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False}
     first = model.generate(batch, **options)[0, 4].item()
@@ -186,7 +186,7 @@ class AtLength(StoppingCriteria):
 
 @pytest.mark.parametrize("lengths", [{1: 8, 7: 15, 9: 12}, {1: 8, 9: 12}], ids=["ends", "limit"])
 @pytest.mark.parametrize("eos_token_id", [None, -1])
-def test_rows_that_a_criterion_ends_go_on_or_are_padded_as_generate_does(model, monkeypatch, lengths, eos_token_id):
+def test_rows_ended_by_criterion_continue_or_are_padded_like_generate(model, monkeypatch, lengths, eos_token_id):
     monkeypatch.setattr(model.generation_config, "eos_token_id", eos_token_id)
     batch = torch.tensor([[1, 266, 9], [7, 8, 9], [9, 4, 5]])
     options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -202,7 +202,7 @@ def test_rows_that_a_criterion_ends_go_on_or_are_padded_as_generate_does(model, 
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
-def test_sampled_rows_that_go_on_are_those_without_the_criterion(model):
+def test_sampled_rows_continue_unchanged_after_their_criterion(model):
     batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
     options = {"attention_mask": torch.ones_like(batch), "do_sample": True, "seed": 3, "eos_token_id": None}
     options |= {"max_new_tokens": 12, "pad_token_id": 0}
@@ -210,7 +210,7 @@ def test_sampled_rows_that_go_on_are_those_without_the_criterion(model):
     assert torch.equal(found, ours(model, batch, **options)[:, :11])
 
 
-def test_a_streamer_gets_everything(model, tokenizer, inputs):
+def test_text_streamer_receives_whole_text(model, tokenizer, inputs):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
     options = {"max_new_tokens": 40, "do_sample": False}
     thread = threading.Thread(target=lambda: ours(model, **inputs, streamer=streamer, **options))
@@ -235,7 +235,7 @@ class Recorder(BaseStreamer):
         self.has_ended = True
 
 
-def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
+def test_streamer_receives_same_tokens_as_in_generate_and_is_ended(model, inputs):
     options = {"max_new_tokens": 20, "do_sample": False}
     found, expected = Recorder(), Recorder()
     ours(model, **inputs, streamer=found, **options)
@@ -244,7 +244,7 @@ def test_a_streamer_is_given_what_generate_gives_and_is_ended(model, inputs):
     assert found.has_ended and expected.has_ended
 
 
-def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
+def test_generate_does_not_pass_streamer_or_assistant_to_custom_generate(model, inputs):
     """If this test fails, `arguments_of_generate` is no longer needed."""
     streamer, calls = Recorder(), []
 
@@ -257,7 +257,7 @@ def test_generate_passes_on_neither_a_streamer_nor_an_assistant(model, inputs):
     assert arguments_of_generate() == (None, None, None)  # not inside a call of generate
 
 
-def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inputs, demo_model_dir):
+def test_sampling_is_reproducible_and_matches_runtime(model, tokenizer, inputs, demo_model_dir):
     options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "eos_token_id": -1}
     first = ours(model, **inputs, seed=7, **options)
     assert torch.equal(first, ours(model, **inputs, seed=7, W=0, N=2, G=0, **options))
@@ -273,7 +273,7 @@ def test_sampling_is_reproducible_and_that_of_the_runtime(model, tokenizer, inpu
     assert torch.equal(sampled, ours(model, **inputs, **options))
 
 
-def test_repeated_rows_are_samples_of_their_own(model, inputs):
+def test_repeated_rows_get_independent_samples(model, inputs):
     options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 10, "eos_token_id": -1, "seed": 5}
     found = ours(model, **inputs, num_return_sequences=3, **options)
     assert len({tuple(row) for row in found.tolist()}) == 3
@@ -284,7 +284,7 @@ def test_repeated_rows_are_samples_of_their_own(model, inputs):
     assert torch.equal(found[:1], ours(model, **inputs, **options))
 
 
-def test_a_time_limit(model, inputs):
+def test_time_limit_ends_generation(model, inputs):
     found = ours(model, **inputs, do_sample=False, max_new_tokens=3000, max_time=0.2, eos_token_id=-1)
     assert inputs.input_ids.shape[1] < found.shape[1] < 3000
 
@@ -295,7 +295,7 @@ class Failing(LogitsProcessor):
 
 
 @pytest.mark.parametrize("processors", [[], [Failing()]])
-def test_the_model_is_left_as_it_was_found(demo_model_dir, inputs, processors):
+def test_model_is_left_unchanged(demo_model_dir, inputs, processors):
     model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32, attn_implementation="sdpa")
     model.register_forward_pre_hook(lambda module, args: None)
     model.train()
@@ -320,7 +320,7 @@ def test_the_model_is_left_as_it_was_found(demo_model_dir, inputs, processors):
     assert state() == before
 
 
-def test_a_lack_of_memory_is_torchs_error_as_from_generate(model, inputs, tmp_path):
+def test_lack_of_memory_raises_torch_out_of_memory_error(model, inputs, tmp_path):
     lacking = LacksMemory(tmp_path, inputs.input_ids.shape[1] + 2)
     with pytest.raises(torch.OutOfMemoryError, match="^not enough memory on cpu for this request: a prompt of "):
         ours(model, **inputs, max_new_tokens=8, logits_processor=[lacking])
@@ -340,19 +340,19 @@ def test_a_lack_of_memory_is_torchs_error_as_from_generate(model, inputs, tmp_pa
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
-def test_what_cannot_be_done_is_refused(model, inputs, options, message):
+def test_unsupported_options_are_refused(model, inputs, options, message):
     with pytest.raises(ValueError, match=message) as caught:
         ours(model, **inputs, **options)
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_an_assistant_model_is_refused(model, inputs, demo_model_dir):
+def test_assistant_model_is_refused(model, inputs, demo_model_dir):
     assistant = AutoModelForCausalLM.from_pretrained(demo_model_dir)
     with pytest.raises(ValueError, match="assistant_model=LlamaForCausalLM asks for assisted_generation"):
         ours(model, **inputs, assistant_model=assistant)
 
 
-def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
+def test_unsupported_model_inputs_are_refused(model, inputs):
     cache = model(**inputs).past_key_values
     length = inputs.input_ids.shape[1]
     for options, message in (
@@ -378,13 +378,13 @@ def test_inputs_that_are_not_token_ids_are_refused(model, inputs):
     ],
     ids=["[L]", "[1, L]", "[3, B, L]", "too many rows"],
 )
-def test_positions_of_any_shape_are_refused_if_they_are_not_counted_from_0(model, positions):
+def test_position_ids_that_do_not_count_from_0_are_refused(model, positions):
     with pytest.raises(ValueError, match="position_ids: must be left out, or count each row's tokens from 0"):
         ours(model, torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]]), max_new_tokens=4, position_ids=positions)
 
 
 @pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (3, 1, 4), (4, 2, 4)], ids=str)
-def test_positions_that_count_from_0_may_be_broadcast(model, shape):
+def test_position_ids_that_count_from_0_may_be_broadcast(model, shape):
     batch = torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]])
     options = {"max_new_tokens": 4, "do_sample": False}
     found = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
@@ -398,7 +398,7 @@ def test_autocast_is_refused(model, inputs):
         assert ours(model, **inputs, max_new_tokens=4).shape[1] > inputs.input_ids.shape[1]
 
 
-def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model):
+def test_model_without_tree_and_chain_support_is_refused(random_model):
     model = random_model("Mamba", state_size=8)
     with pytest.raises(
         ModelError,
@@ -432,7 +432,7 @@ with open(f"{output}/{torch.randint(2**60, ()).item()}.json", "w") as file:
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_share_the_work(model, inputs, demo_model_dir, tmp_path):
+def test_torchrun_ranks_return_same_output_as_generate(model, inputs, demo_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]

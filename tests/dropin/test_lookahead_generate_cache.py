@@ -29,7 +29,7 @@ def both(model, ids, **options):
 
 
 @pytest.mark.parametrize("family", thinned(2, ["llama", "mistral", "gemma3", "mixtral", "gpt2"]))
-def test_the_returned_cache_goes_on(family):
+def test_returned_cache_can_be_continued(family):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=2, initializer_range=0.3, **settings)
     ids = torch.tensor(PROMPT)
@@ -45,7 +45,7 @@ def test_the_returned_cache_goes_on(family):
     assert torch.equal(model.generate(longer, past_key_values=ours.past_key_values, **options), expected)
 
 
-def test_a_cache_of_the_callers_own_is_filled(model):
+def test_cache_of_caller_is_filled(model):
     ids = torch.tensor(PROMPT)
     mine = DynamicCache()
     options = {"max_new_tokens": 20, "eos_token_id": None}
@@ -56,7 +56,7 @@ def test_a_cache_of_the_callers_own_is_filled(model):
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_the_cache_of_a_padded_batch(model, side):
+def test_cache_of_padded_row_matches_row_decoded_alone(model, side):
     rows = torch.tensor([[3, 5, 7, 11], [0, 0, 9, 8] if side == "left" else [9, 8, 0, 0]])
     mask = (rows != 0).long()
     _, ours = both(model, rows, attention_mask=mask, return_dict_in_generate=True)
@@ -84,7 +84,7 @@ def states_of(layer):
     ("name", "prompt"),
     thinned(8, ["qwen3_next", "falcon_h1", "lfm2_moe", "mamba2"], [PROMPT, [[3, 5, 7, 11], [9, 8, 7, 4]]]),
 )
-def test_the_states_of_a_returned_cache_go_on(name, prompt):
+def test_returned_cache_with_states_can_be_continued(name, prompt):
     model, keyword = stateful(name)
     theirs, ours = both(model, torch.tensor(prompt), return_dict_in_generate=True)
     assert torch.equal(theirs.sequences, ours.sequences)
@@ -102,7 +102,7 @@ def test_the_states_of_a_returned_cache_go_on(name, prompt):
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
-def test_a_cache_of_the_callers_own_gets_states_and_is_refused_when_it_has_some(name):
+def test_cache_of_caller_receives_states_and_must_be_empty(name):
     model, keyword = stateful(name)
     caches = [DynamicCache(config=model.config.get_text_config()) for _ in range(2)]
     ids, options = torch.tensor(PROMPT), {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
@@ -115,14 +115,14 @@ def test_a_cache_of_the_callers_own_gets_states_and_is_refused_when_it_has_some(
         model.generate(ids, **{keyword: caches[0]}, custom_generate=lookahead_generate, **options)
 
 
-def test_a_cache_without_a_place_for_states_is_refused():
+def test_cache_that_cannot_hold_states_is_refused():
     model, keyword = stateful("qwen3_next")
     with pytest.raises(ConfigError, match=rf"^{keyword}: must be a DynamicCache\(config=model.config\)"):
         model.generate(torch.tensor(PROMPT), custom_generate=lookahead_generate, **{keyword: DynamicCache()})
 
 
 @pytest.mark.slow
-def test_a_cache_of_layers_that_hold_more_is_neither_returned_nor_filled(monkeypatch):
+def test_cache_of_indexed_layers_is_neither_returned_nor_filled(monkeypatch):
     monkeypatch.setattr(RuntimeConfig, "cache_dir", None)  # the call measures steps in the slot that it then decodes in
     model, keyword = stateful("deepseek_v32")
     theirs, ours = both(model, torch.tensor(PROMPT), return_dict_in_generate=True)
@@ -133,7 +133,7 @@ def test_a_cache_of_layers_that_hold_more_is_neither_returned_nor_filled(monkeyp
         model.generate(torch.tensor(PROMPT), custom_generate=lookahead_generate, **{keyword: mine})
 
 
-def test_without_a_cache_there_is_none(model):
+def test_use_cache_false_returns_no_cache(model):
     theirs, ours = both(model, torch.tensor(PROMPT), return_dict_in_generate=True, use_cache=False)
     assert theirs.past_key_values is ours.past_key_values is None
 
@@ -151,7 +151,7 @@ class Watches(StoppingCriteria):
 
 
 @pytest.mark.parametrize("with_scores", [True, False])
-def test_criteria_are_given_the_scores_that_generate_gives(model, with_scores):
+def test_stopping_criteria_receive_same_scores_as_in_generate(model, with_scores):
     found = []
     for custom in ({}, {"custom_generate": lookahead_generate}):
         watches = Watches()
@@ -176,7 +176,7 @@ def test_criteria_are_given_the_scores_that_generate_gives(model, with_scores):
         ({"mm_encoder_outputs": 1}, "images, videos or audio: must be left out"),
     ],
 )
-def test_what_would_change_the_output_is_refused(model, monkeypatch, options, message):
+def test_options_that_would_change_output_are_refused(model, monkeypatch, options, message):
     monkeypatch.setattr(type(model), "_validate_model_kwargs", lambda *_: None)
     monkeypatch.setattr(type(model), "_prepare_cache_for_generation", lambda *_: None)
     with pytest.raises(ConfigError, match=message) as caught:

@@ -45,7 +45,7 @@ def generate(model, length: int, num_tokens: int, **others) -> list[int]:
 
 
 @pytest.mark.slow
-def test_calls_share_what_was_captured(gpu):
+def test_calls_share_graphs_until_model_changes(gpu):
     expected, model = (load_model(ModelConfig(), device, "float32") for device in (CPU, CUDA))
     num_captures = []
     for length, num_tokens in ((12, 20), (300, 8), (5, 30)):
@@ -65,7 +65,7 @@ def test_calls_share_what_was_captured(gpu):
 
 
 @pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
-def test_a_wait_a_step_and_no_launch(gpu, exactness, monkeypatch):
+def test_step_waits_once_and_launches_only_graphs(gpu, exactness, monkeypatch):
     """A step after the prefill waits once and launches nothing outside of graphs."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
@@ -102,7 +102,7 @@ class Streamer:
 
 
 @pytest.mark.slow
-def test_calls_at_once_have_runners_of_their_own(gpu):
+def test_concurrent_calls_use_separate_runners(gpu):
     model = load_model(ModelConfig(), CUDA, "float32")
     expected = [generate(model, length, 12) for length in (9, 7)]
     streamer = Streamer(model)
@@ -111,7 +111,7 @@ def test_calls_at_once_have_runners_of_their_own(gpu):
 
 
 @pytest.mark.slow
-def test_nothing_keeps_a_model_alive(gpu):
+def test_model_can_be_garbage_collected_after_call(gpu):
     model = load_model(ModelConfig(), CUDA, "float32")
     generate(model, 5, 3)
     gone = weakref.ref(model)

@@ -52,7 +52,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_one_model_decode_together(demo_model_dir, tmp_path):
+def test_tensor_parallel_ranks_match_generate(demo_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     with marked() as mark:
@@ -71,7 +71,7 @@ def test_ranks_that_hold_one_model_decode_together(demo_model_dir, tmp_path):
     assert first["refusal"].startswith("max_time: cannot be kept by a model that is split over ranks")
 
 
-def test_settings_of_ranks_in_lockstep():
+def test_lockstep_settings_are_fixed_and_refuse_max_time():
     auto = tp_plan.lockstep_settings(LookaheadConfig(), None)
     assert not auto.is_auto and auto.max_fixed_nodes == 32 and not auto.has_vocabulary_prior
     given = LookaheadConfig(W=5, N=3, G=5, budget=16)
@@ -90,7 +90,7 @@ def test_settings_of_ranks_in_lockstep():
         (2, 4, 4, "split over 4 ranks, and not by a tp_plan"),
     ],
 )
-def test_how_a_model_may_be_split(monkeypatch, tp_size, mesh_size, world, complaint):
+def test_model_must_be_whole_or_split_by_tp_plan_over_all_ranks(monkeypatch, tp_size, mesh_size, world, complaint):
     monkeypatch.setattr(tp_plan, "num_processes", lambda: world)
     model = torch.nn.Linear(2, 2)
     if mesh_size:

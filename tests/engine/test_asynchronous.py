@@ -74,7 +74,7 @@ def model(loaded) -> ModelRunner:
 
 
 @pytest.mark.parametrize("name", thinned(2, REQUESTS))
-def test_a_request_alone(model, blocking, name):
+def test_single_request_matches_blocking_device(model, blocking, name):
     request = REQUESTS[name]
     expected, logprobs, before = decode_alone(blocking, request)
     tokens, found, report = decode_alone(model, request)
@@ -86,7 +86,7 @@ def test_a_request_alone(model, blocking, name):
 
 
 @pytest.mark.slow
-def test_requests_together(model, blocking):
+def test_batched_requests_match_blocking_device(model, blocking):
     together = decode_batch(
         engine_of(model),
         {number + 1: [Arrival(name, request)] for number, (name, request) in enumerate(REQUESTS.items())},
@@ -97,7 +97,7 @@ def test_requests_together(model, blocking):
 
 
 @pytest.mark.parametrize("quick", [True, False])
-def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model, quick):
+def test_output_is_delivered_after_next_launch_if_receiver_is_fast(model, quick):
     """Exceptions: the first output, of the prefill, and the second, when the receiver's speed is unknown."""
     if not quick:
         model.timer = Timer(0.001)
@@ -112,7 +112,7 @@ def test_a_run_is_told_behind_the_next_launch_if_whoever_is_told_is_quick(model,
     assert launched == (behind if quick else list(range(num_runs)))
 
 
-def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
+def test_outputs_are_delivered_before_next_chunk_of_another_prompt(model, monkeypatch):
     """Outputs are delivered before the next chunk of another request's prompt is fed."""
     model.prefill_chunk = 16
     long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 20)
@@ -144,7 +144,7 @@ def test_together_nothing_waits_for_a_prompt(model, monkeypatch):
         assert (what, after) != ("committed", "chunk")
 
 
-def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch):
+def test_committed_outputs_are_delivered_before_error_is_raised(model, monkeypatch):
     loop = engine_of(model)
     *whole, _ = loop.run(REQUESTS["fixed"])
     forward = model.forward
@@ -167,7 +167,7 @@ def test_what_is_committed_is_told_before_what_goes_wrong(model, monkeypatch):
     assert not loop.draft_pool.num_in_use
 
 
-def test_one_that_is_left_while_a_pass_is_under_way(model, blocking):
+def test_request_closed_during_pass_does_not_affect_next_request(model, blocking):
     loop = engine_of(model)
     events = loop.run(REQUESTS["fixed"])
     for _ in range(4):
@@ -200,7 +200,7 @@ def on_a_rank(group: Group):
 
 
 @pytest.mark.slow
-def test_replicas_tell_of_the_pass_before(blocking):
+def test_replicas_report_duration_of_previous_pass(blocking):
     results = run_ranks(on_a_rank, 2)
     for rank, (found, clocks, lateness) in enumerate(results):
         for name, tokens in found.items():

@@ -52,7 +52,7 @@ def requests(tokenizer) -> dict[str, Request]:
     return found
 
 
-def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
+def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypatch):
     sizes = []
     forward = ModelRunner.forward_batch
     monkeypatch.setattr(
@@ -73,7 +73,7 @@ def test_outputs_are_those_of_requests_alone(model, requests, monkeypatch):
     assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
 
 
-def test_a_long_prompt_keeps_nobody_waiting(model, requests):
+def test_long_prompt_does_not_block_running_request(model, requests):
     """One chunk of 16 tokens is fed between two steps of the others, also for a resumed request."""
     running = replace(requests["plain"], max_new_tokens=40)
     prompt = requests["sampled"].prompt_ids * 40
@@ -92,7 +92,7 @@ def test_a_long_prompt_keeps_nobody_waiting(model, requests):
         assert order.index("long") >= 2 + len(prompt) // 16
 
 
-def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model, tokenizer, requests):
+def test_batch_handles_resumed_stopped_and_cancelled_requests(model, tokenizer, requests):
     whole, _, _ = decode_alone(model, requests["sampled"])
     request = requests["full"]
     text = tokenizer.decode(decode_alone(model, requests["auto"])[0])
@@ -115,7 +115,7 @@ def test_one_that_is_taken_up_and_one_that_stops_and_one_that_is_cancelled(model
 
 
 @pytest.mark.parametrize("num_committed", [0, 5])
-def test_one_that_is_cancelled_while_its_prompt_is_fed(model, requests, monkeypatch, num_committed):
+def test_request_cancelled_during_prefill_feeds_no_further_chunk(model, requests, monkeypatch, num_committed):
     """No further chunk of a cancelled request is fed, and the next request is unaffected."""
     prompt = requests["full"].prompt_ids * 20
     long = replace(requests["full"], prompt_ids=prompt)
@@ -153,7 +153,7 @@ class Refuses:
         (20, IndexError),
     ],
 )
-def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
+def test_failing_request_does_not_affect_others_in_batch(model, requests, length, kind):
     bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
     loop = engine_of(model)
     found = decode_batch(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
@@ -162,7 +162,7 @@ def test_one_that_fails_does_not_harm_the_others(model, requests, length, kind):
     assert not loop.draft_pool.num_in_use
 
 
-def test_a_loop_that_is_left_gives_back_what_it_borrowed(model, requests):
+def test_closed_batch_releases_its_draft_tables(model, requests):
     loop = engine_of(model)
     events = loop.run_batch(iter([[Arrival("one", requests["full"]), Arrival("two", requests["plain"])], []]).__next__)
     next(events)

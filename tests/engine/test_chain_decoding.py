@@ -21,13 +21,13 @@ NUM_REQUESTS = 6
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", thinned(len(RECURRENT), RECURRENT))
-def test_the_drop_in_gives_the_tokens_of_generate(model_type):
+def test_drop_in_matches_generate(model_type):
     outcome = compare(model_of(model_type), prompts=(1, 30))
     assert outcome.kind == "exact", outcome.reason
 
 
 @pytest.mark.parametrize(("num_replicas", "model_type"), thinned(6, [2, 1, 3], ["bamba", "qwen3_next"]))
-def test_texts_do_not_depend_on_settings_and_replicas(num_replicas, model_type):
+def test_outputs_do_not_depend_on_settings_or_replicas(num_replicas, model_type):
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
     plain = decode(Group.alone(), model_of(model_type), [replace(each, lookahead=PLAIN) for each in requests])
     for found in run_ranks(decode_type, num_replicas, model_type, requests):
@@ -35,13 +35,13 @@ def test_texts_do_not_depend_on_settings_and_replicas(num_replicas, model_type):
 
 
 @pytest.mark.slow
-def test_chains_are_accepted_whole_and_in_part():
+def test_accepted_chains_save_steps():
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
     found = decode(Group.alone(), model_of("lfm2_moe"), requests)
     assert sum(report.num_steps for _, report in found) < 0.8 * sum(len(tokens) for tokens, _ in found)
 
 
-def test_a_request_is_resumed_behind_what_was_committed():
+def test_resumed_request_continues_after_committed_tokens():
     request = request_of(1)
     model = model_of("bamba")
     ((tokens, _),) = decode(Group.alone(), model, [request])
@@ -49,14 +49,14 @@ def test_a_request_is_resumed_behind_what_was_committed():
     assert tokens[:15] + rest == tokens
 
 
-def test_the_window_is_refused():
+def test_paper_drafter_is_refused():
     request = Request((9, 10, 11), LookaheadConfig(drafter="paper"), 8)
     with pytest.raises(ConfigError, match="lookahead.drafter=paper"):
         list(engine_of(ChainRunner(model_of("lfm2_moe"), 7)).run(request))
 
 
 @pytest.mark.slow
-def test_prompt_logprobs_are_those_of_the_text():
+def test_prompt_logprobs_match_plain_forward_pass():
     model = model_of("qwen3_next")
     request = replace(request_of(0), logprobs=True, prompt_logprobs=True, max_new_tokens=1)
     output, _ = engine_of(ChainRunner(model, 7)).run(request)

@@ -55,7 +55,7 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
 
 
 @pytest.mark.parametrize("kind", thinned(4, KINDS))
-def test_a_prefix_ends_where_states_were_kept(kind):
+def test_prefix_ends_at_stored_state(kind):
     plain, model = make_model(kind, 0), make_model(kind)
     expected, found = turns(engine_of(plain), plain), turns(engine_of(model), model)
     assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
@@ -72,7 +72,7 @@ def test_a_prefix_ends_where_states_were_kept(kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:1])
-def test_states_leave_with_what_is_used_least(kind):
+def test_states_are_evicted_with_least_used_prefixes(kind):
     model = make_model(kind)
     turns(engine_of(model), model)
     cache = model.slots.prefixes
@@ -104,7 +104,7 @@ def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
 
 
 @pytest.mark.slow
-def test_replicas_agree_where_they_go_on():
+def test_replicas_agree_on_length_of_read_prefix():
     plain = make_model("qwen3_next", 0)
     expected = turns(engine_of(plain), plain)
     one, two = run_ranks(on_a_rank, 2, 1)

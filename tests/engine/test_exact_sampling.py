@@ -61,7 +61,7 @@ lookaheads = st.builds(LookaheadConfig, W=st.integers(0, 8), N=st.integers(2, 6)
 
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 63), min_size=1, max_size=20), samplings, lookaheads, st.booleans(), st.integers(0, 3))
-def test_one_seed_one_output_whatever_W_N_G(loop, prompt, sampling, lookahead, eos, sample):
+def test_seed_determines_output_for_any_W_N_G(loop, prompt, sampling, lookahead, eos, sample):
     request = Request(tuple(prompt), lookahead, 24, EOS if eos else frozenset(), sampling, sample)
     tokens, report = decode(loop, request)
     expected, plain = decode(loop, replace(request, lookahead=PLAIN))
@@ -90,13 +90,13 @@ def sample_on_a_rank(group: Group, folder: str):
 
 
 @pytest.mark.parametrize("num_replicas", [3])
-def test_one_seed_one_output_on_any_number_of_replicas(make_model_dir, num_replicas):
+def test_seed_determines_output_on_any_number_of_replicas(make_model_dir, num_replicas):
     folder = str(make_model_dir(seed=5, initializer_range=0.15))
     alone = sample_on_a_rank(Group.alone(), folder)
     assert run_ranks(sample_on_a_rank, num_replicas, folder) == [alone] * num_replicas
 
 
-def test_samples_and_seeds_differ(loop):
+def test_different_samples_and_seeds_give_different_outputs(loop):
     request = Request(PROMPT, LookaheadConfig(5, 3, 5), 12, sampling=SamplingConfig(temperature=1.5, seed=1))
     outs = [decode(loop, replace(request, sample=sample))[0] for sample in range(4)]
     outs.append(decode(loop, replace(request, sampling=SamplingConfig(temperature=1.5, seed=2)))[0])
@@ -122,7 +122,7 @@ GREEDY = [
 
 @pytest.mark.parametrize("processors", [(), (EvenTokensOnly(),)], ids=["", "own"])
 @pytest.mark.parametrize("values", GREEDY, ids=lambda values: "+".join(values))
-def test_greedy_with_processors_is_generate_with_them(loop, model, values, processors):
+def test_greedy_with_processors_matches_generate(loop, model, values, processors):
     ids = torch.tensor([PROMPT])
     eos = {24} if "min_new_tokens" in values else {7}  # this model soon generates 24
     theirs = dict(values)
@@ -146,7 +146,7 @@ def test_greedy_with_processors_is_generate_with_them(loop, model, values, proce
         assert tokens != decode(loop, replace(request, sampling=SamplingConfig(), processors=()))[0]
 
 
-def test_the_models_own_defaults_apply_unless_overridden(random_model):
+def test_generation_config_applies_unless_overridden(random_model):
     model = random_model("Llama", seed=5, initializer_range=0.15)
     loop = engine_of(ModelRunner(model, 2048))
     request = Request(PROMPT, LookaheadConfig(5, 4, 5), 20, sampling=SamplingConfig(seed=4))
@@ -159,7 +159,7 @@ def test_the_models_own_defaults_apply_unless_overridden(random_model):
     assert decode(loop, replace(request, sampling=overridden))[0] == greedy
 
 
-def test_a_processor_that_cannot_do_trees_is_one_line(loop):
+def test_processor_without_tree_support_is_refused(loop):
     processors = (ClassifierFreeGuidanceLogitsProcessor(1.5),)
     with pytest.raises(ConfigError, match="^ClassifierFreeGuidanceLogitsProcessor: must be left out"):
         decode(loop, Request(PROMPT, PLAIN, 4, processors=processors))
@@ -168,7 +168,7 @@ def test_a_processor_that_cannot_do_trees_is_one_line(loop):
 
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=0.7, top_k=5, seed=8)])
 @pytest.mark.parametrize("lookahead", [PLAIN, LookaheadConfig(5, 4, 5)])
-def test_log_probabilities_are_the_models(loop, model, sampling, lookahead):
+def test_logprobs_match_plain_forward_pass(loop, model, sampling, lookahead):
     request = Request(PROMPT, lookahead, 20, sampling=sampling, logprobs=True)
     *runs, _ = loop.run(request)
     tokens = [token for run in runs for token in run.token_ids]
@@ -180,7 +180,7 @@ def test_log_probabilities_are_the_models(loop, model, sampling, lookahead):
     assert decode(loop, replace(request, logprobs=False))[0] == tokens
 
 
-def test_a_time_limit_ends_a_request_after_a_step(loop):
+def test_time_limit_ends_request_after_current_step(loop):
     def slow() -> bool:
         time.sleep(0.02)
         return False
@@ -193,7 +193,7 @@ def test_a_time_limit_ends_a_request_after_a_step(loop):
 
 
 @pytest.mark.parametrize("num_kept", [1, 2])
-def test_a_stop_inside_a_run_cuts_it(loop, num_kept):
+def test_stop_condition_may_cut_step_output(loop, num_kept):
     """A stop condition is called once per step output, and may keep a part of it."""
     request = Request(PROMPT, LookaheadConfig(5, 4, 5), 60)
     everything = decode(loop, request)[0]

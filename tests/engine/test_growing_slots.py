@@ -51,7 +51,7 @@ def tokens_of(model: ModelRunner, request: Request) -> list[int]:
 
 
 @pytest.mark.parametrize("strict_tokens", [None, pytest.param(32, marks=pytest.mark.slow)])
-def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
+def test_output_does_not_depend_on_initial_slot_capacity(strict_tokens, request):
     expected = tokens_of(load(strict_tokens), REQUEST)
     growths = request.getfixturevalue("growths")
     assert tokens_of(load(strict_tokens), REQUEST) == expected
@@ -59,7 +59,7 @@ def test_a_text_does_not_depend_on_the_room(strict_tokens, request):
 
 
 @pytest.mark.slow
-def test_the_text_of_a_model_with_states(request):
+def test_growing_slots_keep_output_of_model_with_states(request):
     """Growing slots keep the text of such a model, although the next step may commit its fed guesses."""
     model, asked = model_of("qwen3_next"), replace(request_of(1), max_new_tokens=LENGTH)
     expected = tokens_of(ChainRunner(model, 7), asked)
@@ -67,7 +67,7 @@ def test_the_text_of_a_model_with_states(request):
     assert tokens_of(ChainRunner(model, 7), asked) == expected and growths
 
 
-def test_the_youngest_of_a_batch_leaves_when_its_slots_have_no_more_room(request):
+def test_youngest_request_leaves_batch_when_slots_cannot_grow(request):
     model = load()
     expected = tokens_of(model, REQUEST)
     request.getfixturevalue("growths")

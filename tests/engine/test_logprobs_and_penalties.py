@@ -59,7 +59,7 @@ def penalised_greedy(model, prompt: list[int], presence: float, frequency: float
 
 
 @pytest.mark.parametrize("penalties", thinned(8, PENALTIES))
-def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, penalties):
+def test_penalties_follow_openai_definition_at_any_parallelism(runtime, hf, penalties):
     model, prompt = hf
     presence, frequency = penalties
     expected = penalised_greedy(model, prompt, presence, frequency)
@@ -75,7 +75,7 @@ def test_penalties_are_those_of_the_new_text_at_any_parallelism(runtime, hf, pen
     assert several.token_ids == one_by_one.token_ids
 
 
-def test_top_and_prompt_logprobs_are_the_models_own(runtime, hf):
+def test_top_and_prompt_logprobs_match_plain_forward_pass(runtime, hf):
     """A prompt of several chunks; sampled tokens are not always the likeliest; a penalty must not show."""
     model, ids = hf
     prompt = (ids * 20)[:150]
@@ -98,13 +98,13 @@ def test_top_and_prompt_logprobs_are_the_models_own(runtime, hf):
     assert num_unlikely > 5
 
 
-def test_a_prompt_of_one_token(runtime):
+def test_prompt_of_one_token_has_no_prompt_logprobs(runtime):
     done = runtime.generate([7], 3, eos=False, logprobs=True, prompt_logprobs=True, top_logprobs=1)
     assert done.logprobs[0].prompt == () and len(done.logprobs) == 3
     assert done.token_ids == runtime.generate([7], 3, eos=False).token_ids
 
 
-def test_a_logprob_travels_between_processes():
+def test_logprob_keeps_all_fields_when_pickled():
     value = Logprob(-0.5, ((1, -0.5), (2, -3.0)), (Logprob(-2.0),))
     back = pickle.loads(pickle.dumps(value))
     assert back == -0.5 and back.top == value.top and back.prompt == (-2.0,)
@@ -122,11 +122,11 @@ def test_a_logprob_travels_between_processes():
         ({"prompt_logprobs": True}, "prompt_logprobs: only with logprobs"),
     ],
 )
-def test_what_is_not_there_is_refused(runtime, options, message):
+def test_invalid_logprob_options_are_refused(runtime, options, message):
     with pytest.raises(ConfigError, match=message):
         runtime.generate([7], 3, **options)
 
 
-def test_penalties_out_of_range():
+def test_penalties_out_of_range_are_refused():
     with pytest.raises(ConfigError, match=r"sampling.presence_penalty=2.5: must be in \[-2, 2\]"):
         SamplingConfig(presence_penalty=2.5)

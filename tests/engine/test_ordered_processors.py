@@ -55,7 +55,7 @@ def decode(model, request, group=None, num_outputs=None) -> tuple[list[int], Rep
 
 
 @pytest.mark.parametrize(("setting", "name"), thinned(5, SETTINGS, STATEFUL))
-def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
+def test_drop_in_with_stateful_processor_matches_generate(model, name, setting):
     make = STATEFUL[name]
     expected = generated(model, make())
     ours = generated(
@@ -66,7 +66,7 @@ def test_greedy_in_the_drop_in_is_generates_own(model, name, setting):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", thinned(4, PICKLED))
-def test_samples_are_those_of_one_token_a_step_and_steps_are_saved(model, name):
+def test_samples_match_one_token_per_step_in_fewer_steps(model, name):
     request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 40, processors=(PICKLED[name](),))
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.8, top_p=0.95, seed=3)):
         request = replace(request, sampling=sampling)
@@ -80,7 +80,7 @@ def test_samples_are_those_of_one_token_a_step_and_steps_are_saved(model, name):
 
 
 @pytest.mark.parametrize("name", thinned(2, PICKLED))
-def test_another_attempt_goes_on_with_the_state_that_was_lost(model, name):
+def test_resume_restores_lost_processor_state(model, name):
     request = Request(PROMPT, LookaheadConfig(W=7, N=5, G=7), 30, processors=(PICKLED[name](),))
     expected, _ = decode(model, request)
     for num_outputs in (1, 3, 6):
@@ -115,7 +115,7 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
     return found
 
 
-def test_replicas_that_share_a_request_agree(model, demo_model_dir):
+def test_replicas_agree_and_share_nodes_unless_processors_are_ordered(model, demo_model_dir):
     """If processors are ordered, one replica owns all nodes; otherwise the nodes are shared."""
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
@@ -126,7 +126,7 @@ def test_replicas_that_share_a_request_agree(model, demo_model_dir):
     assert run_ranks(on_a_rank, 2, str(demo_model_dir)) == [expected, expected]
 
 
-def test_a_request_of_ordered_processors_has_one_replica(demo_model_dir):
+def test_ordered_processors_keep_all_nodes_on_one_replica(demo_model_dir):
     with LookaheadRuntime(
         str(demo_model_dir), gpus=2, device="cpu", dtype="float32", lookahead=LookaheadConfig(W=7, N=5, G=7)
     ) as runtime:
@@ -134,7 +134,7 @@ def test_a_request_of_ordered_processors_has_one_replica(demo_model_dir):
         assert {rank for delta in deltas for rank in delta.found_by} == {0}
 
 
-def test_calls_end_with_the_sequence(model):
+def test_processor_is_called_once_per_token_until_eos(model):
     """A processor is called once per new token, and not after an end-of-sequence token."""
     counter = EveryThird()
     plain = generated(model, EveryThird())
@@ -161,7 +161,7 @@ class Cycle(LogitsProcessor):
         return scores
 
 
-def test_calls_end_inside_an_accepted_path(model):
+def test_processor_calls_end_at_eos_inside_accepted_path(model):
     """Calls end at the end-of-sequence token, although the prompt's cycle makes later guesses right, too."""
     cycle = (3, 5, 7, 11, 13, 17)
     processor = Cycle(cycle)
@@ -175,7 +175,7 @@ def test_calls_end_inside_an_accepted_path(model):
 
 
 @pytest.mark.parametrize("make", thinned(2, [EveryThird, GrewByOne, MovingAverage, lambda: Budget(4, (9, 8))]))
-def test_every_row_of_a_batch_has_a_state_of_its_own(model, make):
+def test_batch_rows_have_separate_processor_states(model, make):
     rows = torch.tensor([PROMPT, PROMPT[::-1]])
     expected = [
         model.generate(row[None], logits_processor=[make()], max_new_tokens=20, eos_token_id=None)[0].tolist()
@@ -185,7 +185,7 @@ def test_every_row_of_a_batch_has_a_state_of_its_own(model, make):
     assert model.generate(rows, logits_processor=[make()], **options).tolist() == expected
 
 
-def test_a_state_that_rows_would_share_is_refused(model):
+def test_processor_state_shared_by_rows_is_refused(model):
     options = {"max_new_tokens": 8, "eos_token_id": None, "custom_generate": lookahead_generate}
     rows = torch.tensor([PROMPT, PROMPT])
     with pytest.raises(ConfigError, match="^process: may keep a state that the rows of a batch would share"):
@@ -207,7 +207,7 @@ def test_a_state_that_rows_would_share_is_refused(model):
     ],
     ids=["guidance", "synthid"],
 )
-def test_the_librarys_own_that_keep_a_state(model, options):
+def test_stateful_processors_of_transformers_match_generate(model, options):
     expected = generated(model, lambda ids, scores: scores, 24, **options)
     ours = generated(model, lambda ids, scores: scores, 24, custom_generate=lookahead_generate, **options)
     assert ours == expected

@@ -71,7 +71,9 @@ FAULTS = {
 }
 
 
-def met(model: ModelRunner, engine: Engine, name: str, fails_here: bool = True) -> tuple[list[int], str, list[int]]:
+def run_into_fault(
+    model: ModelRunner, engine: Engine, name: str, fails_here: bool = True
+) -> tuple[list[int], str, list[int]]:
     """Return (tokens before a fault, message of the error, tokens of the next request)."""
     request, owner, method, number = FAULTS[name]
     model.free_memory()  # cached tokens would not be fed in chunks
@@ -93,9 +95,9 @@ def expected(model) -> list[int]:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_request_alone(model, expected, name):
+def test_out_of_memory_ends_request_and_next_one_succeeds(model, expected, name):
     engine = engine_of(model)
-    tokens, message, rest = met(model, engine, name)
+    tokens, message, rest = run_into_fault(model, engine, name)
     assert tokens == expected[: len(tokens)] and rest == expected
     assert message.startswith(f"not enough memory on cpu for this request: a prompt of 19 tokens and {len(tokens)} new")
     assert not engine.draft_pool.num_in_use
@@ -104,7 +106,7 @@ def test_a_request_alone(model, expected, name):
 @pytest.mark.parametrize(
     "error", [MemoryError("of numpy's"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
-def test_the_memory_of_the_host(model, expected, error):
+def test_lack_of_host_memory_ends_request_and_next_one_succeeds(model, expected, error):
     with failing(ModelRunner, "forward", 2, error), pytest.raises(RequestMemoryError):
         tokens_of(engine_of(model), REQUEST)
     assert tokens_of(engine_of(model), REQUEST) == expected
@@ -113,12 +115,12 @@ def test_the_memory_of_the_host(model, expected, error):
 @pytest.mark.parametrize(
     "error", [torch.AcceleratorError("an illegal memory access was encountered"), RuntimeError("x")]
 )
-def test_other_errors_of_a_pass_are_not_taken_for_a_lack_of_memory(model, error):
+def test_other_errors_are_not_reported_as_lack_of_memory(model, error):
     with failing(ModelRunner, "forward", 2, error), pytest.raises(type(error)):
         tokens_of(engine_of(model), REQUEST)
 
 
-def test_what_has_failed_leaves_no_memory_behind(model):
+def test_failed_request_frees_slots_prefixes_and_pass_results(model):
     """A failure frees the request's slot, free slots, cached prefixes, and the results of the failed pass."""
     model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
     engine = engine_of(model)
@@ -143,7 +145,7 @@ def test_what_has_failed_leaves_no_memory_behind(model):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, name):
+def test_slot_memory_is_freed_while_error_is_referenced(model, name):
     """On an H200 the error kept the slot alive: its traceback refers to frames, and they to the slot."""
     request, owner, method, number = FAULTS[name]
     caches: list[weakref.ref] = []
@@ -163,7 +165,7 @@ def test_the_slot_s_memory_is_free_while_the_error_is_still_referenced(model, na
     assert caught.value is not None and len(caches) == 1 and caches[0]() is None
 
 
-def test_prefixes_are_not_kept_without_memory(model, expected):
+def test_lack_of_memory_ends_request_on_prefix_read_but_not_on_store(model, expected):
     """A lack of memory ends a request if it reads a prefix, but not if it stores one."""
     cache = model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, model.cache_bytes_per_token or 1)
     engine = engine_of(model)
@@ -183,7 +185,7 @@ def batch_of(model: ModelRunner, *names: str) -> dict[str, tuple]:
 
 @pytest.mark.parametrize("strict_tokens", [None, pytest.param(32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("most", [1, 2])
-def test_a_batch_with_memory_for_some(strict_tokens, most):
+def test_youngest_requests_leave_batch_when_memory_runs_out(strict_tokens, most):
     """The youngest requests leave the batch; the others get their texts."""
     whole = load_model(ModelConfig(), CPU, "float32")
     model = ModelRunner(whole, CHUNK, strict_tokens, own_attention=True)
@@ -210,7 +212,7 @@ def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
     model = load()
     model.slots.prefixes = PrefixCache(1 << 24, 1 << 28, 4096)
     engine = engine_of(model, group)
-    return [met(model, engine, name, who == "all" or group.rank == group.size - 1) for name in FAULTS]
+    return [run_into_fault(model, engine, name, who == "all" or group.rank == group.size - 1) for name in FAULTS]
 
 
 @pytest.mark.parametrize(
@@ -222,7 +224,7 @@ def on_a_rank(group: Group, who: str) -> list[tuple[list[int], str, list[int]]]:
         pytest.param(2, "all", "gloo", marks=pytest.mark.slow),
     ],
 )
-def test_a_group_ends_the_request_and_goes_on(expected, size, who, backend):
+def test_out_of_memory_ends_request_on_all_ranks_of_group(expected, size, who, backend):
     first, *others = run_ranks(on_a_rank, size, who, backend=backend)
     assert others == [first] * (size - 1)
     for tokens, message, rest in first:

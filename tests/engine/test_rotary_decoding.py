@@ -106,14 +106,14 @@ requests = st.builds(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([CHUNK, 2048]))
-def test_the_output_is_greedy_whatever_the_settings(models, kind, request, chunk):
+def test_output_matches_generate_with_any_settings(models, kind, request, chunk):
     model = models[kind]
     tokens, _ = decode(engine_of(ModelRunner(model, chunk)), request)
     assert tokens == generated(model, request)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_lengths_matter_and_steps_are_saved(models, kind):
+def test_rotary_factors_change_output_and_guesses_save_steps(models, kind):
     """Without these two conditions the other tests of this file would show nothing."""
     model = models[kind]
     request = Request(prompt_of(ROPE_THRESHOLD), LOOKAHEAD, 60)
@@ -128,7 +128,7 @@ def test_the_lengths_matter_and_steps_are_saved(models, kind):
 
 
 @pytest.mark.parametrize("kind", always("dynamic"))
-def test_another_attempt_goes_on_on_either_side(models, kind):
+def test_resume_on_either_side_of_threshold_matches_generate(models, kind):
     model = models[kind]
     request = Request(prompt_of(26), LOOKAHEAD, 40)
     expected = generated(model, request)
@@ -141,7 +141,7 @@ def test_another_attempt_goes_on_on_either_side(models, kind):
 
 
 @pytest.mark.parametrize("kind", always("longrope"))
-def test_processors_that_keep_a_state_are_called_again(models, kind):
+def test_resume_calls_stateful_processors_for_committed_tokens(models, kind):
     model = models[kind]
     for length, attempts in ((26, (2, 6, 7, 20)), (40, (5,))):
         request = Request(prompt_of(length), LOOKAHEAD, 30, processors=(EveryThird(),))
@@ -152,7 +152,7 @@ def test_processors_that_keep_a_state_are_called_again(models, kind):
 
 
 @pytest.mark.parametrize("kind", always("re-feeding"))
-def test_prefixes_with_other_factors_are_not_read(models, kind):
+def test_prefixes_with_other_rotary_factors_are_not_read(models, kind):
     """Beginnings of one text, on both sides of the threshold, read only prefixes with their own factors."""
     model = models[kind]
     runner = keeping_prefixes(ModelRunner(model, CHUNK))
@@ -185,7 +185,7 @@ def test_prefixes_with_other_factors_are_not_read(models, kind):
 
 
 @pytest.mark.parametrize("kind", always("longrope"))
-def test_sequences_of_a_batch_have_lengths_of_their_own(models, kind):
+def test_batched_sequences_of_different_lengths_match_generate(models, kind):
     model = models[kind]
     asked = [Request(prompt_of(length, step), LOOKAHEAD, 30) for length, step in ((28, 7), (5, 3), (45, 5), (31, 2))]
     arrivals = [Arrival(number, each) for number, each in enumerate(asked)]
@@ -196,7 +196,7 @@ def test_sequences_of_a_batch_have_lengths_of_their_own(models, kind):
 
 
 @pytest.mark.parametrize("kind", always("re-feeding"))
-def test_samples_are_those_of_one_token_a_step(models, kind):
+def test_samples_match_decoding_one_token_per_step(models, kind):
     engine = engine_of(ModelRunner(models[kind], CHUNK))
     for length in (20, 40):
         request = Request(prompt_of(length), LOOKAHEAD, 40, sampling=SamplingConfig(temperature=0.7, seed=4))
@@ -204,7 +204,7 @@ def test_samples_are_those_of_one_token_a_step(models, kind):
 
 
 @pytest.mark.parametrize("kind", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
-def test_strict_passes(models, kind):
+def test_strict_passes_match_generate(models, kind):
     model = models[kind]
     runner = ModelRunner(model, CHUNK, strict_tokens=16)
     for length in (26, 40):
@@ -216,7 +216,7 @@ def test_strict_passes(models, kind):
 
 
 @pytest.mark.slow
-def test_chains():
+def test_chain_models_match_generate_and_read_prefixes():
     """Models with states and changing rotary factors decode as `generate`, and read prefixes with states."""
     dynamic = DYNAMIC | {"max_position_embeddings": 64}
     model = small_model(small_config("falcon_h1", dynamic), seed=3)
@@ -253,7 +253,7 @@ def shared_requests() -> list[Request]:
 
 
 @pytest.mark.slow
-def test_two_replicas(models):
+def test_two_replicas_match_generate_and_single_replica(models):
     expected = {}
     for kind in ("dynamic", "re-feeding"):
         model = models[kind]
@@ -264,7 +264,7 @@ def test_two_replicas(models):
 
 
 @pytest.mark.parametrize("kind", always("dynamic"))
-def test_the_drop_in(models, kind):
+def test_drop_in_matches_generate_and_leaves_model_unchanged(models, kind):
     """The drop-in shares the caller's model: `generate` gives the same output afterwards."""
     model = copy.deepcopy(library_view(models[kind]))
     ids = torch.tensor([prompt_of(26), prompt_of(26, 5)])

@@ -120,7 +120,7 @@ requests = st.builds(
 @pytest.mark.parametrize("architecture", thinned(3, ARCHITECTURES))
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([1, 5, 2048]))
-def test_the_output_is_greedy_whatever_the_settings(models, measured, architecture, request, chunk):
+def test_output_matches_generate_with_any_settings(models, measured, architecture, request, chunk):
     model = models[architecture]
     tree_model = ModelRunner(model, chunk)
     loop = Engine(tree_model, Group.alone(), Calibration(tree_model, Group.alone(), None, measured[architecture]))
@@ -133,7 +133,7 @@ def test_the_output_is_greedy_whatever_the_settings(models, measured, architectu
     assert report.step_tokens <= (request.lookahead.budget or 10_000)
 
 
-def test_a_step_feeds_what_W_N_G_say(models):
+def test_step_tokens_follow_lookahead_settings(models):
     loop = engine_of(ModelRunner(models["llama"], 2048))
     _, runs, report = decode(loop, Request((1, 2, 3), PLAIN, max_new_tokens=12))
     assert runs == [[token] for run in runs for token in run]
@@ -146,7 +146,7 @@ def test_a_step_feeds_what_W_N_G_say(models):
     assert 8 < report.step_tokens <= 12
 
 
-def test_guesses_from_a_looping_text_save_steps(models):
+def test_guesses_in_repetitive_text_save_steps(models):
     loop = engine_of(ModelRunner(models["llama"], 2048))
     _, _, report = decode(loop, Request((1, 2, 3), LookaheadConfig(W=8, N=5, G=8, drafter="paper"), max_new_tokens=150))
     assert report.num_steps < 110
@@ -154,7 +154,7 @@ def test_guesses_from_a_looping_text_save_steps(models):
     assert report.pool.accepted_length > 0
 
 
-def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
+def test_engine_serves_successive_requests_of_different_lengths(models):
     loop = engine_of(ModelRunner(models["llama"], 2048))
     for length in (30, 2, 50, 3):
         request = Request(tuple(range(length)), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=length)
@@ -162,7 +162,7 @@ def test_one_loop_serves_requests_of_any_length_one_after_the_other(models):
 
 
 @pytest.mark.slow
-def test_transformers_is_asked_for_processors_once_where_there_are_none(models, monkeypatch):
+def test_lack_of_processors_is_remembered_per_kind_of_request(models, monkeypatch):
     """Later requests of a kind without processors skip the call, which takes milliseconds."""
     loop = engine_of(ModelRunner(models["llama"], 512))
     asked, build = [], sampler_factory.build_processors
@@ -190,7 +190,7 @@ def test_transformers_is_asked_for_processors_once_where_there_are_none(models, 
     assert texts(others[3])[1] == 1
 
 
-def test_an_abandoned_request_does_not_touch_the_next(models):
+def test_abandoned_request_does_not_affect_next_request(models):
     loop = engine_of(ModelRunner(models["llama"], 2048))
     request = Request((5, 6, 7), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=30)
     events = loop.run(Request((9, 8, 7, 6, 5), LookaheadConfig(), max_new_tokens=60))
@@ -200,7 +200,7 @@ def test_an_abandoned_request_does_not_touch_the_next(models):
     assert decode(loop, request)[0] == greedy_text(models["llama"], request)
 
 
-def test_cancelling_stops_after_the_step_that_asked(models):
+def test_cancelled_request_ends_after_current_step(models):
     loop = engine_of(ModelRunner(models["llama"], 2048))
     request = Request((1, 2, 3), LookaheadConfig(W=5, N=4, G=5), max_new_tokens=100)
     asked = iter([False, False, True])
@@ -210,7 +210,7 @@ def test_cancelling_stops_after_the_step_that_asked(models):
     assert tokens == greedy_text(models["llama"], request)[: len(tokens)]
 
 
-def test_every_replica_learns_the_times_of_all(models):
+def test_replicas_learn_same_pass_times_of_all_replicas(models):
     """Two replicas receive unequal clocks; their budgets stay equal, and know which replica is slower."""
     model, request = ModelRunner(models["llama"], 2048), Request((1, 2, 3), PLAIN, 60)
     logits = torch.zeros(1, 64)
@@ -311,7 +311,7 @@ def ranks(request, make_model_dir):
     return path, run_ranks(decode_on_a_rank, request.param, str(path))
 
 
-def test_every_rank_decodes_the_greedy_text(ranks):
+def test_every_rank_matches_generate(ranks):
     path, results = ranks
     model = load_model(ModelConfig(path=str(path)), CPU, "float32")
     expected = [greedy_text(model, request) for request in RANKS_REQUESTS]
@@ -319,7 +319,7 @@ def test_every_rank_decodes_the_greedy_text(ranks):
         assert result.outputs == expected
 
 
-def test_the_papers_steps_do_not_depend_on_the_number_of_replicas(ranks):
+def test_paper_drafter_takes_same_steps_on_any_number_of_replicas(ranks):
     """The drafter `full` may take fewer steps alone: tokens that are not re-fed leave room for guesses."""
     path, results = ranks
     loop = Engine(ModelRunner(load_model(ModelConfig(path=str(path)), CPU, "float32"), 2048), Group.alone())
@@ -335,7 +335,7 @@ def test_the_papers_steps_do_not_depend_on_the_number_of_replicas(ranks):
         assert all(report.exchange_bytes > 0 for report in result.reports)
 
 
-def test_a_wish_of_one_rank_to_cancel_stops_all_in_the_same_step(ranks):
+def test_cancellation_on_one_rank_ends_all_ranks_in_same_step(ranks):
     _, results = ranks
     for result in results:
         assert result.cancel_report.finish_reason == "cancelled"
@@ -343,7 +343,7 @@ def test_a_wish_of_one_rank_to_cancel_stops_all_in_the_same_step(ranks):
         assert result.cancelled == results[0].cancelled == result.outputs[0][: len(result.cancelled)]
 
 
-def test_a_prompt_is_given_up_by_all_after_the_same_chunk(ranks):
+def test_cancellation_during_prefill_ends_all_ranks_after_same_chunk(ranks):
     path, results = ranks
     expected = greedy_text(load_model(ModelConfig(path=str(path)), CPU, "float32"), LONG)
     for result in results:
@@ -351,14 +351,14 @@ def test_a_prompt_is_given_up_by_all_after_the_same_chunk(ranks):
         assert result.read == expected
 
 
-def test_every_token_is_said_to_be_found_by_the_rank_that_had_its_node(ranks):
+def test_traced_tokens_name_rank_that_owned_their_node(ranks):
     _, results = ranks
     for rank, result in enumerate(results):
         assert len(result.found_by) == len(result.outputs[0])
         assert [finder == rank for finder in result.found_by] == result.found_here
 
 
-def test_ranks_with_different_requests_notice_at_once(ranks):
+def test_ranks_with_different_requests_raise_state_mismatch(ranks):
     _, results = ranks
     for result in results:
         assert isinstance(result.error, StateMismatchError)

@@ -99,7 +99,7 @@ prompt_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 @settings(max_examples=200, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
-def test_the_output_is_the_models_greedy_text_whatever_W_N_G(prompt, rules, seed):
+def test_output_is_greedy_text_for_any_W_N_G(prompt, rules, seed):
     state, proposals, outputs = decode(prompt, rules, seed)
     expected = greedy_text(prompt, rules, seed)
     assert state.new_tokens == sum(outputs, []) == expected
@@ -112,7 +112,7 @@ def test_the_output_is_the_models_greedy_text_whatever_W_N_G(prompt, rules, seed
 
 @settings(max_examples=100, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
-def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed):
+def test_tree_depth_is_limited_to_remaining_tokens(prompt, rules, seed):
     _, proposals, outputs = decode(prompt, rules, seed)
     num_committed = 0
     for proposal, committed in zip(proposals, outputs, strict=True):
@@ -121,7 +121,7 @@ def test_no_node_stands_deeper_than_what_could_be_committed(prompt, rules, seed)
 
 
 @pytest.mark.parametrize("refed_at", range(4, 24))
-def test_no_tree_crosses_the_length_after_which_the_text_is_fed_again(refed_at):
+def test_tree_does_not_cross_length_at_which_text_is_fed_again(refed_at):
     prompt = [1, 2, 3, 1, 2, 3]
     _, proposals, outputs = decode(prompt, replace(RULES, refed_at=refed_at))
     length, depths = len(prompt), {True: 0, False: 0}  # maximum depth for shorter and for longer texts
@@ -135,7 +135,7 @@ def test_no_tree_crosses_the_length_after_which_the_text_is_fed_again(refed_at):
 
 @settings(max_examples=50, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
-def test_equal_successors_make_equal_states(prompt, rules, seed):
+def test_equal_successors_give_equal_states(prompt, rules, seed):
     _, first, _ = decode(prompt, rules, seed)
     _, second, _ = decode(prompt, rules, seed)
     assert [p.digest for p in first] == [p.digest for p in second]
@@ -149,7 +149,7 @@ def test_guesses_save_steps():
     assert max(map(len, outputs)) > 2
 
 
-def test_a_guess_accepted_in_full_commits_N_tokens():
+def test_fully_accepted_guess_commits_N_tokens():
     state = replace(RULES, W=0, N=4).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 3, 4))
@@ -157,13 +157,13 @@ def test_a_guess_accepted_in_full_commits_N_tokens():
     assert (state.num_cached, state.pending) == (2, [2, 3, 4, 5])
 
 
-def test_without_window_and_guesses_every_step_feeds_the_root_alone():
+def test_step_without_window_and_guesses_feeds_only_root():
     state, proposals, outputs = decode([1, 2, 3], replace(RULES, W=0, G=0))
     assert [len(p.tree) for p in proposals] == [1] * 30
     assert [len(committed) for committed in outputs] == [1] * 30
 
 
-def test_pending_tokens_are_what_the_last_step_committed():
+def test_pending_tokens_are_tokens_committed_by_last_step():
     state = RULES.state([1, 2, 3])
     assert state.pending == [1, 2, 3]
     proposal = state.propose_prefill()
@@ -176,7 +176,7 @@ def test_pending_tokens_are_what_the_last_step_committed():
         committed, _ = advance(state, proposal, toy_successors(state, proposal))
 
 
-def test_what_is_accepted_is_cut_after_the_first_end_token():
+def test_accepted_tokens_are_cut_after_first_eos():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 9, 4))
@@ -187,7 +187,7 @@ def test_what_is_accepted_is_cut_after_the_first_end_token():
     assert state.finish_reason == "eos"
 
 
-def test_what_is_cut_counts_nowhere():
+def test_tokens_cut_after_eos_are_neither_counted_nor_pooled():
     state = replace(RULES, W=0, N=4, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([1]))
     state.drafter.pool.insert((1, 2, 9, 4))
@@ -196,7 +196,7 @@ def test_what_is_cut_counts_nowhere():
     assert state.drafter.pool.guesses(9) == []
 
 
-def test_the_prefills_token_may_end_the_request():
+def test_token_of_prefill_may_end_request():
     state = replace(RULES, eos_token_ids=frozenset({9})).state([1])
     assert state.advance_prefill(state.propose_prefill(), VerificationResult([9])) == [9]
     assert state.finish_reason == "eos"
@@ -205,13 +205,13 @@ def test_the_prefills_token_may_end_the_request():
     assert state.finish_reason == "length"
 
 
-def test_the_last_token_allowed_may_be_an_end_token():
+def test_eos_as_last_allowed_token_is_reported_as_eos():
     state = replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([9]))
     assert state.finish_reason == "eos"
 
 
-def test_the_prompts_ngrams_are_guessed_from_the_first_step_on():
+def test_prompt_ngrams_are_guessed_from_first_step():
     state = replace(RULES, W=0).state([1, 2, 3, 4])
     state.advance_prefill(state.propose_prefill(), VerificationResult([2]))
     assert state.drafter.pool.guesses(3) == [(4, 2)]  # it crosses from the prompt into the output
@@ -220,7 +220,7 @@ def test_the_prompts_ngrams_are_guessed_from_the_first_step_on():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(100, 104), min_size=1, max_size=9), st.integers(2, 5), st.integers(0, 20))
-def test_without_pool_from_prompt_no_ngram_reaches_into_the_prompt(prompt, size, seed):
+def test_pool_without_prompt_holds_only_ngrams_of_output(prompt, size, seed):
     # The toy model never produces the prompt's tokens.
     rules = replace(RULES, W=0, N=size, G=9, pool_from_prompt=False)
     state, _, _ = decode(prompt, rules, seed)
@@ -232,14 +232,14 @@ def test_without_pool_from_prompt_no_ngram_reaches_into_the_prompt(prompt, size,
     assert bool(held) == bool(seen)
 
 
-def test_pool_holds_the_committed_ngrams():
+def test_pool_holds_committed_ngrams():
     state, _, _ = decode([1, 2, 3], replace(RULES, W=0, G=50, max_new_tokens=20))
     for start in range(len(state.tokens) - 2):
         first, *rest = state.tokens[start : start + 3]
         assert tuple(rest) in state.drafter.pool.guesses(first)
 
 
-def test_the_window_starts_from_prompt_tokens_chosen_by_its_seed():
+def test_window_starts_with_prompt_tokens_chosen_by_seed():
     def first_level(seed: int) -> list[int]:
         rules = replace(RULES, W=12, G=0, window_seed=seed)
         return rules.state([50, 60, 70]).drafter.window.levels[0]
@@ -262,19 +262,19 @@ def test_the_window_starts_from_prompt_tokens_chosen_by_its_seed():
     ],
     ids=lambda rules: repr(rules)[13:],
 )
-def test_the_prefills_digest_tells_rules_apart(other):
+def test_prefill_digest_depends_on_rules_and_prompt(other):
     digest = RULES.state([1, 2, 3]).propose_prefill().digest
     assert digest == RULES.state([1, 2, 3]).propose_prefill().digest
     assert digest != other.state([1, 2, 3]).propose_prefill().digest
     assert digest != RULES.state([1, 2, 4]).propose_prefill().digest
 
 
-def test_the_prefills_digest_does_not_depend_on_the_order_of_end_tokens():
+def test_prefill_digest_does_not_depend_on_order_of_eos_tokens():
     forward, backward = (replace(RULES, eos_token_ids=frozenset(ids)) for ids in ([8, 16, 0], [0, 16, 8]))
     assert forward.state([1]).propose_prefill().digest == backward.state([1]).propose_prefill().digest
 
 
-def test_states_that_part_differ_in_digest_from_then_on():
+def test_digests_differ_after_states_diverge():
     pair = [RULES.state([1, 2, 3]) for _ in range(2)]
     for state, token in zip(pair, (1, 2), strict=True):
         state.advance_prefill(state.propose_prefill(), VerificationResult([token]))
@@ -290,7 +290,7 @@ def test_states_that_part_differ_in_digest_from_then_on():
     assert first.digest != second.digest
 
 
-def test_digests_fit_the_header_of_the_exchange():
+def test_digests_are_distinct_and_fit_exchange_header():
     _, proposals, _ = decode([1, 2, 3], RULES)
     assert all(0 <= proposal.digest < 2**56 for proposal in proposals)
     assert len({proposal.digest for proposal in proposals}) == len(proposals)

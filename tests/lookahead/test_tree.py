@@ -17,7 +17,7 @@ def path_to(tree: TokenTree, node: int) -> list[int]:
     return tokens[::-1]
 
 
-def test_pending_tokens_are_a_chain_that_ends_at_the_root():
+def test_pending_tokens_form_chain_that_ends_at_root():
     tree = TokenTree([7, 8, 9], max_depth=5)
     assert tree.tokens == [7, 8, 9]
     assert tree.parents == [-1, 0, 1]
@@ -26,7 +26,7 @@ def test_pending_tokens_are_a_chain_that_ends_at_the_root():
     assert len(tree) == 3
 
 
-def test_siblings_merge_and_equal_tokens_under_different_parents_do_not():
+def test_equal_tokens_merge_only_under_same_parent():
     tree = TokenTree([7], max_depth=5)
     first = tree.add_branch([1, 2, 3])
     second = tree.add_branch([1, 2, 4])
@@ -40,7 +40,7 @@ def test_siblings_merge_and_equal_tokens_under_different_parents_do_not():
     assert tree.child(first[0], 9) is None
 
 
-def test_nothing_is_added_below_max_depth():
+def test_nodes_below_max_depth_are_not_added():
     tree = TokenTree([7], max_depth=2)
     nodes = tree.add_branch([1, 2, 3, 4])
     assert [tree.depths[node] for node in nodes] == [1, 2]
@@ -50,7 +50,7 @@ def test_nothing_is_added_below_max_depth():
 
 
 @given(BRANCHES, st.integers(0, 4), st.integers(1, 3))
-def test_the_tree_is_the_prefix_closure_of_its_branches(branches, max_depth, num_pending):
+def test_tree_is_prefix_closure_of_its_branches(branches, max_depth, num_pending):
     tree = TokenTree([9] * num_pending, max_depth)
     for branch in branches:
         nodes = tree.add_branch(branch)
@@ -65,19 +65,19 @@ def test_the_tree_is_the_prefix_closure_of_its_branches(branches, max_depth, num
         assert tree.depths[node] == tree.depths[parent] + 1 == len(path_to(tree, node))
 
 
-def test_accept_commits_the_bonus_token_alone_when_no_guess_holds():
+def test_accept_returns_only_bonus_token_if_no_guess_matches():
     tree = TokenTree([5, 6], max_depth=4)
     tree.add_branch([1, 2])
     assert accept(tree, [-1, 3, 0, 0]) == ([3], [])
 
 
-def test_accept_keeps_the_bonus_token_of_a_full_match():
+def test_accept_keeps_bonus_token_after_full_match():
     tree = TokenTree([5], max_depth=4)
     nodes = tree.add_branch([1, 2, 3])
     assert accept(tree, [1, 2, 3, 4]) == ([1, 2, 3, 4], nodes)
 
 
-def test_accept_goes_from_one_branch_into_another_where_they_share_nodes():
+def test_accept_follows_shared_nodes_from_one_branch_into_another():
     tree = TokenTree([5], max_depth=9)
     window = [tree.root, tree.add(tree.root, 1)]
     window.append(tree.add(window[1], 2))
@@ -89,7 +89,7 @@ def test_accept_goes_from_one_branch_into_another_where_they_share_nodes():
 
 
 @given(BRANCHES, st.lists(st.integers(0, 2), min_size=41, max_size=41))
-def test_accept_takes_the_longest_path_that_the_successors_agree_with(branches, successors):
+def test_accept_returns_longest_path_that_matches_successors(branches, successors):
     tree = TokenTree([9], max_depth=5)
     for branch in branches:
         tree.add_branch(branch)

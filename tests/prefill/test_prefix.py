@@ -67,7 +67,7 @@ def decode(engine: Engine, model: ModelRunner, request: Request):
 
 
 @pytest.mark.parametrize("case", thinned(2, CASES))
-def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
+def test_second_turn_feeds_only_new_tokens(plain_model, prompt_ids, case):
     lookahead, options = CASES[case]
     model = make_model()
     engine = engine_of(model)
@@ -87,7 +87,7 @@ def test_a_second_turn_feeds_what_is_new(plain_model, prompt_ids, case):
     assert (tokens, report.cached_tokens, num_fed) == (expected, 100, 2)
 
 
-def test_a_running_request_keeps_no_evicted_prefix_in_memory(prompt_ids):
+def test_running_request_does_not_keep_evicted_prefix_in_memory(prompt_ids):
     model = make_model()
     engine = engine_of(model)
     decode(engine, model, Request(prompt_ids, FIXED, 5))
@@ -102,7 +102,7 @@ def test_a_running_request_keeps_no_evicted_prefix_in_memory(prompt_ids):
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gpt2"])
-def test_sliding_windows_and_learned_positions(family, random_model):
+def test_prefix_may_be_cut_anywhere_with_windows_or_learned_positions(family, random_model):
     """A prefix may be cut anywhere, since windows of 8 tokens are masks over the whole cache."""
     name, settings = FAMILIES[family]
     plain = ModelRunner(random_model(name, seed=2, **settings), 16)
@@ -119,7 +119,7 @@ def test_sliding_windows_and_learned_positions(family, random_model):
 
 
 @pytest.mark.slow
-def test_strict_bits(prompt_ids):
+def test_strict_mode_reads_whole_chunks_and_gives_identical_bits(prompt_ids):
     """Only whole chunks of prompts are read, and every bit is as if all tokens had been fed."""
     model, plain = make_model("bfloat16", strict_tokens=16), make_model("bfloat16", strict_tokens=16, keeps=False)
     engine = engine_of(model)
@@ -133,7 +133,7 @@ def test_strict_bits(prompt_ids):
         assert found[2].cached_tokens == length // 16 * 16 and found[3] == len(turn.prompt_ids) - length // 16 * 16
 
 
-def test_draft_tables_come_along(prompt_ids):
+def test_repeated_request_with_same_salt_reuses_draft_tables(prompt_ids):
     """A repeated request drafts the answer from the first one's tables, although no prompt contains it."""
     model = make_model()
     engine, request = engine_of(model), Request(prompt_ids, FIXED, 60, sampling=SamplingConfig(temperature=1.2, seed=3))
@@ -145,7 +145,7 @@ def test_draft_tables_come_along(prompt_ids):
 
 
 @pytest.mark.slow
-def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
+def test_batched_requests_read_prefix_of_first_request(prompt_ids):
     model = make_model()
     engine = engine_of(model)
     request = Request(prompt_ids, FIXED, 12)
@@ -160,7 +160,7 @@ def test_requests_of_one_batch_read_what_the_first_has_fed(prompt_ids):
     assert [found[number][2].cached_tokens for number in range(4)] == [0, *[len(prompt_ids) - 1] * 3]
 
 
-def test_what_is_wanted_of_every_token_is_fed(prompt_ids):
+def test_prompt_with_prompt_logprobs_is_fed_in_full(prompt_ids):
     model = make_model()
     engine = engine_of(model)
     request = Request(prompt_ids, FIXED, 4, logprobs=True)
@@ -170,7 +170,7 @@ def test_what_is_wanted_of_every_token_is_fed(prompt_ids):
 
 
 @pytest.mark.parametrize("strict_tokens", [None, 16])
-def test_a_resumed_request_reads_it(prompt_ids, strict_tokens):
+def test_resumed_request_reads_cached_prefix(prompt_ids, strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
     engine, request = engine_of(model), Request(prompt_ids, FIXED, 30)
     tokens, _, _, _ = decode(engine, model, request)
@@ -182,7 +182,7 @@ def test_a_resumed_request_reads_it(prompt_ids, strict_tokens):
     assert slot.tokens == list(prompt_ids[: slot.cache.length]) and slot.cache.length > len(prompt_ids) - 17
 
 
-def test_a_request_that_is_broken_off_keeps_its_prompt_alone(prompt_ids):
+def test_aborted_request_stores_only_its_prompt(prompt_ids):
     model = make_model()
     events = engine_of(model).run(Request(prompt_ids, FIXED, 60))
     next(events), next(events), next(events)
@@ -229,7 +229,7 @@ def on_a_rank_that_lost_its_tables(group, prompt_ids) -> list[tuple[list[int], i
     return found
 
 
-def test_draft_tables_are_shared_by_replicas_that_agree(plain_model, prompt_ids):
+def test_draft_tables_are_reused_only_if_all_replicas_have_them(plain_model, prompt_ids):
     """Tables are shared without a prefix cache, too; tables that one replica has lost are not used."""
     found = run_ranks(on_a_rank_that_lost_its_tables, 2, prompt_ids)
     assert found[0] == found[1]
@@ -242,7 +242,7 @@ def test_draft_tables_are_shared_by_replicas_that_agree(plain_model, prompt_ids)
 
 
 @pytest.mark.slow
-def test_settings_say_how_much_is_kept():
+def test_prefix_cache_size_follows_settings():
     model = make_model(keeps=False)
     with model.slots.borrowed() as slot:
         model.begin(slot, 50)

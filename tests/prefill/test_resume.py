@@ -65,7 +65,7 @@ def decode(model: ModelRunner, request: Request, num_runs: int | None = None, st
 
 
 @pytest.mark.parametrize(("case", "keeps_cache"), thinned(4, CASES, [True, False]))
-def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
+def test_resumed_request_matches_uninterrupted_output(model, prompt_ids, case, keeps_cache, monkeypatch):
     lookahead, options = CASES[case]
     request = Request(prompt_ids, lookahead, 40, **options)
     expected, expected_logprobs, report = decode(model, request)
@@ -91,7 +91,7 @@ def test_what_comes_after(model, prompt_ids, case, keeps_cache, monkeypatch):
     assert all(size < len(prompt_ids) for size in fed) if keeps_cache else fed.count(len(prompt_ids)) == 3
 
 
-def test_stops_in_what_is_left(model, prompt_ids):
+def test_resumed_request_ends_at_stop_string(model, prompt_ids):
     tokenizer = load_tokenizer(ModelConfig())
     whole, _, _ = decode(model, Request(prompt_ids, FIXED, 40))
     text = tokenizer.decode(whole)
@@ -106,7 +106,7 @@ def test_stops_in_what_is_left(model, prompt_ids):
         assert (expected[:length] + rest, report.finish_reason) == (expected, "stop")
 
 
-def test_nothing_is_left(model, prompt_ids):
+def test_resume_of_complete_request_returns_no_tokens(model, prompt_ids):
     expected, _, _ = decode(model, Request(prompt_ids, FIXED, 9))
     rest, _, report = decode(model, Request(prompt_ids, FIXED, 9, committed=tuple(expected)))
     assert rest == [] and report.finish_reason == "length"
@@ -114,7 +114,7 @@ def test_nothing_is_left(model, prompt_ids):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_cache", thinned(2, [True, False]))
-def test_strict_bits(prompt_ids, keeps_cache):
+def test_strict_resume_gives_identical_bits(prompt_ids, keeps_cache):
     """Tokens that are fed again give the same results as the first time, bit for bit."""
     model = make_model("bfloat16", strict_tokens=16)
     request = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
@@ -127,7 +127,7 @@ def test_strict_bits(prompt_ids, keeps_cache):
         assert committed + rest == expected and logprobs + more == expected_logprobs
 
 
-def test_strict_chunks_begin_where_they_do_in_a_first_attempt(prompt_ids, monkeypatch):
+def test_strict_resume_starts_chunks_at_same_positions(prompt_ids, monkeypatch):
     """A chunk that the slot holds in part is fed again from its beginning."""
     model = make_model(strict_tokens=16)
     chunk, prompt = model.prefill_chunk, (prompt_ids * 10)[:60]
@@ -148,7 +148,7 @@ def test_strict_chunks_begin_where_they_do_in_a_first_attempt(prompt_ids, monkey
 
 
 @pytest.mark.parametrize("strict_tokens", [None, pytest.param(8, marks=pytest.mark.slow)])
-def test_a_text_whose_reading_is_broken_off(prompt_ids, strict_tokens):
+def test_resume_aborted_between_chunks_can_be_repeated(prompt_ids, strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
     prompt = prompt_ids * 4  # several chunks
     request = Request(prompt, FIXED, 24)
@@ -191,7 +191,7 @@ def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_orde
 
 
 @pytest.mark.parametrize("is_ordered", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prompt_ids, is_ordered):
+def test_replica_that_lacks_text_gathers_after_each_chunk(model, prompt_ids, is_ordered):
     """A replica that lacks the whole text gathers after each chunk, so its peer does not take it for lost."""
     prompt = prompt_ids * 4
     processors = (EveryThird(),) if is_ordered else ()
@@ -206,7 +206,7 @@ def test_nobody_waits_longer_than_a_chunk_for_one_who_lacks_the_text(model, prom
         assert expected[:10] + tokens == expected and report.finish_reason == "length"
 
 
-def test_a_resume_is_cancelled_between_two_chunks(model, prompt_ids):
+def test_resume_is_cancelled_between_chunks_on_all_replicas(model, prompt_ids):
     """All replicas cancel at once, whatever part of the text each of them lacks."""
     prompt = prompt_ids * 4
     expected, _, _ = decode(model, Request(prompt, FIXED, 24))

@@ -39,7 +39,7 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
 
 
 @pytest.mark.slow
-def test_a_replica_that_never_batches_captures_one_pass_a_size(gpu):
+def test_replica_without_batches_captures_one_pass_per_size(gpu):
     """With one GPU, lp-generate, lp-chat and the Python API never batch."""
     config = GenerateConfig(prompt="def f():", dtype="float32", cache_dir=None, lookahead=PLAIN)
     with LookaheadRuntime.from_config(config):
@@ -57,7 +57,7 @@ def test_a_replica_that_never_batches_captures_one_pass_a_size(gpu):
         (ServeConfig(policy="latency"), False),
     ],
 )
-def test_a_replica_in_a_process_captures_batches_where_the_policy_batches(config, batches, monkeypatch):
+def test_replica_process_captures_batches_only_if_policy_batches(config, batches, monkeypatch):
     """lp-serve batches by default, and so do prompts of a file with another policy than latency."""
     asked: list[bool] = []
 
@@ -71,7 +71,7 @@ def test_a_replica_in_a_process_captures_batches_where_the_policy_batches(config
 
 
 @pytest.mark.slow
-def test_captured_passes_share_the_memory_of_their_logits(gpu):
+def test_captured_passes_share_logits_memory(gpu):
     model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
     assert len(Graph.captured) == 2 * len(SIZES) - 1  # for several sequences, too, except for one token
     made = model.passes.made
@@ -84,7 +84,7 @@ def test_captured_passes_share_the_memory_of_their_logits(gpu):
 
 
 @pytest.mark.slow
-def test_the_models_own_sampling_has_run_at_start(gpu, monkeypatch):
+def test_sampling_of_generation_config_runs_at_start(gpu, monkeypatch):
     """Kernels of sampling are compiled at start; other values of top_k need no other variant."""
 
     def load(*args):

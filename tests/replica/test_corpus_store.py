@@ -48,7 +48,7 @@ def texts_of(paths, cache, key: str = "bytes") -> tuple[list[str], list[str]]:
     return [text for text in texts if text], seen
 
 
-def test_only_files_that_have_changed_are_tokenized_again(folder, tmp_path):
+def test_unchanged_files_are_not_tokenized_again(folder, tmp_path):
     cache = tmp_path / "cache"
     assert texts_of(folder, cache) == (["abc", "de"], ["abc", "de"])
     assert texts_of(folder, cache) == (["abc", "de"], [])
@@ -62,7 +62,7 @@ def test_only_files_that_have_changed_are_tokenized_again(folder, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:-8] + b"12345678", lambda data: b"{}\n"])
-def test_a_damaged_index_is_made_again(folder, tmp_path, damage, caplog):
+def test_damaged_index_is_rebuilt(folder, tmp_path, damage, caplog):
     cache = tmp_path / "cache"
     texts_of(folder, cache)
     (file,) = (file for file in cache.iterdir() if file.suffix != ".lock")
@@ -72,7 +72,7 @@ def test_a_damaged_index_is_made_again(folder, tmp_path, damage, caplog):
     assert file.read_bytes() == whole and "is damaged and will be made again" in caplog.text
 
 
-def test_bad_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch):
+def test_bad_corpus_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch):
     def refused(paths: object) -> str:
         with pytest.raises(ConfigError) as caught:
             texts_of(paths, tmp_path / "cache")
@@ -88,7 +88,7 @@ def test_bad_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_a_file_that_cannot_be_read_is_named(folder):
+def test_error_names_unreadable_file(folder):
     (folder / "a.py").chmod(0)
     with pytest.raises(ConfigError, match=r"a\.py cannot be read \(Permission denied\)"):
         texts_of(folder, None)
@@ -102,7 +102,7 @@ def opened_by_rank(group, paths) -> str | list[int]:
         return str(error)
 
 
-def test_replicas_open_the_same_corpus_or_none(folder):
+def test_replicas_open_same_corpus_or_none(folder):
     both = str(folder)
     first, second = run_ranks(opened_by_rank, 2, [both, both])
     assert first == second and first.count(-1) == 4
@@ -112,7 +112,7 @@ def test_replicas_open_the_same_corpus_or_none(folder):
     assert run_ranks(opened_by_rank, 2, [both, "/no"]) == missing
 
 
-def test_a_runtime_takes_fewer_steps_to_write_what_its_corpus_has(tmp_path):
+def test_text_in_corpus_takes_fewer_steps(tmp_path):
     """The corpus is the answer of an earlier run, sampled so that it repeats nothing; the output is equal."""
     settings = {"tokens": 16, "draft_tables": "request"}
 

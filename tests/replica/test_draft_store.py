@@ -20,7 +20,7 @@ def steps(runtime: LookaheadRuntime, **options) -> int:
     return runtime.generate(PROMPT, 40, eos=False, **options).steps
 
 
-def test_what_was_seen_is_known_to_the_next_runtime_and_changes_no_output(demo_model_dir, tmp_path):
+def test_next_runtime_loads_draft_tables_without_changing_output(demo_model_dir, tmp_path):
     file = tmp_path / "draft_tables.npz"
     with LookaheadRuntime(str(demo_model_dir), lookahead=settings(file), **OPTIONS) as runtime:
         plain = runtime.generate(PROMPT, 40, eos=False, lookahead=PLAIN)
@@ -38,7 +38,7 @@ def test_what_was_seen_is_known_to_the_next_runtime_and_changes_no_output(demo_m
 
 
 @pytest.mark.slow
-def test_requests_of_a_runtime_share_what_they_saw_if_they_have_the_same_salt(demo_model_dir):
+def test_requests_with_same_salt_share_draft_tables(demo_model_dir):
     with LookaheadRuntime(str(demo_model_dir), lookahead=settings("auto"), **OPTIONS) as runtime:
         alone = steps(runtime, lookahead=settings("request"))
         assert steps(runtime, lookahead=settings("request")) == alone
@@ -48,7 +48,7 @@ def test_requests_of_a_runtime_share_what_they_saw_if_they_have_the_same_salt(de
         assert steps(runtime, lookahead=settings("runtime")) <= second
 
 
-def test_a_server_shares_nothing_between_clients_that_it_cannot_tell_apart():
+def test_server_shares_draft_tables_by_default_only_with_api_keys():
     def draft_tables(*settings: str) -> str:
         return load_config(ServeConfig, list(settings)).lookahead.draft_tables
 
@@ -64,7 +64,7 @@ def test_a_server_shares_nothing_between_clients_that_it_cannot_tell_apart():
         ("none/where.npz", None, "cannot be read or written (File exists)"),
     ],
 )
-def test_a_file_that_will_not_do_is_refused_at_start(demo_model_dir, tmp_path, name, content, message):
+def test_unusable_draft_tables_file_is_refused_at_start(demo_model_dir, tmp_path, name, content, message):
     (tmp_path / "none").write_text("a file, not a folder")
     if content is not None:
         (tmp_path / name).write_bytes(content)

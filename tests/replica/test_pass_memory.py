@@ -71,7 +71,7 @@ CASES = [*((name, torch.bfloat16) for name in MODELS), ("gpt_oss", torch.float32
     ("name", "dtype"),
     [pytest.param(*case, marks=pytest.mark.slow if place > 0 else ()) for place, case in enumerate(CASES)],
 )
-def test_what_fits_is_used_and_no_more(name, dtype):
+def test_capacity_leaves_just_enough_memory_for_any_pass(name, dtype):
     """Slots that fill the capacity, one as long as a text can be, leave enough memory for any pass."""
     parts.flash_has_windows.cache_clear()
     with gpu_of_size(GPU_BYTES) as (_, memory):
@@ -98,7 +98,7 @@ def test_what_fits_is_used_and_no_more(name, dtype):
         assert weights + unmeasured * token_bytes + peak > GPU_BYTES
 
 
-def test_a_gpu_that_is_nearly_full_is_not_measured(caplog):
+def test_nearly_full_gpu_is_not_measured(caplog):
     """The capacity of such a GPU leaves a tenth of the free memory."""
     with gpu_of_size(GPU_BYTES) as (gpu, memory):
         model = runner("large vocabulary", torch.bfloat16)

@@ -53,14 +53,14 @@ def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kep
         (False, [0, 0], [0, 0], None),
     ],
 )
-def test_why_passes_are_not_captured(is_captured, on_gpu, captured, expected):
+def test_not_captured_returns_own_reason_or_names_replica(is_captured, on_gpu, captured, expected):
     timer, graphs = (object() if on_gpu[0] else None), (object() if is_captured else None)
     model = SimpleNamespace(timer=timer, graphs=graphs, why_not_captured=None if is_captured else "why")
     assert not_captured(model, on_gpu, captured) == expected
 
 
 @pytest.mark.parametrize(("backend", "rank", "owns", "shows"), [("auto", 0, True, True), ("gloo", 2, False, False)])
-def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypatch):
+def test_replica_owns_only_visible_gpu_unless_backend_is_gloo(backend, rank, owns, shows, monkeypatch):
     """The process owns the GPU's memory unless the backend may share GPUs; only rank 0 shows progress."""
     loads = []
 
@@ -76,7 +76,7 @@ def test_a_process_that_sees_one_gpu_alone(backend, rank, owns, shows, monkeypat
     assert loads == [(owns, shows)]
 
 
-def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
+def test_two_replicas_on_same_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(replica, "gpu_number", lambda device: 7)
     model = SimpleNamespace(device=torch.device("cuda"), timer=None, graphs=None)
     loaded = SimpleNamespace(model=model, info=SimpleNamespace(capacity=None))
@@ -93,7 +93,7 @@ def test_two_replicas_that_have_the_same_gpu_are_refused(monkeypatch):
     ("device", "device_index", "owns_device", "warns"),
     [("cuda", 0, False, 1), ("cuda", 1, False, 0), ("cuda", 0, True, 0), ("cpu", 0, False, 0)],
 )
-def test_one_replica_of_a_machine_warns_of_too_few_cores(device, device_index, owns_device, warns, monkeypatch):
+def test_replica_of_first_gpu_warns_of_too_few_cores(device, device_index, owns_device, warns, monkeypatch):
     """There is no warning on CPUs, or if each process may have received separate cores, as from srun."""
     asked: list[int] = []
 

@@ -66,7 +66,7 @@ def limit(monkeypatch, has_memory: Callable[[int, int], bool]) -> list[int]:
     return sizes
 
 
-def test_a_report_covers_all_attempts(replica, requests, expected, monkeypatch):
+def test_report_covers_all_attempts(replica, requests, expected, monkeypatch):
     whole = joined(list(replica.decode(requests["a"])))[1]
     limit(monkeypatch, lambda number, _: number not in (1, 4))  # two attempts fail, with tokens between them
     tokens, report = joined(list(replica.decode(requests["a"])))
@@ -74,7 +74,7 @@ def test_a_report_covers_all_attempts(replica, requests, expected, monkeypatch):
     assert whole.num_steps <= report.num_steps <= len(tokens) + 2  # each attempt begins with a step of the prefill
 
 
-def test_an_attempt_without_a_new_token_is_the_last(replica, requests, expected, monkeypatch):
+def test_request_fails_after_attempt_without_new_token(replica, requests, expected, monkeypatch):
     sizes = limit(monkeypatch, lambda number, _: number < 2)
     tokens = []
     with pytest.raises(RequestMemoryError):
@@ -84,7 +84,7 @@ def test_an_attempt_without_a_new_token_is_the_last(replica, requests, expected,
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, requests, expected, monkeypatch, most):
+def test_batched_requests_wait_for_memory_until_others_end(replica, requests, expected, monkeypatch, most):
     """A request that arrives meanwhile waits, too."""
     sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
     arriving = iter([["a", "b", "c"], [], ["d"]])
@@ -95,7 +95,7 @@ def test_requests_of_a_batch_wait_for_memory_until_others_have_ended(replica, re
     assert max(sizes) > most
 
 
-def test_slots_that_do_not_fit_together_are_used_one_after_another(loaded, replica, requests, expected, monkeypatch):
+def test_requests_whose_slots_do_not_fit_together_all_complete(loaded, replica, requests, expected, monkeypatch):
     """Requests are decoded together as long as memory suffices; all get their texts."""
     monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
     arriving = iter([list(requests)])

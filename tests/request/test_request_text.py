@@ -30,7 +30,7 @@ def text_of(tokenizer, steps, **fields):
     return [delta for delta, _ in added], [each for _, texts in added for each in texts], text
 
 
-def test_special_tokens_show_on_request_but_not_the_one_that_ends_the_text(tokenizer):
+def test_special_tokens_are_shown_on_request_except_final_eos(tokenizer):
     special = next(
         token
         for token in tokenizer.added_tokens_decoder
@@ -46,7 +46,7 @@ def test_special_tokens_show_on_request_but_not_the_one_that_ends_the_text(token
 
 
 @pytest.mark.parametrize("cuts_steps", [False, True])
-def test_the_text_ends_with_the_stop_string_though_its_last_token_goes_on(tokenizer, cuts_steps):
+def test_text_is_cut_after_stop_string_inside_last_token(tokenizer, cuts_steps):
     ids = tokenizer.encode(" the dog, the house; the man", add_special_tokens=False)
     num = next(num for num in range(1, len(ids)) if "hous" in tokenizer.decode(ids[:num]))
     steps = [[token] for token in ids[:num]] if cuts_steps else [ids[:num]]
@@ -56,7 +56,7 @@ def test_the_text_ends_with_the_stop_string_though_its_last_token_goes_on(tokeni
 
 
 @pytest.mark.parametrize("begin", [None, "<think>"])
-def test_no_stop_string_matches_before_the_content(tokenizer, begin):
+def test_stop_strings_do_not_match_before_content(tokenizer, begin):
     """Stop strings match neither in the reasoning part nor in the white space after it."""
     ids = tokenizer.encode(f"{begin or ''}the dog\n\n</think>\n\nthe man\n\nthe cat", add_special_tokens=False)
     deltas, _, text = text_of(

@@ -13,7 +13,7 @@ from lp_runtime.scheduler.allocation import Allocator, target_degrees
 from lp_runtime.scheduler.job import Job, JobLease
 
 
-def test_replicas_go_round_until_every_job_has_its_largest_degree():
+def test_target_degrees_are_assigned_round_robin_up_to_each_maximum():
     assert [target_degrees(4, [4] * jobs) for jobs in (1, 2, 3, 4, 5)] == [
         [4],
         [2, 2],
@@ -26,7 +26,7 @@ def test_replicas_go_round_until_every_job_has_its_largest_degree():
 
 
 @pytest.mark.parametrize(("num_delivered", "num_running"), [(0, 3), (4000, 2)])
-def test_a_replica_takes_as_many_requests_as_fit_with_what_they_have_written(num_delivered, num_running):
+def test_replica_takes_requests_that_fit_with_tokens_written_so_far(num_delivered, num_running):
     """Tokens that requests may still write do not count, because slots grow."""
     info = SimpleNamespace(supports_batching=True, capacity=10_000)
     running: list[JobLease] = []

@@ -10,7 +10,7 @@ from lp_runtime import Delta, ReplicaError
 from lp_runtime.scheduler.job import Job, JobLease, JobState
 
 
-def test_a_job_waits_runs_and_finishes():
+def test_job_waits_runs_and_finishes():
     job = Job(None, None)
     assert job.state is JobState.WAITING
     job.begin()
@@ -24,7 +24,7 @@ def test_a_job_waits_runs_and_finishes():
         next(deltas)
 
 
-def test_a_lease_knows_where_a_job_runs_and_is_to_run():
+def test_lease_tracks_held_and_wanted_replicas():
     lease = JobLease(Job(None, None), [1], threading.Condition(), 1.0, lambda: True)
     assert lease.held == {1} and not lease.is_settled
     lease.settle()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lp_runtime.scheduler.lp_degree import FIRST_RETRY_REQUESTS, DegreeSpeeds, candidate_degrees
 
 
-def test_the_fastest_degree_is_found_and_kept():
+def test_fastest_lp_degree_is_chosen_and_others_are_retried():
     def run(speeds: DegreeSpeeds, tokens_per_second: dict[int, float], num_requests: int) -> list[int]:
         chosen = []
         for _ in range(num_requests):

@@ -106,7 +106,7 @@ def single():
 
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
+def test_job_cancelled_during_prefill_returns_no_tokens(runtime, alone, gpus):
     """A cancelled job gets no token: its prefill checks for cancellation before each of its 1,000 chunks."""
     with Scheduler(runtime, policy="fair") as scheduler:
         job = scheduler.submit(runtime.request([5 + number % 1000 for number in range(4000)], 8, eos=False), gpus=gpus)
@@ -127,7 +127,7 @@ def test_cancelled_while_its_prompt_is_fed(runtime, alone, gpus):
         ("throughput", 8),
     ],
 )
-def test_outputs_are_those_of_requests_alone(alone, runtime, policy, max_batch):
+def test_outputs_match_requests_decoded_alone(alone, runtime, policy, max_batch):
     rng = random.Random(0)
     cases = rng.choices(CASES, k=9)
     seen, batches = [], [0]
@@ -147,7 +147,7 @@ def test_outputs_are_those_of_requests_alone(alone, runtime, policy, max_batch):
     assert all(sum(each) <= GPUS or set(each) == {1} for each in seen)
 
 
-def test_more_requests_than_replicas_share_them(alone, held):
+def test_more_requests_than_replicas_are_batched(alone, held):
     cases = [case for case in CASES if case[1] == MEDIUM]
     with Scheduler(held, max_batch=2) as scheduler:
         jobs = held.submit_all(scheduler, [make(held, case, lookahead=SLOW) for case in cases])
@@ -161,7 +161,7 @@ def test_more_requests_than_replicas_share_them(alone, held):
 
 
 @pytest.mark.slow
-def test_requests_that_share_a_replica_part_as_others_end(alone, held):
+def test_requests_sharing_replica_spread_out_when_others_end(alone, held):
     cases = LONG_CASES[: GPUS + 1]
     with Scheduler(held, policy="throughput", max_batch=8) as scheduler:
         jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases]
@@ -187,7 +187,7 @@ def test_requests_that_share_a_replica_part_as_others_end(alone, held):
         ("fair", GPUS, GPUS),
     ],
 )
-def test_a_request_says_how_many_replicas_it_wants(alone, held, policy, gpus, degree):
+def test_request_runs_on_requested_number_of_replicas(alone, held, policy, gpus, degree):
     case = (1, MEDIUM, 0)
     with Scheduler(held, policy=policy) as scheduler:
         job = held.submit(scheduler, make(held, case, lookahead=SLOW), gpus=gpus)
@@ -206,7 +206,7 @@ def test_a_request_says_how_many_replicas_it_wants(alone, held, policy, gpus, de
 
 
 @pytest.mark.slow
-def test_many_prompts_at_once(alone, runtime):
+def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
     cases = [case for case in CASES if case[1] == SHORT and case[2] == 0]
     prompts = [reference.PROMPTS[prompt] for prompt, *_ in cases]
 
@@ -227,7 +227,7 @@ def test_many_prompts_at_once(alone, runtime):
 
 
 @pytest.mark.slow
-def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
+def test_batch_is_resumed_after_restart_of_single_replica_process(alone):
     config = RuntimeConfig(
         gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(own_process=True)
     )
@@ -246,7 +246,7 @@ def test_one_replica_of_its_own_process_takes_several_and_comes_back(alone):
 
 
 @pytest.mark.slow
-def test_a_request_gives_replicas_up_and_gets_them_back(alone, held):
+def test_request_gives_up_replica_for_newcomer_without_loss(alone, held):
     long, short = (1, LONG, 0), (2, SHORT, 1)
     with Scheduler(held) as scheduler:
         job = held.submit(scheduler, make(held, long, lookahead=SLOW))
@@ -265,7 +265,7 @@ def test_a_request_gives_replicas_up_and_gets_them_back(alone, held):
 
 
 @pytest.mark.slow
-def test_more_replicas_join_a_running_request(alone, held):
+def test_freed_replicas_join_running_request(alone, held):
     first, second = (0, LONG, 0), (1, LONG, 0)
     with Scheduler(held) as scheduler:
         jobs = [
@@ -281,7 +281,7 @@ def test_more_replicas_join_a_running_request(alone, held):
 
 
 @pytest.mark.parametrize("num_jobs", [pytest.param(GPUS, marks=pytest.mark.slow), GPUS + 1])
-def test_a_replica_lost_under_load(alone, held, num_jobs):
+def test_request_on_lost_replica_is_resumed_under_load(alone, held, num_jobs):
     cases = LONG_CASES[:num_jobs]
     with Scheduler(held, policy="throughput") as scheduler:
         jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases]
@@ -297,7 +297,7 @@ def test_a_replica_lost_under_load(alone, held, num_jobs):
 
 
 @pytest.mark.slow
-def test_random_arrivals_and_ends(alone, runtime):
+def test_random_arrivals_and_cancellations_keep_outputs(alone, runtime):
     rng = random.Random(1)
     with Scheduler(runtime, max_waiting=1000) as scheduler:
 
@@ -327,7 +327,7 @@ def test_random_arrivals_and_ends(alone, runtime):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("single", marks=pytest.mark.slow), "runtime"])
-def test_cancelled_late_and_too_many(request, alone, kind):
+def test_cancelled_expired_and_excess_jobs_raise_errors(request, alone, kind):
     held = HeldRuntime(request.getfixturevalue(kind))
     case = (1, MEDIUM, 0)
     with Scheduler(held, max_waiting=2, policy="latency") as scheduler:
@@ -358,7 +358,7 @@ def test_cancelled_late_and_too_many(request, alone, kind):
         scheduler.submit(make(held, case))
 
 
-def test_asyncio(alone, runtime):
+def test_async_deltas_match_requests_decoded_alone(alone, runtime):
     async def ask(scheduler: Scheduler, case: tuple[int, int, int]) -> list[int]:
         job = scheduler.submit(make(runtime, case))
         return [token async for delta in job.deltas() for token in delta.token_ids]
@@ -378,7 +378,7 @@ def test_asyncio(alone, runtime):
         asyncio.run(main(scheduler))
 
 
-def test_with_no_replica_left_requests_fail_at_once():
+def test_requests_fail_at_once_when_no_replica_is_left():
     failure = FailureConfig(restarts=0)
     config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=SLOW, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:
@@ -397,13 +397,13 @@ def test_with_no_replica_left_requests_fail_at_once():
             assert not scheduler.is_healthy
 
 
-def test_a_policy_that_does_not_exist_is_refused():
+def test_unknown_policy_is_refused():
     with pytest.raises(ConfigError, match="policy=quick: must be one of fair, latency, throughput"):
         Scheduler(None, policy="quick")
 
 
 @pytest.mark.slow
-def test_a_request_does_not_wait_for_a_busy_replica_while_another_is_idle(alone):
+def test_request_moves_from_busy_replica_to_idle_one(alone):
     """The busy replica is a process that is stopped: it sends nothing, and is not taken for lost either."""
     failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)
     config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)

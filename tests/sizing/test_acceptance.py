@@ -34,7 +34,7 @@ def test_each_level_starts_with_its_correction(level):
 
 @pytest.mark.parametrize("odds", [0.5, 1.0, 2.0])
 @pytest.mark.parametrize("probability", [0.6, 0.3, 0.02])
-def test_corrections_become_what_was_accepted_beside_what_was_promised(probability, odds):
+def test_corrections_converge_to_observed_acceptance(probability, odds):
     calibration, rng = AcceptanceCalibration(), random.Random(0)
     fed = np.concatenate([fixed_point(0.0), np.repeat(fixed_point(probability), 20)])
     truth = min(1.0, odds * probability)
@@ -45,7 +45,7 @@ def test_corrections_become_what_was_accepted_beside_what_was_promised(probabili
     assert corrected(calibration, other) == corrected(AcceptanceCalibration(), other)
 
 
-def test_what_is_never_kept_is_believed_a_little_and_more_with_time():
+def test_correction_of_rejected_nodes_is_bounded_and_recovers():
     calibration, fed = AcceptanceCalibration(), fixed_point(0.0, 0.6, 0.3)
     for _ in range(500):
         calibration.observe(fed, 1, [])
@@ -56,7 +56,7 @@ def test_what_is_never_kept_is_believed_a_little_and_more_with_time():
     assert doubted < corrected(calibration, 0.6)[0] <= 0.6
 
 
-def test_nothing_is_more_than_certain_and_pending_tokens_promise_nothing():
+def test_corrected_probabilities_stay_between_0_and_1():
     calibration, fed = AcceptanceCalibration(), fixed_point(0.0, 0.9, 0.9)
     for _ in range(100):
         calibration.observe(fed, 1, [1, 2])

@@ -43,7 +43,7 @@ MIN_SHARE_PERCENT_MISMEASURED = 90
 
 
 @pytest.mark.parametrize("curve", CURVES)
-def test_auto_is_nearly_as_fast_as_the_best_fixed_budget(curve):
+def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
     texts, vocabulary = load_texts()
     points = CURVES[curve]
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
@@ -66,7 +66,7 @@ def test_auto_is_nearly_as_fast_as_the_best_fixed_budget(curve):
     ("mistake", "curve"),
     [(mistake, "CPU") for mistake in MISMEASURED] + [("large steps slow", "slow CPU"), ("all slow", "GPU")],
 )
-def test_auto_recovers_from_times_of_a_busy_machine(mistake, curve):
+def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     texts, vocabulary = load_texts()
     points = CURVES[curve]
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)

@@ -64,7 +64,7 @@ def flat(num_tokens: int, free: int, slope: float) -> np.ndarray:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 150), st.integers(1, 6), st.integers(1, 60), st.integers(1, 5))
-def test_no_replica_feeds_more_than_the_budget(size, num_replicas, budget, num_pending):
+def test_replicas_never_feed_more_than_budget(size, num_replicas, budget, num_pending):
     num_pending = min(num_pending, budget)
     tree = make_tree(num_pending + size, num_pending)
     step = StepBudget(assumed_times(num_replicas, len(tree)), False, budget)
@@ -76,7 +76,7 @@ def test_no_replica_feeds_more_than_the_budget(size, num_replicas, budget, num_p
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
-def test_the_budget_is_spent(num_replicas):
+def test_budget_is_used_almost_fully(num_replicas):
     tree = make_tree(700)
     step = StepBudget(assumed_times(num_replicas, len(tree)), False, 40)
     part = chosen(step, tree)
@@ -84,7 +84,7 @@ def test_the_budget_is_spent(num_replicas):
     assert sum(step.shares(part).sizes) > 0.9 * 40 * num_replicas
 
 
-def test_free_tokens_are_fed_and_expensive_ones_are_not():
+def test_free_tokens_are_fed_but_expensive_ones_are_not():
     tree = make_tree(200)
     for free in (1, 8, 30, 100):
         assert fitted(StepBudget(flat(200, free, 0.2), True, None), tree) == pytest.approx(free, abs=6)
@@ -93,13 +93,13 @@ def test_free_tokens_are_fed_and_expensive_ones_are_not():
     assert fitted(StepBudget(flat(200, 200, 0), True, 50), tree) == 50
 
 
-def test_a_tree_that_promises_little_is_not_fed():
+def test_tree_with_low_probabilities_is_not_fed():
     times = flat(200, 1, 0.05)
     assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.8)) > 3
     assert fitted(StepBudget(times, True, None, confirmed_costs(times)), make_tree(200, rate=0.02)) == 1
 
 
-def test_the_choice_is_the_best_of_all():
+def test_chosen_size_maximizes_expected_tokens_per_second():
     tree = make_tree(120, num_pending=3)
     times = np.maximum.accumulate(np.random.default_rng(0).integers(1, 9, 200).cumsum()[None] * 100_000 + MILLISECOND)
     size = fitted(StepBudget(times, True, None), tree)
@@ -108,14 +108,14 @@ def test_the_choice_is_the_best_of_all():
     assert rates[size - 3] == pytest.approx(max(rates), rel=1e-4)
 
 
-def test_several_replicas_take_larger_trees():
+def test_more_replicas_feed_larger_trees():
     tree = make_tree(400)
     curve = flat(400, 8, 0.1)
     sizes = [fitted(StepBudget(np.tile(curve, (num, 1)), True, None), tree) for num in (1, 2, 4, 8)]
     assert sizes == sorted(sizes) and sizes[-1] >= 3 * sizes[0]
 
 
-def test_when_nothing_pays_drafting_rests_longer_and_longer():
+def test_drafting_rests_longer_and_longer_if_trees_do_not_pay():
     tree = make_tree(50, rate=0.04)
     budget = StepBudget(flat(50, 1, 0.5), True, None, confirmed_costs(flat(50, 1, 0.5)))
     shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
@@ -139,7 +139,7 @@ def test_when_nothing_pays_drafting_rests_longer_and_longer():
 
 
 @pytest.mark.parametrize("slowdown", [2, 4])
-def test_a_replica_that_turns_out_slow_gets_less(slowdown):
+def test_slow_replica_gets_smaller_share(slowdown):
     """The second of three replicas takes longer than measured; all finish at about the same time."""
     curves = flat(400, 1, 0.02).repeat(3, axis=0)
     actual = curves * np.array([[1], [slowdown], [1]])
@@ -159,7 +159,7 @@ def test_a_replica_that_turns_out_slow_gets_less(slowdown):
     assert max(took) <= 1.15 * max(actual[rank, size] for rank, size in enumerate(best.sizes))
 
 
-def test_small_differences_are_noise():
+def test_small_time_differences_do_not_change_shares():
     curves = flat(400, 1, 0.02).repeat(2, axis=0)
     budget = StepBudget(curves, False, None)
     tree = make_tree(100)
@@ -172,7 +172,7 @@ def test_small_differences_are_noise():
 
 @pytest.mark.parametrize("is_auto", [True, False])
 @pytest.mark.parametrize("slow", [1, 3])
-def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_auto, slow):
+def test_budget_holds_even_if_more_tokens_would_be_as_fast(is_auto, slow):
     """The budget holds even if times have a plateau and replicas have different speeds."""
     times = np.concatenate([flat(400, 64, 0.1), slow * flat(400, 64, 0.1)])
     for size in (2, 40, 57, 200):
@@ -181,7 +181,7 @@ def test_no_replica_feeds_more_than_the_budget_where_more_would_be_as_fast(is_au
         assert max(budget.shares(part).sizes) <= 30
 
 
-def test_promises_are_believed_as_far_as_they_were_kept():
+def test_tree_size_follows_observed_acceptance():
     tree = make_tree(200, rate=0.6)
     times = flat(200, 1, 0.08)
     hopeful, doubtful = (StepBudget(times, True, None, confirmed_costs(times)) for _ in range(2))
@@ -196,7 +196,7 @@ def test_promises_are_believed_as_far_as_they_were_kept():
     assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
 
 
-def test_the_first_trees_are_fed_whatever_was_measured():
+def test_first_trees_are_fed_despite_unfavorable_measurements():
     """On a busy machine each token was measured to cost as much as the first; steps show they are free."""
     tree, measured, real = make_tree(50), flat(50, 1, 1.0), flat(50, 50, 0)
     budget, sizes = StepBudget(measured, True, None, LearnedCosts.initial(1)), []
@@ -209,7 +209,7 @@ def test_the_first_trees_are_fed_whatever_was_measured():
 
 
 @pytest.mark.parametrize("is_auto", [True, False])
-def test_times_that_come_a_step_late_teach_the_same(is_auto):
+def test_times_reported_one_step_late_teach_same_costs(is_auto):
     times = np.tile(flat(64, 8, 0.05), (2, 1))
     learned_late, learned = confirmed_costs(times), confirmed_costs(times)
     late, prompt = (StepBudget(times, is_auto, None, each) for each in (learned_late, learned))
@@ -231,7 +231,7 @@ def test_times_that_come_a_step_late_teach_the_same(is_auto):
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
 
 
-def test_a_step_is_learned_from_as_of_its_own_batch():
+def test_late_times_are_attributed_to_batch_size_of_their_step():
     """Its times may arrive when the next step already shares its batch with another request."""
     times = flat(64, 8, 0.05)
     learned = [confirmed_costs(times) for _ in range(2)]
@@ -265,7 +265,7 @@ def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
     return budget, learned
 
 
-def test_the_host_time_of_each_node_counts():
+def test_host_time_per_node_limits_tree_size():
     """The host takes longer for a step with more nodes, whatever the device takes."""
     tree, times = make_tree(400), flat(400, 400, 0)
     free, _ = settled(times, lambda num: MILLISECOND // 10)
@@ -274,7 +274,7 @@ def test_the_host_time_of_each_node_counts():
     assert 4 < fitted(slow, tree) < 60
 
 
-def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
+def test_fixed_host_time_does_not_limit_tree_size():
     """The host grows trees of 2 and of 30 nodes equally fast, so its time is no reason to feed only 2."""
     times = flat(400, 1, 0.001)
     learned = confirmed_costs(times)
@@ -290,7 +290,7 @@ def test_host_time_that_does_not_depend_on_the_tree_does_not_keep_trees_small():
         assert fitted(budget, make_tree(400)) > 80
 
 
-def test_steps_in_which_nothing_paid_do_not_make_nodes_expensive():
+def test_steps_without_drafts_do_not_raise_cost_per_node():
     times = flat(400, 1, 0.001)
     budget, learned = settled(times, lambda num: 100_000 + 2_500 * num)
     per_node_ns = learned.host.per_node_ns
@@ -313,7 +313,7 @@ def chain_and_siblings(num_siblings: int, in_chain: float, beside: float) -> Tok
     return tree
 
 
-def test_a_chain_that_one_replica_must_feed_is_not_taken_for_nodes_that_all_can_share():
+def test_chain_counts_as_work_of_one_replica_and_siblings_as_shared():
     """Three of four replicas get no node of a chain, so a chain pays only as much as on one replica.
 
     Its siblings pay as much as on all four.
@@ -341,7 +341,7 @@ def rough(seed: int) -> np.ndarray:
         (np.concatenate([flat(200, 64, 0.1), flat(200, 8, 0.02), 3 * flat(200, 8, 0.02)]), 16),
     ],
 )
-def test_the_choice_of_several_replicas_is_the_best_of_all_capacities(times, most):
+def test_choice_for_several_replicas_is_near_best_capacity(times, most):
     tree = make_tree(300, num_pending=2, rate=0.8)
 
     def rate(budget: StepBudget) -> float:
@@ -355,7 +355,7 @@ def test_the_choice_of_several_replicas_is_the_best_of_all_capacities(times, mos
 
 
 @pytest.mark.parametrize(("odds", "between", "padded"), [(64, 17, 16), (4, 24, 24)])
-def test_padding_is_a_part_of_what_a_node_costs(odds, between, padded):
+def test_cost_of_node_includes_padding(odds, between, padded):
     """17 tokens cost as much as 24, so even a certain 17th node pays only if others fill the pass, too."""
     tree = TokenTree([0], max_depth=64)
     tree.add_branch(list(range(1, 40)))

@@ -33,7 +33,7 @@ def budget_of(num_replicas: int, is_auto: bool = False, limit: int | None = 20, 
 
 @pytest.mark.parametrize("is_auto", [False, True])
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_every_replica_goes_on_from_what_its_state_holds(num_replicas, is_auto):
+def test_every_replica_continues_from_its_state(num_replicas, is_auto):
     rng = random.Random(num_replicas)
     budget = budget_of(num_replicas, is_auto)
     total, cached = 10, 9  # tokens of the sequence, tokens that all replicas hold
@@ -74,7 +74,7 @@ def test_two_replicas_follow_two_paths():
     assert sorted(int(share.nodes[0]) for share in shares) == [0, 3]
 
 
-def test_a_replica_catches_up_when_that_costs_less_than_feeding_tokens_again():
+def test_replica_catches_up_when_cheaper_than_feeding_tokens_again():
     def steps_until_caught_up(each: int) -> int:
         budget, num_pending = budget_of(1, each=each), 1
         for step in range(1, 100):
@@ -91,13 +91,13 @@ def test_a_replica_catches_up_when_that_costs_less_than_feeding_tokens_again():
     assert steps_until_caught_up(each=500) < steps_until_caught_up(each=10) <= MAX_REFED + 1
 
 
-def test_a_budget_of_one_token_follows_no_chain():
+def test_budget_of_one_token_feeds_only_root():
     budget = budget_of(1, limit=1)
     tree = tree_of(1, [[1, 2]])
     assert budget.choose(tree).tolist() == [0]
 
 
-def test_what_does_not_pay_is_not_fed():
+def test_chains_that_do_not_pay_are_not_fed():
     budget = budget_of(2, is_auto=True, each=5000)
     tree = tree_of(1, [[1, 2, 3], [4, 5]], probability=0.05)
     assert budget.choose(tree).tolist() == [0]

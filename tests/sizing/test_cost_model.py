@@ -5,7 +5,7 @@ import numpy as np
 from lp_runtime.sizing.cost_model import interpolate, shared_times
 
 
-def test_times_go_through_measured_points_and_a_disturbed_one_is_lowered():
+def test_times_pass_through_measured_points_after_lowering_outliers():
     times = interpolate([1, 4, 8], [100, 90, 200], 16)
     assert times[[1, 4, 8]].tolist() == [90, 90, 200]
     assert (np.diff(times) >= 0).all()
@@ -13,13 +13,13 @@ def test_times_go_through_measured_points_and_a_disturbed_one_is_lowered():
     assert interpolate([1], [100], 5).tolist() == [100] * 6
 
 
-def test_a_request_answers_for_its_part_of_a_batch():
+def test_request_in_batch_is_charged_its_share_of_pass_time():
     times = interpolate([1, 4, 8], [100, 100, 180], 8)[None]  # 20 for each token after the fourth
     assert shared_times(times, 1).tolist() == times.tolist()
     assert shared_times(times, 2)[0, [1, 2, 4, 8]].tolist() == [50, 50, 90, 170]
 
 
-def test_passes_that_are_padded_cost_what_the_next_size_costs():
+def test_padded_pass_costs_as_much_as_next_size():
     times = interpolate([1, 16, 24, 40], [100, 160, 240, 400], 50, num_padded=24)
     assert times[:26].tolist() == [100] * 2 + [160] * 15 + [240] * 8 + [250]
     assert times[[40, 50]].tolist() == [400, 500]

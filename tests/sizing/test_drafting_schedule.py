@@ -25,17 +25,17 @@ def learned_from(num_steps: int) -> LearnedCosts:
     return learned
 
 
-def test_the_first_trees_are_trials():
+def test_first_trees_are_trials():
     for num_steps in range(NUM_TRIALS):
         assert DraftingSchedule(learned_from(num_steps)).is_trial
     assert not DraftingSchedule(learned_from(NUM_TRIALS)).is_trial
 
 
-def test_trees_that_pay_go_on():
+def test_drafting_continues_while_trees_pay():
     assert steps_that_draft(DraftingSchedule(learned_from(NUM_TRIALS)), 200, pays=True) == "d" * 200
 
 
-def test_trees_that_do_not_pay_rest_longer_and_longer():
+def test_drafting_rests_longer_and_longer_if_trees_do_not_pay():
     """After each rest of the maximum length, one tree is tried, because times may have changed."""
     expected = "d" * (REST_AFTER_STEPS - 1)
     for length in (2, 4, 8, 16, MAX_REST_STEPS):
@@ -47,7 +47,7 @@ def test_trees_that_do_not_pay_rest_longer_and_longer():
     assert steps_that_draft(schedule, REST_AFTER_STEPS + 2, pays=False) == "d" * REST_AFTER_STEPS + "rd"
 
 
-def test_whether_the_last_step_drafted_is_known():
+def test_drafted_reports_whether_last_step_drafted():
     schedule = DraftingSchedule(learned_from(NUM_TRIALS))
     assert schedule.drafted
     schedule.end_step()

@@ -25,7 +25,7 @@ def learned_from(line, sizes, plain: int = 100_000, disturb=lambda step: 0) -> H
 
 
 @pytest.mark.parametrize(("fixed", "per_node"), [(150_000, 300), (150_000, 5_000), (2_000_000, 20_000)])
-def test_a_line_is_found(fixed, per_node):
+def test_host_cost_learns_fixed_and_per_node_time(fixed, per_node):
     numbers = random.Random(0)
     cost = learned_from(lambda size: fixed + per_node * size, [numbers.randint(1, 300) for _ in range(200)])
     assert cost.per_node_ns / FIXED_POINT_ONE == pytest.approx(per_node, rel=0.35)
@@ -34,7 +34,7 @@ def test_a_line_is_found(fixed, per_node):
     )
 
 
-def test_where_all_trees_are_of_a_size_something_is_assumed_of_a_node():
+def test_cost_per_node_is_assumed_if_all_trees_have_same_size():
     cost = learned_from(lambda size: 500_000, [64] * 50)
     assert cost.per_node_ns / FIXED_POINT_ONE == pytest.approx(ASSUMED_NODE_NS, rel=0.01)
     assert cost.drafting_ns + 64 * cost.per_node_ns // FIXED_POINT_ONE == pytest.approx(500_000, rel=0.01)
@@ -47,7 +47,7 @@ def test_where_all_trees_are_of_a_size_something_is_assumed_of_a_node():
 
 
 @pytest.mark.parametrize("when", [0, 1, 3, 20])
-def test_a_step_without_drafts_that_was_disturbed_is_not_believed(when):
+def test_outlier_among_steps_without_drafts_is_ignored(when):
     """If all later steps draft, nothing would correct it."""
     cost = HostCost()
     for step in range(30):
@@ -58,7 +58,7 @@ def test_a_step_without_drafts_that_was_disturbed_is_not_believed(when):
     assert cost.plain_ns > 250_000  # a lasting change is learned
 
 
-def test_steps_that_draft_correct_a_disturbed_one_that_does_not():
+def test_drafting_steps_correct_outlier_of_step_without_drafts():
     """A step that does not draft takes no longer than one that does, even if it was the only one."""
     cost = HostCost()
     cost.observe_plain(500_000_000)
@@ -68,7 +68,7 @@ def test_steps_that_draft_correct_a_disturbed_one_that_does_not():
 
 
 @pytest.mark.parametrize("when", [0, 1, 20])
-def test_a_step_that_was_disturbed_is_not_believed(when):
+def test_outlier_among_drafting_steps_is_ignored(when):
     """The first call of a function may take a hundred times as long as later calls."""
     numbers = random.Random(1)
     sizes = [numbers.randint(0, 40) for _ in range(when + 8)]

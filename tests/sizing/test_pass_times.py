@@ -26,7 +26,7 @@ def expected(passes: PassTimes, measured: np.ndarray = MEASURED) -> np.ndarray:
     return times
 
 
-def test_before_the_first_step_passes_take_what_was_measured():
+def test_expected_times_are_measured_times_before_first_step():
     assert (expected(PassTimes(1)) == MEASURED).all()
 
 
@@ -40,23 +40,23 @@ def test_before_the_first_step_passes_take_what_was_measured():
     ],
 )
 @pytest.mark.parametrize("noise", [0, 0.05])
-def test_what_steps_took_is_expected_of_sizes_that_were_not_fed_either(took, noise):
+def test_learned_line_predicts_sizes_that_were_not_fed(took, noise):
     passes = taught(lambda rank, time: took(time), (3, 6, 12, 20), noise=noise)
     for size in (1, 2, 8, 16, 32):
         assert expected(passes)[0, size] == pytest.approx(took(MEASURED[0, size]) * (1 + 0.8 * noise), rel=0.04)
 
 
-def test_where_all_steps_were_alike_one_factor_holds_for_all_sizes():
+def test_steps_of_one_size_teach_one_factor_for_all_sizes():
     passes = taught(lambda rank, time: 3 * time, (8,))
     assert np.abs(expected(passes) / MEASURED - 3).max() < 0.02
 
 
-def test_what_was_learned_behind_one_text_holds_behind_another():
+def test_expected_times_scale_with_measured_times():
     passes = taught(lambda rank, time: 9_000_000 + 0.6 * time, (3, 6, 12, 20))
     assert np.abs(expected(passes, 5 * MEASURED) / expected(passes) - 5).max() < 0.01
 
 
-def test_a_line_follows_a_change():
+def test_learned_line_follows_change_of_pass_times():
     passes = taught(lambda rank, time: time, (3, 6, 12, 20))
     for step in range(80):
         size = np.array([(3, 6, 12, 20)[step % 4]])
@@ -64,7 +64,7 @@ def test_a_line_follows_a_change():
     assert expected(passes)[0, [1, 8, 32]] == pytest.approx(MEASURED[0, [1, 8, 32]] + 6_000_000, rel=0.05)
 
 
-def test_one_step_that_was_disturbed_does_not_turn_a_line():
+def test_single_outlier_barely_changes_line():
     passes = taught(lambda rank, time: time, (3, 6, 12, 20))
     passes.observe(MEASURED, np.array([20]), 50 * MEASURED[0, [20]])
     assert passes.slopes[0] < 1.3 * FIXED_POINT_ONE
@@ -74,7 +74,7 @@ def test_one_step_that_was_disturbed_does_not_turn_a_line():
     assert np.abs(expected(passes) / MEASURED - 1).max() < 0.05
 
 
-def test_lines_never_fall_and_stay_positive():
+def test_expected_times_are_positive_and_never_decrease_with_size():
     random = np.random.default_rng(1)
     for _ in range(20):
         measured = np.sort(random.integers(1, 1 << 36, (2, 65)))
@@ -87,7 +87,7 @@ def test_lines_never_fall_and_stay_positive():
             assert (passes.slopes <= MAX_SLOPE_RATIO * np.maximum(ratio, 1)).all()
 
 
-def test_replicas_that_are_about_as_fast_count_as_equally_fast():
+def test_replicas_of_similar_speed_count_as_equally_fast():
     measured = np.tile(MEASURED, (2, 1))
     times = expected(taught(lambda rank, time: (100 + 7 * rank) * time // 100, (3, 6, 12, 20), measured), measured)
     assert times[0].tolist() == times[1].tolist() and (times > measured).all()
@@ -95,7 +95,7 @@ def test_replicas_that_are_about_as_fast_count_as_equally_fast():
     assert np.abs(times / measured - [[1], [2]]).max() < 0.02
 
 
-def test_a_request_of_a_batch_is_expected_to_take_its_part():
+def test_request_in_batch_is_expected_to_take_its_share():
     model = CostModel(assumed_times(1, 8), taught(lambda rank, time: 2 * time, (4,), assumed_times(1, 8)))
     alone = model.times.copy()
     model.set_batch_size(4)

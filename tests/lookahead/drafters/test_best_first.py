@@ -116,7 +116,7 @@ DRAFTERS = {
     st.integers(1, 60),
     st.sampled_from([1, 3, K]),
 )
-def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidates):
+def test_drafters_do_not_change_output(name, prompt, seed, num_new, num_candidates):
     """Given fewer than K candidates, as with sampling.top_k=3, drafters propose only valid tokens."""
     drafter = DRAFTERS[name]()
     state, trees = decode(prompt, drafter, seed, num_new, num_candidates=num_candidates)
@@ -133,7 +133,7 @@ def test_no_drafter_changes_the_output(name, prompt, seed, num_new, num_candidat
 
 
 @pytest.mark.parametrize("budget", [7, 9])
-def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
+def test_budget_limits_fed_tokens_including_pending_ones(budget):
     for drafter in (
         PaperDrafter((6, 4, 6), budget=budget),
         PromptLookupDrafter(20, budget),
@@ -143,14 +143,14 @@ def test_a_budget_caps_what_is_fed_pending_tokens_included(budget):
         assert max(map(len, trees)) == budget
 
 
-def test_equal_histories_make_equal_trees():
+def test_equal_histories_give_equal_trees():
     first, second = (decode([1, 2, 3], best_first(30), 4, 60)[1] for _ in range(2))
     assert [tree.tokens for tree in first] == [tree.tokens for tree in second]
     assert [tree.parents for tree in first] == [tree.parents for tree in second]
     assert all((a.path_probabilities == b.path_probabilities).all() for a, b in zip(first, second, strict=True))
 
 
-def test_nodes_stand_in_the_order_of_their_path_probabilities():
+def test_nodes_are_sorted_by_path_probability():
     _, trees = decode([1, 2, 3], best_first(40), 4, 60)
     assert len(trees[-2]) > 10
     for tree in trees:
@@ -161,7 +161,7 @@ def test_nodes_stand_in_the_order_of_their_path_probabilities():
         assert (tree.path_probabilities[tree.root + 1 :] < tree.path_probabilities[parents]).all()
 
 
-def test_the_first_nodes_are_the_smaller_tree():
+def test_smaller_tree_is_prefix_of_larger_tree():
     """In the same state, the nodes of a smaller budget are the first nodes of a larger one."""
     draft_tables = DraftTables(SMALL)
     state, _ = decode([1, 2, 3], best_first(24, draft_tables), 4, 60)
@@ -182,7 +182,7 @@ def test_more_nodes_take_fewer_steps():
     assert steps[-1] < 60
 
 
-def test_a_text_that_repeats_is_copied():
+def test_repeated_text_is_copied_into_tree():
     # The toy model depends on the last two tokens and the position; without the position its text repeats forever.
     text = [3, 1, 4, 1, 5, 9, 2, 6]
     drafter = best_first(12)
@@ -194,7 +194,7 @@ def test_a_text_that_repeats_is_copied():
     assert len(tree) == 12
 
 
-def test_what_follows_each_token_alone_is_a_start():
+def test_vocabulary_prior_gives_candidates_without_history():
     ranked = [[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)]
     vocabulary = entries_of(ranked, nats=4)
     drafter = best_first(6, vocabulary=vocabulary)
@@ -207,7 +207,7 @@ def test_what_follows_each_token_alone_is_a_start():
     assert len(none.propose([4], 0, max_depth=30)) == 1
 
 
-def test_a_source_that_is_often_wrong_starves():
+def test_rate_of_often_wrong_source_falls():
     """Rates are learned: a source whose candidate is never right loses its place to one that is."""
     draft_tables = DraftTables(SMALL)
     feature = features.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
@@ -222,7 +222,7 @@ def test_a_source_that_is_often_wrong_starves():
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
-def test_the_kernels_noise_is_that_of_sampling(seed):
+def test_drafter_noise_matches_sampling_noise(seed):
     noise = GumbelNoise(seed, 3, 64, torch.device("cpu"))
     key = tables.make_noise(True, seed, 3)
     rows = noise.at([0, 7, 100_000])
@@ -232,7 +232,7 @@ def test_the_kernels_noise_is_that_of_sampling(seed):
         assert np.abs(np.array(ours) / UNITS_PER_NAT - row.numpy()).max() <= 0.5 / UNITS_PER_NAT + 1e-5
 
 
-def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
+def test_candidates_with_noise_include_token_that_would_be_sampled():
     key = NoiseKey(9, 0)
     drafter = best_first(9, noise=key)
     drafter.begin([1, 2])
@@ -250,7 +250,7 @@ def test_with_noise_the_likeliest_candidate_is_what_would_be_sampled():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
+def test_prior_is_ranked_at_temperature_of_request(temperature):
     """The prior holds the model's own log-probabilities, which the request divides by the temperature."""
     ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
     margins = UNITS_PER_NAT * np.arange(K)
@@ -271,7 +271,7 @@ def test_the_prior_is_ranked_at_the_requests_temperature(temperature):
     assert (num_apart > 0) == (temperature != 1.0)
 
 
-def test_a_deeper_candidate_is_ranked_by_the_noise_of_its_position():
+def test_deeper_candidate_is_ranked_by_noise_of_its_position():
     """The root has one candidate, so the second guess follows the first, two positions after the root."""
     only, ranking, num_apart = 4, [5, 6, 7, 8, 9, 10, 0, 1], 0
     vocabulary = entries_of([ranking] * VOCABULARY)
@@ -312,7 +312,7 @@ def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int
 
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.integers(0, 2**32 - 1), st.integers(0, features.NUM_ROWS), st.integers(0, 40))
-def test_candidates_of_one_token_become_one(seed, num_rows, floor):
+def test_candidates_of_same_token_are_merged(seed, num_rows, floor):
     random = np.random.default_rng(seed)
     rates, found = DraftTables(SMALL).rates, features.make_candidates()
     rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, features.NUM_FEATURES)) * 5
@@ -340,7 +340,7 @@ def merged_candidates(chances: list[int]) -> tuple[estimates.Rates, features.Can
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, estimates.ONE), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
-def test_candidates_of_one_context_share_what_is_certain(chances, seed, is_root):
+def test_candidate_probabilities_of_one_context_sum_to_at_most_1(chances, seed, is_root):
     rates, found = merged_candidates(chances)
     rates.share[:] = np.random.default_rng(seed).integers(0, 3 * estimates.ONE, len(rates.share))
     num = len(chances)
@@ -356,7 +356,7 @@ def test_candidates_of_one_context_share_what_is_certain(chances, seed, is_root)
     assert left >= 0
 
 
-def test_a_second_candidate_gets_what_it_was_worth_where_the_first_did_not_come():
+def test_second_candidate_is_rated_by_acceptance_when_first_fails():
     """The first is right half of the time, and the second half of the rest; the estimates are 0.4 each."""
     chances = [2 * estimates.ONE // 5 + 1, 2 * estimates.ONE // 5]
     rates, found = merged_candidates(chances)
@@ -370,7 +370,7 @@ def test_a_second_candidate_gets_what_it_was_worth_where_the_first_did_not_come(
     assert found.probabilities[:2] / estimates.ONE == pytest.approx([0.4, 0.24], abs=0.001)
 
 
-def test_no_candidate_is_left_out_that_may_reach_the_floor():
+def test_probability_never_exceeds_highest_of_its_feature():
     """No probability is above the highest probability of its feature."""
     drafter = best_first(40)
     decode([1, 2, 3], drafter, 5, 200)
@@ -385,7 +385,7 @@ def test_no_candidate_is_left_out_that_may_reach_the_floor():
         assert (found.probabilities[:num] <= rates.highest[found.best[:num]]).all()
 
 
-def test_contents_tell_trees_apart():
+def test_tree_content_identifies_tree():
     texts = [([1, 2, 3], seed, max_depth) for seed in range(4) for max_depth in (1, 24)]
     trees = [
         tree

@@ -43,7 +43,7 @@ def next_tokens(texts: list[list[int]], context: list[int]) -> list[int]:
 
 @given(TEXTS)
 @example([[1] * 100, [1] * 100])
-def test_places_are_in_the_order_of_what_is_there(texts):
+def test_places_are_sorted_by_tokens_at_them(texts):
     index = indexed(texts)
     padded = [*index.tokens.tolist(), *[-1] * SORTED_TOKENS]
     assert sorted(index.places.tolist()) == list(range(len(index.tokens)))
@@ -53,7 +53,7 @@ def test_places_are_in_the_order_of_what_is_there(texts):
 
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=6))
 @example([[1, 2, 3, 3], [1, 2, 3, 0]], [1, 2], [3])
-def test_a_match_is_the_longest_end_of_the_text_and_grows_with_the_branch(texts, text, branch):
+def test_match_is_longest_suffix_of_text_and_extends_along_branch(texts, text, branch):
     """The candidates are the tokens after the places of the match, the most frequent first."""
     index, tables = indexed(texts), DraftTables(1 << 16)
     tables.begin_text(text)
@@ -82,7 +82,7 @@ def test_a_match_is_the_longest_end_of_the_text_and_grows_with_the_branch(texts,
         assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 
-def test_steps_are_saved_on_what_the_corpus_knows():
+def test_corpus_that_contains_text_saves_steps():
     prompt, text = [1, 2, 3], greedy_text([1, 2, 3], 5, 100)
 
     def steps(corpus: CorpusIndex) -> int:

@@ -23,11 +23,11 @@ def num_bytes(draft_tables: DraftTables) -> int:
 
 
 @pytest.mark.parametrize("size", [1 << 16, 1 << 20, 3 << 20, 16 << 20])
-def test_draft_tables_are_as_large_as_they_may_be(size):
+def test_draft_tables_size_is_near_limit(size):
     assert size / 3 <= num_bytes(DraftTables(size)) <= size * 1.1
 
 
-def test_small_draft_tables_overwrite_and_grow_with_the_longest_text_alone():
+def test_small_draft_tables_overwrite_and_grow_only_with_longest_text():
     draft_tables = DraftTables(SIZE)
     sizes = []
     for seed in range(6):
@@ -39,7 +39,7 @@ def test_small_draft_tables_overwrite_and_grow_with_the_longest_text_alone():
     assert num_bytes(draft_tables) == num_bytes(DraftTables(SIZE))
 
 
-def test_what_was_seen_helps_the_next_request_until_it_is_cleared():
+def test_draft_tables_save_steps_of_next_request_until_cleared():
     draft_tables = DraftTables(1 << 20)
 
     def steps() -> int:
@@ -51,7 +51,7 @@ def test_what_was_seen_helps_the_next_request_until_it_is_cleared():
     assert steps() == first
 
 
-def test_positions_of_an_earlier_request_are_not_mistaken_for_this_ones():
+def test_position_keys_differ_between_requests():
     draft_tables = DraftTables(1 << 20)
     text = draft_tables.text
     first = tables.position_key(text, 7, -1)
@@ -68,7 +68,7 @@ def margins(draft_tables: DraftTables) -> np.ndarray:
     return found[found.any(axis=1)]
 
 
-def test_margins_are_brought_to_the_temperature_of_the_next_request():
+def test_margins_are_rescaled_to_temperature_of_next_request():
     draft_tables = DraftTables(SIZE)
     decode([1, 2, 3], best_first(12, draft_tables, noise=NoiseKey(1, 0, 0.5)), 5, 60)
     at_half = margins(draft_tables)
@@ -83,7 +83,7 @@ def test_margins_are_brought_to_the_temperature_of_the_next_request():
     np.testing.assert_array_equal(margins(draft_tables), kept)
 
 
-def test_saved_draft_tables_are_loaded_as_they_were():
+def test_loaded_draft_tables_equal_saved_ones():
     draft_tables = DraftTables(SIZE)
     decode([1, 2, 3], best_first(12, draft_tables), 5, 60)
     again = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
@@ -100,7 +100,7 @@ def test_saved_draft_tables_are_loaded_as_they_were():
         (lambda data: data[: len(data) // 2], "not saved draft tables"),
     ],
 )
-def test_what_is_no_saved_draft_tables_is_refused(spoil, message):
+def test_invalid_saved_draft_tables_are_refused(spoil, message):
     with pytest.raises(ValueError, match=message):
         DraftTables.load(spoil(DraftTables(SIZE).dump(VOCABULARY)), SIZE, VOCABULARY)
 
@@ -121,7 +121,7 @@ def match(draft_tables: DraftTables, tail: list[int]) -> tuple[int, int]:
     return match_text(draft_tables.text, nodes, 0, len(tail))
 
 
-def test_the_longest_match_in_the_text_wins():
+def test_longest_match_in_text_wins():
     draft_tables = DraftTables(SIZE)
     #                    0  1  2  3  4  5  6  7  8  9
     draft_tables.begin_text([7, 1, 2, 3, 4, 9, 2, 3, 5, 8])
@@ -130,20 +130,20 @@ def test_the_longest_match_in_the_text_wins():
     assert match(draft_tables, [6])[1] == 0
 
 
-def test_a_match_reaches_from_a_branch_into_the_text():
+def test_match_extends_from_branch_into_text():
     draft_tables = DraftTables(SIZE)
     draft_tables.begin_text([1, 2, 3, 4, 9, 1, 2])
     assert match(draft_tables, [3]) == (3, 3)
 
 
 @pytest.mark.parametrize("num_committed", [0, 20, 39])
-def test_a_long_match_is_followed_back(num_committed):
+def test_long_match_is_traced_back_to_maximum_length(num_committed):
     draft_tables = DraftTables(1 << 20)
     draft_tables.begin_text([*range(100, 140), 1, *range(100, 100 + num_committed)])
     assert match(draft_tables, [*range(100 + num_committed, 140)]) == (40, MAX_MATCH)
 
 
-def test_a_match_ends_where_the_request_begins():
+def test_match_ends_at_beginning_of_request():
     draft_tables = DraftTables(1 << 20)
     draft_tables.begin_text([*range(100, 140)])
     draft_tables.begin_text([*range(130, 139)])
@@ -152,7 +152,7 @@ def test_a_match_ends_where_the_request_begins():
     assert match(draft_tables, [129]) == (30, 10)
 
 
-def test_text_that_is_overwritten_is_not_matched():
+def test_overwritten_text_is_not_matched():
     draft_tables = DraftTables(SIZE)
     size = len(draft_tables.text.buffer)
     draft_tables.begin_text([1, 2, 3, 4])
@@ -162,7 +162,7 @@ def test_text_that_is_overwritten_is_not_matched():
     assert match(draft_tables, [1, 2, 3])[1] == 0
 
 
-def test_a_long_text_is_kept_whole_and_so_is_what_was_kept_before_it():
+def test_long_text_is_kept_whole_with_texts_before_it():
     draft_tables = DraftTables(SIZE)
     size = len(draft_tables.text.buffer)
     draft_tables.begin_text([1, 2, 3, 4])
@@ -177,7 +177,7 @@ def test_a_long_text_is_kept_whole_and_so_is_what_was_kept_before_it():
         assert tables_now.text.span.tolist() == [4, 7 + 4 * size]
 
 
-def test_an_extreme_temperature_leaves_margins_to_later_requests():
+def test_extreme_temperature_keeps_margins_for_later_requests():
     draft_tables = DraftTables(1 << 16)
     decode([1, 2, 3], best_first(20, draft_tables), 0, 40)
     for temperature in (1e-300, 1.0, 1e300, 1.0):

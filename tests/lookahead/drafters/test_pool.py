@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from lp_runtime.lookahead.drafters.paper.pool import NGramPool
 
 
-def test_guesses_come_the_most_recent_first():
+def test_guesses_are_ordered_most_recent_first():
     pool = NGramPool(ngram_size=3, max_guesses=5)
     for ngram in [(1, 2, 3), (1, 4, 5), (2, 6, 7), (1, 2, 4)]:
         pool.insert(ngram)
@@ -15,7 +15,7 @@ def test_guesses_come_the_most_recent_first():
     assert pool.guesses(3) == []
 
 
-def test_inserting_again_makes_an_ngram_recent_and_does_not_double_it():
+def test_reinserted_ngram_becomes_most_recent_without_duplicate():
     pool = NGramPool(ngram_size=2, max_guesses=3)
     for token in (1, 2, 3, 1):
         pool.insert((0, token))
@@ -23,14 +23,14 @@ def test_inserting_again_makes_an_ngram_recent_and_does_not_double_it():
     assert pool.expect(0) == 1
 
 
-def test_the_oldest_beyond_G_is_dropped():
+def test_oldest_ngram_beyond_G_is_dropped():
     pool = NGramPool(ngram_size=2, max_guesses=2)
     for token in (1, 2, 1, 3):
         pool.insert((0, token))
     assert pool.guesses(0) == [(3,), (1,)]
 
 
-def test_without_guesses_the_pool_stays_empty():
+def test_pool_without_guesses_stays_empty():
     pool = NGramPool(ngram_size=3, max_guesses=0)
     pool.insert((1, 2, 3))
     pool.insert_text([1, 2, 3, 1, 2, 3], first=0, first_end=0)
@@ -39,7 +39,7 @@ def test_without_guesses_the_pool_stays_empty():
     assert pool.statistics().num_keys == pool.statistics().num_ngrams == 0
 
 
-def test_expect_is_the_first_token_of_the_most_recent_ngram():
+def test_expect_returns_token_after_key_in_most_recent_ngram():
     pool = NGramPool(ngram_size=3, max_guesses=2)
     assert pool.expect(1) is None
     pool.insert((1, 2, 3))
@@ -47,7 +47,7 @@ def test_expect_is_the_first_token_of_the_most_recent_ngram():
     assert pool.expect(1) == 4
 
 
-def test_a_text_is_inserted_in_order_and_shorter_than_N_is_nothing():
+def test_text_is_inserted_in_order_and_ignored_if_shorter_than_N():
     pool = NGramPool(ngram_size=3, max_guesses=9)
     pool.insert_text([1, 2], first=0, first_end=0)
     assert pool.statistics().num_ngrams == 0
@@ -58,7 +58,7 @@ def test_a_text_is_inserted_in_order_and_shorter_than_N_is_nothing():
 
 
 @given(st.integers(2, 5), st.integers(0, 12), st.integers(0, 9), st.integers(0, 12))
-def test_insert_text_takes_exactly_the_ngrams_between_its_bounds(size, length, first, first_end):
+def test_insert_text_inserts_exactly_ngrams_within_bounds(size, length, first, first_end):
     tokens = list(range(length))
     pool = NGramPool(size, max_guesses=20)
     pool.insert_text(tokens, first, first_end)
@@ -71,7 +71,7 @@ def test_insert_text_takes_exactly_the_ngrams_between_its_bounds(size, length, f
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 3)), max_size=40), st.integers(1, 4))
-def test_the_pool_equals_a_plain_list_of_what_was_inserted(ngrams, max_guesses):
+def test_pool_matches_plain_list_of_inserted_ngrams(ngrams, max_guesses):
     pool = NGramPool(3, max_guesses)
     for ngram in ngrams:
         pool.insert(ngram)
@@ -83,7 +83,7 @@ def test_the_pool_equals_a_plain_list_of_what_was_inserted(ngrams, max_guesses):
     assert pool.statistics().num_ngrams == kept
 
 
-def test_statistics():
+def test_statistics_report_fan_out_hit_rate_and_accepted_length():
     pool = NGramPool(ngram_size=2, max_guesses=3)
     assert (pool.statistics().fan_out, pool.statistics().hit_rate, pool.statistics().accepted_length) == (0, 0, 0)
     for ngram in [(1, 2), (1, 3), (2, 2)]:

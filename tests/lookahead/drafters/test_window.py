@@ -26,7 +26,7 @@ def unmerged_step(window: Window, step: int, num_committed: int):
 
 @pytest.mark.parametrize("num_columns", [1, 2, 5])
 @pytest.mark.parametrize("ngram_size", [2, 3, 5])
-def test_column_i_of_level_r_stands_at_depth_i_plus_r(num_columns, ngram_size):
+def test_column_i_of_level_r_has_depth_i_plus_r(num_columns, ngram_size):
     window = make_window(num_columns, ngram_size)
     for step in range(1, ngram_size + 2):
         tree, slots, _, _ = unmerged_step(window, step, 1)
@@ -40,7 +40,7 @@ def test_column_i_of_level_r_stands_at_depth_i_plus_r(num_columns, ngram_size):
 
 
 @pytest.mark.parametrize("ngram_size", [2, 3, 5])
-def test_warm_up_fills_one_level_a_step_and_makes_no_ngrams(ngram_size):
+def test_warm_up_fills_one_level_per_step_without_ngrams(ngram_size):
     window = make_window(4, ngram_size)
     for step in range(1, ngram_size + 3):
         assert len(window.levels) == min(step, ngram_size - 1)
@@ -50,7 +50,7 @@ def test_warm_up_fills_one_level_a_step_and_makes_no_ngrams(ngram_size):
         assert len(ngrams) == (4 if was_full else 0)
 
 
-def test_a_full_window_slides_by_what_was_committed():
+def test_full_window_slides_by_number_of_committed_tokens():
     window = make_window(4, 4)
     for step in (1, 2):
         unmerged_step(window, step, 1)
@@ -62,14 +62,14 @@ def test_a_full_window_slides_by_what_was_committed():
     assert window.levels == [old[1][2:] + [GAP] * 2, old[2][2:] + [GAP] * 2, made[2:] + [GAP] * 2]
 
 
-def test_a_step_that_commits_one_token_refills_nothing_once_the_window_is_full():
+def test_full_window_is_not_refilled_after_one_committed_token():
     window = make_window(3, 3)
     for step in range(1, 6):
         unmerged_step(window, step, 1)
     assert GAP not in [token for level in window.levels for token in level]
 
 
-def test_warm_up_slides_every_level_by_what_was_committed():
+def test_warm_up_slides_levels_by_number_of_committed_tokens():
     window = make_window(4, 5)
     window.levels = [[0, 1, 2, 3]]
     tree, slots, successors, _ = unmerged_step(window, 1, num_committed=2)
@@ -77,7 +77,7 @@ def test_warm_up_slides_every_level_by_what_was_committed():
     assert window.levels == [[2, 3, GAP, GAP], [*made[2:], GAP, GAP]]
 
 
-def test_committing_past_the_whole_window_refills_all_of_it():
+def test_committing_past_window_refills_all_slots():
     window = make_window(3, 4)
     for step in (1, 2):
         unmerged_step(window, step, 1)
@@ -85,7 +85,7 @@ def test_committing_past_the_whole_window_refills_all_of_it():
     assert window.levels == [[GAP] * 3] * 3
 
 
-def test_ngrams_are_a_column_from_top_to_bottom_and_what_follows_it():
+def test_ngrams_are_columns_with_their_successors():
     window = make_window(3, 4)
     for step in (1, 2):
         unmerged_step(window, step, 1)
@@ -95,7 +95,7 @@ def test_ngrams_are_a_column_from_top_to_bottom_and_what_follows_it():
     assert ngrams == [(*(level[i] for level in levels), successors[slots[-1][i]]) for i in range(3)]
 
 
-def test_N_of_2_is_one_chain_and_makes_bigrams():
+def test_N_of_2_places_one_chain_and_collects_bigrams():
     window = make_window(4, 2)
     window.levels = [[0, 1, 2, 3]]
     tree, slots, successors, ngrams = unmerged_step(window, 1, 1)
@@ -105,7 +105,7 @@ def test_N_of_2_is_one_chain_and_makes_bigrams():
     assert window.levels == [successors]
 
 
-def test_W_of_1_is_one_column_under_the_root():
+def test_W_of_1_places_one_column_that_starts_at_root():
     window = make_window(1, 3)
     unmerged_step(window, 1, 1)
     tree, slots, successors, ngrams = unmerged_step(window, 2, 1)
@@ -113,7 +113,7 @@ def test_W_of_1_is_one_column_under_the_root():
     assert ngrams == [(tree.tokens[0], tree.tokens[1], successors[1])]
 
 
-def test_slots_without_room_are_refilled_and_make_no_ngrams():
+def test_slots_beyond_max_depth_are_refilled_without_ngrams():
     window = make_window(3, 3)
     unmerged_step(window, 1, 1)
     tree = TokenTree([1], max_depth=2)
@@ -126,7 +126,7 @@ def test_slots_without_room_are_refilled_and_make_no_ngrams():
     assert GAP not in window.levels[-1][:-1]
 
 
-def test_refill_is_told_the_token_before_the_slot():
+def test_refill_receives_token_before_slot():
     asked = []
 
     def refill(previous):
@@ -143,7 +143,7 @@ def test_refill_is_told_the_token_before_the_slot():
 
 
 @given(st.integers(1, 6), st.integers(2, 5), st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_no_slot_is_ever_missing(num_columns, ngram_size, committed):
+def test_levels_keep_full_width_after_any_commit(num_columns, ngram_size, committed):
     window = make_window(num_columns, ngram_size)
     for step, num_committed in enumerate(committed, start=1):
         assert [len(level) for level in window.levels] == [num_columns] * min(step, ngram_size - 1)
