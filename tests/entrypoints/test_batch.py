@@ -378,13 +378,6 @@ def test_unwritable_output_is_refused_before_replicas_start(job, refusal, monkey
     assert "cannot be written: is a directory" in refusal(job, "ids=true")
 
 
-def test_bad_line_after_the_limit_is_ignored(job):
-    with job.source.open("a") as file:
-        file.write("not JSON\n")
-    job.run("ids=true", "limit=5")
-    assert len(job.output.read_text().splitlines()) == 5
-
-
 @pytest.mark.slow
 def test_samples_are_resumed_with_the_seed_of_the_first_run(job):
     sampling = ("ids=true", "sampling.temperature=1.0", "num_samples=2", "logprobs=true", "sampling.logit_bias={4:1}")
