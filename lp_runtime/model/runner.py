@@ -286,11 +286,12 @@ class ModelRunner:
             self.timer.start()  # restart: exclude the time of the capture
         return passes.forward(parts)
 
-    @torch.inference_mode()
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
         """Feed one tree of each of several sequences, in one pass if the model `supports_batching`."""
-        if len(batch) == 1:
-            return [self.forward(batch[0], commit)]
+        return [self.forward(batch[0], commit)] if len(batch) == 1 else self._forward_several(batch, commit)
+
+    @torch.inference_mode()
+    def _forward_several(self, batch: Sequence[StepInputs], commit: bool) -> list[StepLogits]:
         for inputs in batch:
             self._ensure_capacity(inputs.slot, len(inputs.nodes))
         # Copies: the next pass of a fixed size overwrites the results of this one.

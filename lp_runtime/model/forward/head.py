@@ -53,12 +53,10 @@ class SlicedPasses(Passes):
         finally:
             self._head.mode.is_whole = True
 
-    @torch.inference_mode()
     def read(self, number: int, start: int, stop: int) -> torch.Tensor:
         """Gather the whole logits, [n, V], of rows `start` to `stop` of tree pass `number`: the last one."""
         return self._head.put_together(self._rows(number, start, stop))
 
-    @torch.inference_mode()
     def find(self, number: int, start: int, stop: int, wanted: SampleRequest) -> torch.Tensor:
         """Gather what sampling needs from each slice, [P, n, width]; rows and `number` as in `read`."""
         return self._head.gather(self._vocabulary.find(self._rows(number, start, stop), wanted))

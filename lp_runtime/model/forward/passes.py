@@ -76,6 +76,7 @@ class Passes:
         """Whether passes of fixed sizes are captured, so that they allocate nothing."""
         return self.made is not None and self.made.options.capture
 
+    @torch.inference_mode()
     def run(self, work: Pass, caches: Sequence[TreeCache]) -> torch.Tensor:
         return work.run(self, caches)
 
@@ -137,7 +138,6 @@ class FeedChunk(NamedTuple):
     rows: Sequence[int] | None = None
     length: int = 0  # text length whose rotary factors the pass must use; 0 if each token uses its own
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,), device = caches, passes.device
         start = cache.length
@@ -153,7 +153,6 @@ class FeedEachAlone(NamedTuple):
 
     tokens: Sequence[int]
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,) = caches
         ids = tensor_on(passes.device, self.tokens)
@@ -171,7 +170,6 @@ class FeedShare(NamedTuple):
     layout: InputLayout
     length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,), layout, device = caches, self.layout, passes.device
         if passes.strict_tokens is not None:
@@ -220,7 +218,6 @@ class FeedShares(NamedTuple):
 
     layouts: Sequence[InputLayout]
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         layouts, device = self.layouts, passes.device
         sizes = [len(layout.tokens) for layout in layouts]
@@ -240,7 +237,6 @@ class FeedFixed(NamedTuple):
     size: PassSize
     pieces: Sequence[tuple]  # each a Part without its cache, which is in `caches`
 
-    @torch.no_grad()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         assert passes.made is not None
         parts = [Part(cache, *piece) for cache, piece in zip(caches, self.pieces, strict=True)]
@@ -256,7 +252,6 @@ class FeedText(NamedTuple):
     tokens: Sequence[int]
     num_last: int
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         ids = tensor_on(passes.device, self.tokens)[None]
         positions = torch.arange(len(self.tokens), device=passes.device)[None]
@@ -274,7 +269,6 @@ class FeedOneByOne(NamedTuple):
     tokens: Sequence[int]
     start: int
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         cache, model, start = None, passes.plain_model(), self.start
         logits: list[torch.Tensor] = []
@@ -294,7 +288,6 @@ class Pretend(NamedTuple):
 
     length: int
 
-    @torch.inference_mode()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,) = caches
         cache.repeat_first(self.length)
@@ -325,6 +318,7 @@ class MakeFixed(NamedTuple):
 
     size: PassSize
 
+    @torch.inference_mode(False)  # its buffers are also written outside inference mode
     @torch.no_grad()
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         assert passes.made is not None
