@@ -57,8 +57,8 @@ else
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
     # Without slow tests that need no GPU, and without tests that compile whole models: the part `full` does that.
-    gpu_tests=("tests/gpu --deselect tests/gpu/test_gpu.py::test_captured_passes_equal_the_others[bfloat16-True-0.05]"
-        "tests/kernels --deselect tests/kernels/test_triton_gpu.py::test_they_compile_for_gpus_that_are_not_there")
+    gpu_tests=("tests/gpu --deselect tests/gpu/test_gpu.py::test_captured_passes_match_uncaptured_passes[bfloat16-True-0.05]"
+        "tests/kernels --deselect tests/kernels/test_triton_gpu.py::test_kernels_compile_for_absent_gpus")
     share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
     real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]
 
 
-def test_a_report_of_all_methods(tmp_path, capsys):
+def test_report_contains_all_methods(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n{"text": "never read"}\n')
     out = tmp_path / "out"
@@ -73,7 +73,7 @@ def test_a_report_of_all_methods(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_conversations_by_task_to_their_end(tmp_path, capsys):
+def test_conversations_are_decoded_to_their_end_and_reported_by_task(tmp_path, capsys):
     """Turns use the chat template, and all methods stop where transformers stops.
 
     The report has tables by task and separate figures for prefill and decode.
@@ -134,7 +134,7 @@ def test_conversations_by_task_to_their_end(tmp_path, capsys):
         [3, 1],
     ),
 )
-def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, demo_model_dir):
+def test_critical_path_matches_the_engine(lookahead, num_replicas, demo_model_dir):
     model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
     calibration = Calibration(model, Group.alone(), None)
     request = Request((5, 6, 7, 5, 6), lookahead, 24)
@@ -149,18 +149,18 @@ def test_a_critical_path_is_that_of_the_same_decoding(lookahead, num_replicas, d
         assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
 
 
-def test_seconds_add_up():
+def test_critical_path_seconds_add_up():
     path = CriticalPath([1] * 10, 4, 3.0, prefill_seconds=0.5, forward_seconds=2.0, other_seconds=0.25)
     assert path.seconds(0) == 2.75
     assert path.seconds(0.5) == 4.75
 
 
-def test_quartiles():
+def test_quartiles_return_lower_median_and_upper():
     assert quartiles([3.0]) == (3.0, 3.0, 3.0)
     assert quartiles([1.0, 2.0, 3.0, 4.0, 5.0]) == (2.0, 3.0, 4.0)
 
 
-def test_the_commit_is_that_of_the_checkout():
+def test_commit_matches_the_checkout():
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
     head = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     if not head:
@@ -168,7 +168,7 @@ def test_the_commit_is_that_of_the_checkout():
     assert head.startswith(commit().removesuffix("-dirty"))
 
 
-def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, capsys):
+def test_too_long_prompt_is_refused(tmp_path, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
     with pytest.raises(SystemExit) as exit_status:
@@ -178,7 +178,7 @@ def test_a_prompt_that_is_too_long_is_refused_before_anything_runs(tmp_path, cap
 
 
 @pytest.mark.slow
-def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, demo_model_dir):
+def test_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, demo_model_dir):
     shutil.copytree(demo_model_dir, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.9}')
     bench_main(
@@ -197,7 +197,7 @@ def test_a_model_that_samples_by_default_is_compared_greedily(tmp_path, capsys, 
 
 
 @pytest.mark.slow
-def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monkeypatch):
+def test_failing_baseline_is_left_out(tmp_path, capsys, caplog, monkeypatch):
     decode = HuggingFace.decode
 
     def fails(self, prompt, **options):
@@ -236,7 +236,7 @@ def test_a_baseline_that_does_not_run_is_left_out(tmp_path, capsys, caplog, monk
         ("model.packing=maybe", "model.packing=maybe: must be one of auto, off"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_in_one_line(override, message, capsys):
+def test_invalid_bench_settings_are_refused_in_one_line(override, message, capsys):
     with pytest.raises(SystemExit) as exit_status:
         bench_main([override])
     assert exit_status.value.code == 2

@@ -36,7 +36,7 @@ def run(capsys, *arguments: str) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def test_a_closed_loop_asks_in_turn_and_counts_errors(capsys, prompts, tmp_path):
+def test_closed_loop_cycles_through_prompts_and_counts_errors(capsys, prompts, tmp_path):
     gate = threading.Barrier(3)
 
     def pieces(number: int):
@@ -62,7 +62,7 @@ def test_a_closed_loop_asks_in_turn_and_counts_errors(capsys, prompts, tmp_path)
     assert "| inter-token time |" in out and (tmp_path / "out" / "load.md").read_text() == out
 
 
-def test_an_open_loop_does_not_wait_for_answers(capsys, prompts):
+def test_open_loop_does_not_wait_for_answers(capsys, prompts):
     everybody = threading.Barrier(6)
 
     def pieces(number: int):
@@ -99,19 +99,19 @@ def loaded(capsys, tmp_path, prompts: str, events: list[str | dict], *arguments:
 @pytest.mark.parametrize(
     "usage", [{"prompt_tokens": 3}, {"completion_tokens": None}, {"completion_tokens": "7"}, {}, None, [7], "7"]
 )
-def test_a_server_that_does_not_count_has_its_pieces_counted(capsys, tmp_path, prompts, usage):
+def test_pieces_are_counted_without_usable_usage_numbers(capsys, tmp_path, prompts, usage):
     report = loaded(capsys, tmp_path, prompts, ["a", "b", {"choices": [], "usage": usage}, STOP, ""])
     assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 10)
 
 
 @pytest.mark.parametrize("choices", [[None], None, {"text": "a"}, ["text"], [{"delta": "a"}], [{"delta": None}]])
-def test_choices_that_are_none_are_passed_over(capsys, tmp_path, prompts, choices):
+def test_invalid_choices_are_skipped(capsys, tmp_path, prompts, choices):
     report = loaded(capsys, tmp_path, prompts, [{"choices": choices}, "a"])
     assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 5 * 4)
 
 
 @pytest.mark.parametrize("load", [("concurrency=2",), ("rate=1000",)])
-def test_every_request_is_accounted_for_whatever_fails(capsys, tmp_path, prompts, monkeypatch, load):
+def test_failing_requests_are_counted_as_errors(capsys, tmp_path, prompts, monkeypatch, load):
     stream, numbers = Endpoint.stream, itertools.count()
 
     def failing(self, route, body):
@@ -126,7 +126,7 @@ def test_every_request_is_accounted_for_whatever_fails(capsys, tmp_path, prompts
     assert error.endswith("the answer cannot be read: KeyError: 'no such thing'")
 
 
-def test_a_load_goes_on_without_stderr(capsys, tmp_path, prompts, monkeypatch):
+def test_load_continues_after_stderr_fails(capsys, tmp_path, prompts, monkeypatch):
     def gone(text):
         raise BrokenPipeError
 
@@ -134,14 +134,14 @@ def test_a_load_goes_on_without_stderr(capsys, tmp_path, prompts, monkeypatch):
     assert loaded(capsys, tmp_path, prompts, ["a"])["requests"] == 5
 
 
-def test_an_error_that_is_null_is_none(capsys, tmp_path, prompts):
+def test_null_error_is_ignored(capsys, tmp_path, prompts):
     event = {"error": None, "choices": [{"text": "a"}]}
     report = loaded(capsys, tmp_path, prompts, [event, {"error": {"message": None, "code": 5}}], "num_requests=1")
     assert report["answers"][0]["error"].endswith("{'message': None, 'code': 5}"), "it is an error"
     assert loaded(capsys, tmp_path, prompts, [event])["errors"] == 0
 
 
-def test_a_stream_may_end_after_its_finish_reason(capsys, tmp_path, prompts):
+def test_stream_may_end_after_its_finish_reason(capsys, tmp_path, prompts):
     assert loaded(capsys, tmp_path, prompts, ["a", STOP, ""])["errors"] == 0
     assert loaded(capsys, tmp_path, prompts, ["a", ""])["errors"] == 5
 
@@ -155,7 +155,7 @@ def test_a_stream_may_end_after_its_finish_reason(capsys, tmp_path, prompts):
         {"refusal": "a"},
     ],
 )
-def test_what_is_no_text_counts_as_pieces(capsys, tmp_path, prompts, delta):
+def test_deltas_without_text_count_as_pieces(capsys, tmp_path, prompts, delta):
     def answer():
         yield {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         yield {"choices": [{"delta": delta}]}
@@ -168,14 +168,14 @@ def test_what_is_no_text_counts_as_pieces(capsys, tmp_path, prompts, delta):
     assert only["num_tokens"] == 2 and only["inter_token"] >= 0.04
 
 
-def test_eos_is_ignored_where_asked(capsys, prompts):
+def test_eos_false_sends_ignore_eos(capsys, prompts):
     with fake_server(lambda number: ["a"]) as (url, fake):
         for arguments in ([], ["eos=true"], ["eos=false"]):
             run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=1", *arguments)
     assert [body.get("ignore_eos") for body in fake.bodies] == [None, None, True]
 
 
-def test_prompts_that_are_not_unicode(capsys, tmp_path):
+def test_prompts_with_invalid_unicode_are_refused(capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"text": "fine"}\n{"text": "\\ud800"}\n')
     for argument in ("cache_dir=null", "url=http://127.0.0.1:1"):
@@ -183,7 +183,7 @@ def test_prompts_that_are_not_unicode(capsys, tmp_path):
         assert (status, err.splitlines()[-1]) == (2, f"error: {file} line 2: field 'text' is not valid Unicode")
 
 
-def test_moments_of_a_poisson_process():
+def test_arrivals_follow_a_poisson_process():
     moments = list(itertools.islice(arrivals(4.0, 1), 4001))
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     assert moments[0] == 0 and statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
@@ -195,7 +195,7 @@ def test_moments_of_a_poisson_process():
 
 
 @pytest.mark.slow
-def test_our_own_server(capsys, prompts):
+def test_load_runs_against_our_server(capsys, prompts):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
     with (
         LookaheadRuntime(device="cpu", dtype="float32", lookahead=lookahead) as runtime,
@@ -235,12 +235,12 @@ def test_our_own_server(capsys, prompts):
         (["url=http://here", "output=/proc/none"], "output=/proc/none: No such file"),
     ],
 )
-def test_one_line_says_what_is_wrong(capsys, arguments, message):
+def test_invalid_load_settings_are_refused_in_one_line(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
 
 
-def test_nobody_answers(capsys, prompts):
+def test_load_without_any_answer_fails(capsys, prompts):
     with fake_server(lambda number: 500) as (url, _):
         status, out, err = run(capsys, f"url={url}", "num_requests=3", f"prompts={prompts}")
     assert status == 1 and "| 3 | 3 |" in out and "no request was answered" in err.splitlines()[-1]

@@ -18,7 +18,7 @@ FIXED = LookaheadConfig(W=5, N=3, G=5, prior="none")
 
 
 @pytest.mark.slow
-def test_splits_of_two_processes(demo_model_dir, tmp_path, capsys):
+def test_fastest_takes_the_faster_of_two_measured_splits(demo_model_dir, tmp_path, capsys):
     """Both splits are measured, printed and written, and gpus_per_replica=fastest takes the faster one."""
     settings = {"model": ModelConfig(path=str(demo_model_dir)), "gpus": 2, "device": "cpu", "dtype": "float32"}
     settings |= {"cache_dir": str(tmp_path / "cache"), "lookahead": FIXED}
@@ -39,7 +39,7 @@ def test_splits_of_two_processes(demo_model_dir, tmp_path, capsys):
     assert (chosen.num_shards, chosen.num_replicas) == (best.gpus_per_replica, best.replicas)
 
 
-def test_what_one_split_cannot_do_is_told_and_the_others_are_measured(demo_model_dir, tmp_path, monkeypatch, capsys):
+def test_failing_split_is_reported_and_the_others_are_measured(demo_model_dir, tmp_path, monkeypatch, capsys):
     settings = {"model": ModelConfig(path=str(demo_model_dir)), "gpus": 4, "cache_dir": str(tmp_path)}
     made = {1: 10.0, 2: 5.0}  # GPUs per replica: seconds
 
@@ -60,7 +60,7 @@ def test_what_one_split_cannot_do_is_told_and_the_others_are_measured(demo_model
         splits.measure_splits(BenchConfig(**settings, splits="auto"))
 
 
-def test_speeds_are_those_of_a_model_and_a_number_of_gpus(demo_model_dir, tmp_path):
+def test_measured_speeds_apply_only_to_the_same_settings(demo_model_dir, tmp_path):
     """Speeds are not used for other settings, and are not kept without a cache folder."""
     config = RuntimeConfig(model=ModelConfig(path=str(demo_model_dir)), gpus=4, cache_dir=str(tmp_path))
     keep_speeds(config, {1: 1.0, 4: 3.0, 2: 2.0})
@@ -81,7 +81,7 @@ def test_speeds_are_those_of_a_model_and_a_number_of_gpus(demo_model_dir, tmp_pa
         ({"splits": "auto", "gpus": 2, "gpus_per_replica": 2}, "splits=auto: not with gpus_per_replica"),
     ],
 )
-def test_settings_that_do_not_go_with_splits(settings, message):
+def test_settings_incompatible_with_splits_are_refused(settings, message):
     with pytest.raises(ConfigError) as caught:
         BenchConfig(**settings)
     assert message in str(caught.value)

@@ -50,7 +50,7 @@ PROMPT = "def fibonacci(n):\n    "
 
 
 @torch.inference_mode()
-def test_the_big_model_says_what_the_small_one_says(small, big):
+def test_inflated_model_matches_the_small_model(small, big):
     ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
     torch.testing.assert_close(big(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
     texts = [model.generate(ids, max_new_tokens=48, min_new_tokens=48, do_sample=False) for model in (small, big)]
@@ -58,7 +58,7 @@ def test_the_big_model_says_what_the_small_one_says(small, big):
 
 
 @torch.inference_mode()
-def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
+def test_model_inflated_in_memory_equals_the_saved_model(tmp_path):
     shape = SHAPES["wider and deeper"]
     cpu = torch.device("cpu")
     inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", cpu)
@@ -75,7 +75,7 @@ def test_one_that_is_made_in_memory_is_the_one_that_is_written(tmp_path):
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
+def test_inflated_mixture_of_experts_matches_the_small_model(small, tmp_path):
     shape, mixture = SHAPES["wider and deeper"], inflate_model.Mixture(4, 2)
     count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", kind=mixture)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -98,7 +98,7 @@ def test_a_mixture_of_experts_says_what_the_small_model_says(small, tmp_path):
 
 @pytest.mark.slow
 @torch.inference_mode()
-def test_a_hybrid_says_what_the_small_model_says(small, tmp_path):
+def test_inflated_hybrid_matches_the_small_model(small, tmp_path):
     shape, kind = inflate_model.Shape(384, 13, 1024, 8, 4, 64), inflate_model.Hybrid(2)
     count = inflate_model.inflate(DEMO_MODEL, tmp_path, shape, "float32", kind=kind)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
@@ -120,7 +120,7 @@ def generated(model, ids) -> list[int]:
 
 
 @pytest.mark.slow
-def test_only_what_would_reach_the_result_is_zero(big):
+def test_inflated_weights_have_full_rank_and_few_zeros(big):
     hidden, D = big.config.hidden_size, big.config.head_dim
     for name, weight in big.named_parameters():
         if weight.dim() == 1 or "embed" in name or "o_proj" in name or "down_proj" in name:
@@ -153,7 +153,7 @@ def test_only_what_would_reach_the_result_is_zero(big):
         (["--out", str(DEMO_MODEL)], "has a model in it"),
     ],
 )
-def test_what_does_not_fit_is_refused_in_one_line(arguments, message, tmp_path):
+def test_invalid_arguments_are_refused_in_one_line(arguments, message, tmp_path):
     with pytest.raises(SystemExit) as caught:
         inflate_model.main(["--out", str(tmp_path / "out"), *arguments])
     assert message in caught.value.code  # Python prints it and exits with status 1
@@ -161,7 +161,7 @@ def test_what_does_not_fit_is_refused_in_one_line(arguments, message, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_shapes_of_the_papers_models_have_their_sizes():
+def test_paper_model_shapes_have_the_published_sizes():
     """The decoder layers have the published numbers of parameters: 6.5, 12.7 and 33.2 billion."""
     sizes = {}
     for name in ("7b", "13b", "34b"):

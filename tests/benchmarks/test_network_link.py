@@ -21,7 +21,7 @@ def link():
         pytest.skip(str(error))
 
 
-def test_packets_pass_and_are_lost(link):
+def test_link_delivers_and_drops_packets(link):
     sockets = []
     for side in range(2):
         with link.entered(side):

@@ -43,7 +43,7 @@ def found(num_nodes: int, rows: list[list[int]]) -> VerificationResult:
     return VerificationResult([0] * num_nodes, entries)
 
 
-def test_recyclings_template_is_the_published_one():
+def test_recycling_template_matches_the_published_one():
     assert len(TEMPLATE) == 80
     assert [sum(len(path) == depth for path, _ in TEMPLATE) for depth in range(6)] == [8, 21, 25, 15, 8, 3]
     assert all(path == "" or (path[:-1], int(path[-1])) in TEMPLATE for path in CHILDREN)
@@ -64,7 +64,7 @@ def test_recycling_proposes_the_last_candidates_of_every_token():
 
 @settings(max_examples=60, deadline=None)
 @given(texts, texts)
-def test_the_longest_match_is_the_longest_suffix_that_occurs(text, tokens):
+def test_longest_match_is_the_longest_suffix_in_the_text(text, tokens):
     length = longest_match(text, tokens)
     occurs = [
         size
@@ -77,7 +77,7 @@ def test_the_longest_match_is_the_longest_suffix_that_occurs(text, tokens):
         assert text[end - length : end] == tokens[-length:]
 
 
-def test_sam_copies_where_the_match_is_long_and_recycles_elsewhere():
+def test_sam_copies_after_long_matches_and_recycles_otherwise():
     drafter = SamDrafter()
     text = [*range(100, 160), *range(100, 106)]
     tree = drafter.propose(text, len(text) - 1, max_depth=99)
@@ -90,7 +90,7 @@ def test_sam_copies_where_the_match_is_long_and_recycles_elsewhere():
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=30), st.integers(1, 6))
-def test_prompt_lookup_copies_what_followed_the_first_longest_match(tokens, num_copied):
+def test_prompt_lookup_copies_after_the_first_longest_match(tokens, num_copied):
     drafter = PromptLookupDrafter(num_copied)
     drafter.begin(tokens)
     tree = drafter.propose(tokens, len(tokens) - 1, max_depth=99)
@@ -122,13 +122,13 @@ def racer(rows: dict[int, list[int]], capacity: int) -> RacerDrafter:
     return drafter
 
 
-def test_racers_logits_tree_is_that_of_the_papers_figure():
+def test_racer_logits_tree_matches_the_papers_figure():
     drafter = racer({token: [4 * token + child for child in range(1, 5)] for token in range(60)}, 21)
     tree = drafter.propose([0], 0, max_depth=99)
     assert len(tree) == 21 and paths(tree) == FIGURE_9
 
 
-def test_racer_fills_up_what_the_text_has_drafted():
+def test_racer_extends_the_text_draft_with_the_logits_tree():
     """A token that both sources draft costs one node, and the logits tree continues below it.
 
     The published tests check the same.
@@ -171,7 +171,7 @@ def test_racer_continues_the_states_of_every_border():
     assert automaton.borders(8) == [] and automaton.current.depth == 3  # without a border the current state stays
 
 
-def test_racer_keeps_the_most_frequent_of_a_level_and_stops_where_none_is():
+def test_racer_keeps_the_most_frequent_states_of_each_level():
     automaton = Automaton(100)
     automaton.insert([1, 2], 9)
     for last, frequency in ((3, 4), (4, 1), (5, 3)):
@@ -217,7 +217,7 @@ def goose(rows: dict[int, list[int]], scores: list[float] | None = None, budget:
     return drafter
 
 
-def test_goose_copies_what_followed_the_longest_context():
+def test_goose_copies_after_the_longest_context():
     matcher = Matcher()
     matcher.extend([1, 2, 3, 4, 9, 2, 3, 4, 8, 7])
     matcher.extend([1, 2, 3, 4])
@@ -230,7 +230,7 @@ def test_goose_copies_what_followed_the_longest_context():
     assert matcher.confidence([5, 2, 3, 4], []) == 0
 
 
-def test_goose_trusts_and_continues_what_always_follows():
+def test_goose_extends_chains_that_always_recur():
     matcher = Matcher()
     matcher.extend([1, 2, 3, 4] * 8)
     chain = matcher.chain([2, 3, 4])
@@ -239,7 +239,7 @@ def test_goose_trusts_and_continues_what_always_follows():
     assert len(extended(matcher, [2, 3, 4], chain, 0.7)) == 80  # at least 70, in chains of 20
 
 
-def test_gooses_table_by_two_tokens_comes_first():
+def test_goose_prefers_the_two_token_table():
     branches = Branches()
     tokens, ids, logits = shown({5: [1, 2], 6: [3, 4]}, [np.log(3.0), 0.0])
     branches.note(tokens, [None, 5], ids, logits)
@@ -277,7 +277,7 @@ def test_goose_grows_a_spine_and_branches():
     assert found == {(2,), (2, 3)} | forks | below
 
 
-def test_goose_grows_branches_alone_by_their_scores():
+def test_goose_grows_branches_by_score_without_a_spine():
     """Branches alone share the budget by their scores.
 
     Worked out by hand: of 6 nodes, 3 are left below 2 and 50. Token 2 gets ceil(3 x 0.5), 50 gets the last one.
@@ -297,13 +297,13 @@ def _tokens_to(draft, node: int) -> list[int]:
     return tokens[::-1]
 
 
-def test_goose_splits_the_spines_branches_by_harmonic_weights():
+def test_goose_divides_branches_by_harmonic_weights():
     assert harmonic(12, 3) == [6, 3, 2]
     assert harmonic(3, 5) == [1, 1, 1, 0, 0]
     assert harmonic(0, 2) == [0, 0]
 
 
-def test_goose_notes_how_much_of_a_spine_is_accepted():
+def test_goose_tracks_the_accepted_fraction_of_a_spine():
     drafter = goose({1: [2, 3]}, budget=10)
     text = [7, 8, 1, *range(20, 60), 7, 8]
     drafter.begin(text)
@@ -318,7 +318,7 @@ def test_goose_notes_how_much_of_a_spine_is_accepted():
     assert drafter.average == pytest.approx(0.3 * 10 / 42 + 0.7 * 0.5)
 
 
-def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
+def test_goose_drafts_only_a_chain_without_known_branches():
     drafter = GooseDrafter(10)
     text = [7, 8, 1, *range(20, 60), 7, 8, 1]
     drafter.begin(text)
@@ -327,7 +327,7 @@ def test_goose_verifies_a_chain_alone_where_no_branch_is_known():
     assert tree.parents == list(range(-1, 20))
 
 
-def test_suffix_decoding_continues_the_suffix_whose_continuation_is_likeliest():
+def test_suffix_decoding_continues_the_likeliest_suffix():
     """A draft is at most as long as its suffix. Earlier requests' answers count, their prompts do not."""
     drafter = SuffixDrafter()
     drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])

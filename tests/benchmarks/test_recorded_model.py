@@ -44,7 +44,7 @@ def make_bench(tmp_path, monkeypatch):
     [{"temperature": 0.0}, pytest.param({"temperature": 1.0}, marks=pytest.mark.slow)],
     ids=["greedy", "sampled"],
 )
-def test_steps_are_those_of_the_engine(make_bench, sampling):
+def test_recorded_steps_match_the_engine(make_bench, sampling):
     bench = make_bench()
     runs = bench.decode_all(FULL, sampling=sampling)
     model, calibration = bench.model, bench.calibration
@@ -58,7 +58,7 @@ def test_steps_are_those_of_the_engine(make_bench, sampling):
         assert run.num_fed / (run.num_steps - 1) == pytest.approx(report.step_tokens)
 
 
-def test_what_was_said_is_not_asked_again(make_bench):
+def test_recorded_outputs_are_not_computed_again(make_bench):
     bench = make_bench()
     first = bench.decode_all(FULL)
     num_fed = bench.num_fed
@@ -73,7 +73,7 @@ def test_what_was_said_is_not_asked_again(make_bench):
     assert later.num_fed == 0
 
 
-def test_a_text_that_is_not_that_of_one_token_a_step_ends_the_study(make_bench):
+def test_study_ends_if_output_differs_from_the_recorded_text(make_bench):
     bench = make_bench()
     bench.decode_all(FULL)
     recording = bench.recording(0)

@@ -35,7 +35,7 @@ def size(tmp_path_factory):
 
 
 @needs_sliced_vocabulary
-def test_a_row_by_hand(study, size):
+def test_cost_of_step_matches_hand_computation(study, size):
     """A step on 2 replicas x 4 GPUs, of 10 tokens after 100 tokens, has the cost computed by hand."""
     machine = study.Machine(hbm=1e9, link=1e8, collective=1e-5, memory=1e12)
     cost = study.cost_of_step(size, 2, 4, 10, 100, machine)
@@ -52,7 +52,7 @@ def test_a_row_by_hand(study, size):
     assert cost.fits
 
 
-def test_one_gpu_sends_nothing_and_memory_counts(study, size):
+def test_one_gpu_sends_nothing_and_memory_is_checked(study, size):
     machine = study.Machine(1.0, 1.0, 1.0, size.needed_bytes(1))
     alone = study.cost_of_step(size, 1, 1, 10, 100, machine)
     assert (alone.sent, alone.collectives, alone.fits) == (0, 0, True)

@@ -93,7 +93,7 @@ def one_rank_of_torchrun(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "study"), RUNS)
-def test_a_study_runs(name, study, places, tmp_path, quick_processes, request):
+def test_study_runs(name, study, places, tmp_path, quick_processes, request):
     if study == "tensor_parallel":
         request.getfixturevalue("one_rank_of_torchrun")
     made = command(name)
@@ -114,7 +114,7 @@ def test_drafting_studies_run(places, tmp_path, num_studies):
 
 
 @pytest.mark.parametrize("name", STUDIES)
-def test_every_study_of_a_command_has_a_smallest_run(name):
+def test_every_study_has_a_smallest_run(name):
     assert set(command(name).STUDIES) == set(STUDIES[name])
 
 

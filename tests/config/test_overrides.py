@@ -38,24 +38,24 @@ def test_renamed_settings_are_suggested(override, name):
         ["12e4567", "1_000", "007", "true", "Zm9vYmFy==", "[a", "inf", "abc"],
     ),
 )
-def test_texts_stay_as_they_are_written(key, text):
+def test_text_values_are_not_parsed(key, text):
     """Hydra would read some texts as numbers and lose digits; an API key may look like a number."""
     config = load_config(ServeConfig, [f"{key}={text}"])
     found = {"api_key": config.api_key, "model.revision": config.model.revision}
     assert (found | {"launcher.interface": config.launcher.interface})[key] == text
 
 
-def test_lists_of_texts_are_lists():
+def test_list_of_texts_is_parsed_as_a_list():
     assert load_config(BenchConfig, ["methods=[hf,plain]"]).methods == ["hf", "plain"]
 
 
-def test_texts_may_come_from_elsewhere(monkeypatch):
+def test_text_values_support_interpolation_null_and_quotes(monkeypatch):
     monkeypatch.setenv("LP_TEST", "a key")
     assert load_config(ServeConfig, ["api_key=12", "api_key=${oc.env:LP_TEST}"]).api_key == "a key"
     assert load_config(ServeConfig, ["api_key=12", "api_key=null"]).api_key is None
     assert load_config(ServeConfig, ["api_key='12'"]).api_key == "12"
 
 
-def test_a_home_directory_behind_a_key(monkeypatch):
+def test_home_directory_is_expanded_in_model_path(monkeypatch):
     monkeypatch.setenv("HOME", "/where")
     assert load_config(ServeConfig, ["model.path=~/model"]).model.location == "/where/model"

@@ -22,7 +22,7 @@ def refusal(schema, **values) -> str:
     return str(caught.value)
 
 
-def test_defaults_are_what_pays_on_one_replica_of_the_demo_model():
+def test_generate_config_has_the_expected_defaults():
     config = GenerateConfig(**PROMPT)
     assert config.lookahead == LookaheadConfig() and config.lookahead.is_auto
     assert (config.lookahead.drafter, config.lookahead.draft_tables) == ("full", "auto")
@@ -33,7 +33,7 @@ def test_defaults_are_what_pays_on_one_replica_of_the_demo_model():
 
 
 @pytest.mark.parametrize("values", [{"W": 0}, {"N": 2}, {"G": 0}, {"W": 1}, {"W": 0, "N": 2, "G": 0}, {"W": 100}])
-def test_smallest_lookahead_settings_are_allowed(values):
+def test_boundary_lookahead_settings_are_accepted(values):
     config = LookaheadConfig(**values)
     assert {name: getattr(config, name) for name in values} == values
 
@@ -71,7 +71,7 @@ def test_smallest_lookahead_settings_are_allowed(values):
         ({"window_seed": -1}, "lookahead.window_seed=-1: must be an integer >= 0"),
     ],
 )
-def test_lookahead_ranges(values, message):
+def test_invalid_lookahead_settings_are_refused(values, message):
     assert refusal(LookaheadConfig, **values) == message
 
 
@@ -92,17 +92,17 @@ def test_lookahead_ranges(values, message):
         ({"drafter": "recycling"}, 7),
     ],
 )
-def test_what_a_step_may_commit(settings, num_tokens):
+def test_max_committed_follows_the_settings(settings, num_tokens):
     assert LookaheadConfig(**settings).max_committed == num_tokens
 
 
-def test_any_of_the_papers_letters_sets_all_of_them():
+def test_setting_one_of_w_n_g_turns_off_auto():
     assert LookaheadConfig().window == (15, 5, 15)
     assert not LookaheadConfig(W=7).is_auto and LookaheadConfig(W=7).window == (7, 5, 15)
     assert not LookaheadConfig(drafter="paper").is_auto
 
 
-def test_plain_decoding_guesses_nothing():
+def test_plain_config_commits_one_token_per_step():
     assert PLAIN.max_committed == 1
     assert not PLAIN.pool_from_prompt
 
@@ -115,7 +115,7 @@ def test_plain_decoding_guesses_nothing():
         ({"prefill_chunk": 0}, "model.prefill_chunk=0: must be an integer >= 1"),
     ],
 )
-def test_model_ranges(values, message):
+def test_invalid_model_settings_are_refused(values, message):
     assert refusal(ModelConfig, **values) == message
 
 
@@ -132,11 +132,11 @@ def test_model_ranges(values, message):
         ({"start_timeout": "x"}, "launcher.start_timeout=x: must be a number of seconds > 0 and <= 1000000"),
     ],
 )
-def test_launcher_ranges(values, message):
+def test_invalid_launcher_settings_are_refused(values, message):
     assert refusal(LauncherConfig, **values) == message
 
 
-def test_sampling_settings_that_are_allowed():
+def test_valid_sampling_settings_are_accepted():
     for values in (
         {"temperature": 0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1, "seed": 5},
         {"temperature": 2, "top_k": 5, "top_p": 0.1, "min_p": 1, "typical_p": 0.5, "repetition_penalty": 0.5},
@@ -173,11 +173,11 @@ def test_sampling_settings_that_are_allowed():
         ({"temperature": 0, "top_p": 0.9}, "sampling.top_p=0.9: has no effect with sampling.temperature=0"),
     ],
 )
-def test_sampling_ranges(values, message):
+def test_invalid_sampling_settings_are_refused(values, message):
     assert refusal(SamplingConfig, **values) == message
 
 
-def test_sampling_settings_against_the_models_own():
+def test_sampling_settings_are_checked_against_model_defaults():
     assert not SamplingConfig().samples({})
     assert SamplingConfig(temperature=0.5).samples({})
     assert SamplingConfig().samples({"do_sample": True})
@@ -215,7 +215,7 @@ def test_sampling_settings_against_the_models_own():
         ({"compare": True, "num_samples": 2}, "compare=true: only with a single prompt and sample"),
     ],
 )
-def test_limits_and_samples(values, message):
+def test_invalid_limits_and_samples_are_refused(values, message):
     assert refusal(GenerateConfig, prompt="x", **values) == message
 
 
@@ -231,7 +231,7 @@ def test_limits_and_samples(values, message):
         ({"dtype": "int8"}, "dtype=int8: must be one of auto, float32, bfloat16, float16"),
     ],
 )
-def test_runtime_ranges(values, message):
+def test_invalid_runtime_settings_are_refused(values, message):
     assert refusal(RuntimeConfig, **values) == message
 
 
@@ -250,7 +250,7 @@ def test_runtime_ranges(values, message):
         (PROMPT | {"gpus": 0}, "gpus=0: must be an integer >= 1"),
     ],
 )
-def test_generate_ranges(values, message):
+def test_invalid_generate_settings_are_refused(values, message):
     assert refusal(GenerateConfig, **values) == message
 
 

@@ -57,13 +57,13 @@ OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"
         ({"structural_tag": {"x": 1}}, "structural_tag"),
     ],
 )
-def test_what_is_refused_in_one_line(settings, place):
+def test_invalid_constraint_is_refused_in_one_line(settings, place):
     with pytest.raises(ConstraintError) as refused:
         compile_for_test(ConstraintConfig(**settings))
     assert place in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_a_schema_nested_too_deep():
+def test_schema_nested_too_deep_is_refused():
     schema: dict = {}
     for _ in range(200):
         schema = {"items": schema}
@@ -88,7 +88,7 @@ def process() -> psutil.Process:
     return psutil.Process(pid)
 
 
-def test_the_process_survives_what_takes_too_long(compiler):
+def test_compilation_timeout_ends_the_process_and_keeps_the_cache(compiler):
     first = compiler.compile(ConstraintConfig(regex="ab"))
     assert compiler.compile(ConstraintConfig(regex="ab")) is first
     child = process()
@@ -118,7 +118,7 @@ def submitter(compiler: ConstraintCompiler) -> Submitter:
     )
 
 
-def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
+def test_requests_above_the_compilation_limit_are_refused(compiler):
     """Requests above the limit are refused at once.
 
     Equal constraints count once; constraints that are already compiled do not count.
@@ -152,7 +152,7 @@ def test_no_more_than_so_many_requests_wait_while_others_compile(compiler):
     assert compiler.kept(ConstraintConfig(regex="a" * (MAX_PENDING + 1))) is None
 
 
-def test_the_wait_for_others_begins_with_the_request(compiler, monkeypatch):
+def test_compilation_wait_starts_with_the_request(compiler, monkeypatch):
     """All waiting requests are refused after WAIT_SECONDS, even if asyncio has a single thread."""
     monkeypatch.setattr(compile_process, "WAIT_SECONDS", 0.2)
     child, server = process(), submitter(compiler)
@@ -177,7 +177,7 @@ def test_the_wait_for_others_begins_with_the_request(compiler, monkeypatch):
     }
 
 
-def test_the_constraints_that_are_asked_for_stay(compiler, monkeypatch):
+def test_recently_used_constraints_stay_cached(compiler, monkeypatch):
     first, second = (ConstraintConfig(regex=each) for each in ("ab", "cd"))
     num_bytes = len(compiler.compile(first).data) + len(compiler.compile(second).data)
     monkeypatch.setattr(compile_process, "MAX_KEPT_BYTES", num_bytes)
@@ -188,7 +188,7 @@ def test_the_constraints_that_are_asked_for_stay(compiler, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_closed_compiler_starts_no_process(started_compilers, compiler):
+def test_closed_compiler_starts_no_process(started_compilers, compiler):
     compiler.close()
     for ask in (compiler.submit, compiler.compile):
         with pytest.raises(ReplicaError, match="the runtime is closed"):
@@ -203,7 +203,7 @@ def joining_tokenizer() -> PreTrainedTokenizerFast:
     return tokens
 
 
-def test_a_tokenizer_whose_tokens_have_no_text_by_themselves():
+def test_tokenizer_with_context_dependent_tokens_is_refused():
     constraint = compile_for_test(ConstraintConfig(regex="a"))
     with pytest.raises(ConfigError, match="the text of its tokenizer's token .* depends on the token before it") as one:
         ConstraintCompiler(joining_tokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
@@ -212,7 +212,7 @@ def test_a_tokenizer_whose_tokens_have_no_text_by_themselves():
     assert str(one.value) == str(other.value) and "\n" not in str(one.value)
 
 
-def test_a_model_without_an_end_and_a_missing_package(monkeypatch):
+def test_missing_eos_token_or_package_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match="end-of-sequence"):
         ConstraintCompiler(tokenizer, len(TEXTS), set()).compile(ConstraintConfig(regex="a"))
     library.cache_clear()

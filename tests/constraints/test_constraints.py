@@ -57,7 +57,7 @@ def record_request(**more) -> Request:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_any_settings_give_the_text_of_one_token_a_step(seed):
+def test_constrained_text_matches_single_token_steps(seed):
     draw, model = random_draw(random.Random(seed)), runner("Llama")
     tokens, _, reason = decode(model, draw.request, Group.alone())
     assert tokens == reference(model.model, draw)
@@ -68,14 +68,14 @@ def on_rank(group: Group, seeds: list[int]) -> list[list[int]]:
     return [decode(runner("Llama"), random_draw(random.Random(seed)).request, group)[0] for seed in seeds]
 
 
-def test_replicas_give_the_same_text():
+def test_two_replicas_give_the_same_text():
     seeds = [20, 21, 22, 23]
     expected = on_rank(Group.alone(), seeds)
     assert run_ranks(on_rank, 2, seeds) == [expected, expected]
 
 
 @pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup", "recycling"])
-def test_what_is_forced_is_drafted_and_what_is_forbidden_is_not_fed(drafter):
+def test_forced_tokens_are_drafted_and_forbidden_tokens_are_not(drafter):
     request = record_request(lookahead=LookaheadConfig(W=5, N=6, G=5, drafter=drafter), trace=True)
     model = runner("Llama")
     engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
@@ -122,7 +122,7 @@ def masked_on_rank(group: Group, drafter: str) -> list[tuple[list[int], int, int
 
 
 @pytest.mark.parametrize("drafter", ["full", "paper"])
-def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
+def test_replica_fills_only_the_masks_of_its_nodes(drafter):
     """Masks are filled after the pass; drafter `full` fills the root's and forced tokens' masks before it."""
     both = run_ranks(masked_on_rank, 2, drafter)
     for ranks in zip(*both, strict=True):
@@ -135,7 +135,7 @@ def test_a_replica_fills_the_masks_of_the_nodes_it_owns(drafter):
 
 
 @pytest.mark.parametrize("seed", range(30, 34))
-def test_resuming_goes_on_behind_what_is_committed(seed):
+def test_resumed_request_continues_after_committed_tokens(seed):
     """A retry after any committed token continues the same text, greedy or sampled, with any drafter."""
     draw, model = random_draw(random.Random(seed)), runner("Llama")
     whole, rng = reference(model.model, draw), random.Random(seed)
@@ -146,7 +146,7 @@ def test_resuming_goes_on_behind_what_is_committed(seed):
         assert rest == whole[done:]
 
 
-def test_resuming_calls_ordered_processors_again():
+def test_resumed_request_replays_ordered_processors():
     """Their input does not depend on the constraint's mask, which is applied after them."""
     model, request = runner("Llama"), record_request(processors=(LikesItsCalls(),))
     whole, _, _ = decode(model, request, Group.alone())
@@ -176,7 +176,7 @@ def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float
 
 
 @pytest.mark.slow
-def test_strict_bits_on_several_replicas():
+def test_strict_replicas_equal_single_token_steps_bitwise():
     """In strict bfloat16, tokens and log-probabilities have the same bits as with one token per step."""
     seeds, model = [42, 43], strict_runner()
     expected = []
@@ -188,7 +188,7 @@ def test_strict_bits_on_several_replicas():
     assert run_ranks(strict_on_rank, 2, seeds) == [expected, expected]
 
 
-def test_requests_of_a_batch_keep_their_own_constraints():
+def test_batched_requests_use_separate_constraints():
     model = runner("Llama")
     requests = {
         0: record_request(sampling=SamplingConfig(temperature=1.0, seed=4)),
@@ -204,7 +204,7 @@ def test_requests_of_a_batch_keep_their_own_constraints():
 @pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup"])
 @pytest.mark.parametrize("sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, top_p=0.9, seed=3)])
 @pytest.mark.parametrize("grammar", ['"ab" ("é" | "cd" "é")', '([a-z] ", "){3} "é"'])
-def test_a_dead_end_for_want_of_a_token_is_called_one(drafter, sampling, grammar):
+def test_dead_end_without_a_matching_token_is_reported(drafter, sampling, grammar):
     """No token of the vocabulary can begin `é`, which a check of the grammar alone cannot know."""
     constraint = compile_for_test(ConstraintConfig(grammar=f"root ::= {grammar}"))
     lookahead = LookaheadConfig(W=5, N=4, G=5, drafter=drafter)
@@ -213,7 +213,7 @@ def test_a_dead_end_for_want_of_a_token_is_called_one(drafter, sampling, grammar
         decode(runner("Llama"), request, Group.alone())
 
 
-def test_drafts_may_come_to_a_dead_end():
+def test_dead_end_in_a_draft_gives_an_empty_mask():
     """A text that never reaches the dead end is decoded normally."""
     guide = grammars().guide(compile_for_test(ConstraintConfig(grammar='root ::= "a" | "b" "é"')))
     tokens, parents = np.array([1, 1]), np.array([-1, 0])  # b after any root
@@ -235,7 +235,7 @@ class LikesItsCalls:
         return scores + torch.linspace(0, 3, scores.shape[1]).roll(self.calls)[None]
 
 
-def test_ordered_processors_stop_strings_and_log_probabilities():
+def test_ordered_processors_stop_and_logprobs_match_plain_decoding():
     model, request = runner("Llama"), record_request(logprobs=True, top_logprobs=2)
     outputs = []
     for lookahead in (request.lookahead, PLAIN):
@@ -250,7 +250,7 @@ def test_ordered_processors_stop_strings_and_log_probabilities():
     assert outputs[0] == outputs[1] and len(outputs[0]) > 5
 
 
-def test_the_drop_in():
+def test_custom_generate_applies_the_constraint():
     model = runner("Llama").model
     ids = torch.tensor([[1, 2, 3], [5, 6, 7]])
     options = {"max_new_tokens": 40, "eos_token_id": EOS, "pad_token_id": 0, "constraint": RECORD}

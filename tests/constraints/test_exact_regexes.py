@@ -41,7 +41,7 @@ from lp_runtime.errors import ConstraintError
         (r"^\[.*]$", "[é]", "[é"),
     ],
 )
-def test_regular_expressions(regex, allowed, refused):
+def test_regex_allows_and_refuses_the_right_texts(regex, allowed, refused):
     is_allowed = allows(ConstraintConfig(regex=regex))
     assert is_allowed(allowed) and not is_allowed(refused)
 
@@ -64,7 +64,7 @@ def random_regex(rng: random.Random, depth: int = 3) -> str:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_random_regular_expressions_match_what_those_of_python_match(seed):
+def test_random_regexes_match_python_re(seed):
     """Each is tested as a constraint and as a pattern of JSON strings, in automata and in grammars.
 
     The JSON strings have no escapes.
@@ -95,7 +95,7 @@ def test_random_regular_expressions_match_what_those_of_python_match(seed):
         (ConstraintConfig(json_schema={"type": "string", "maxLength": 1000}), '"%s"'),
     ],
 )
-def test_only_valid_utf_8_counts_as_a_character(constraint, form):
+def test_characters_must_be_valid_utf8(constraint, form):
     before, after = form.encode().split(b"%s")
     is_allowed = allows(constraint)
     for character in ("\x7f", "\x80", "\u0800", "\ud7ff", "\ue000", "\U00010000", "\U0010ffff"):
@@ -104,12 +104,12 @@ def test_only_valid_utf_8_counts_as_a_character(constraint, form):
         assert not is_allowed(before + content + after), content
 
 
-def test_escapes_of_grammars():
+def test_grammar_escapes_are_decoded():
     is_allowed = allows(ConstraintConfig(grammar=r'root ::= "\xe91" [\xdfa] "\\xe9" "\u00e9f"'))
     assert is_allowed(r"é1ß\xe9éf") and is_allowed(r"é1a\xe9éf") and not is_allowed(r"é1\u0dfa\xe9éf")
 
 
-def test_choices_of_any_character():
+def test_choices_support_any_character():
     texts = ["é1", "\x85f", "\0a", "\n1", '"x"', "\\x41", "😀f", "\u2028", "\x1b\x7f", "a\tb/", "\U0010ffff", " "]
     is_allowed = allows(ConstraintConfig(choice=texts))
     assert all(map(is_allowed, texts)) and not any(is_allowed(text + "1") for text in texts)
@@ -133,13 +133,13 @@ def test_choices_of_any_character():
         ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
     ],
 )
-def test_what_is_refused_in_one_line(constraint, reason):
+def test_unsupported_pattern_is_refused_in_one_line(constraint, reason):
     with pytest.raises(ConstraintError) as refused:
         allows(ConstraintConfig(**constraint))
     assert reason in str(refused.value) and "\n" not in str(refused.value)
 
 
-def test_rewriting_again_changes_nothing():
+def test_exact_regex_is_idempotent():
     rng = random.Random(0)
     for _ in range(100):
         regex = random_regex(rng)

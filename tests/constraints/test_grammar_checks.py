@@ -62,7 +62,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("settings", "reason"), CASES)
-def test_a_dead_end_is_refused_when_the_constraint_is_compiled(settings, reason):
+def test_grammar_with_a_dead_end_is_refused(settings, reason):
     if tag := settings.get("structural_tag"):
         settings = {"structural_tag": {"type": "structural_tag", "format": tag}}
     with pytest.raises(ConstraintError) as refused:
@@ -103,7 +103,7 @@ def can_end_from_everywhere(grammar: xgrammar.Grammar, max_length: int = 4) -> b
         {"type": "string", "pattern": r'^[^a-z"]\s*é$'},
     ],
 )
-def test_what_no_text_can_begin_does_no_harm(source):
+def test_unreachable_dead_end_is_accepted(source):
     if isinstance(source, str):
         grammar = xgrammar.Grammar.from_ebnf(source)
     else:

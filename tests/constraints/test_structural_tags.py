@@ -103,7 +103,7 @@ def test_random_texts_of_every_path_satisfy_the_schema(name):
         ),
     ],
 )
-def test_parts_of_a_structural_tag(part, allowed, refused):
+def test_structural_tag_parts_allow_and_refuse_the_right_texts(part, allowed, refused):
     is_allowed = allows(structural(part))
     for text in allowed:
         assert is_allowed(text), text
@@ -121,7 +121,7 @@ def test_parts_of_a_structural_tag(part, allowed, refused):
         ({**TAG, "content": {**SCHEMA, "excludes": ["q"]}}, "", ""),
     ],
 )
-def test_parts_that_are_not_converted_are_exact_with_any_whitespace(part, before, after):
+def test_unconverted_parts_are_exact_with_any_whitespace(part, before, after):
     is_allowed = allows(structural(part))
     end = "" if part["type"] == "dispatch" else END
     for text in (JSON, JSON.replace(": ", "\n: ")):
@@ -130,7 +130,7 @@ def test_parts_that_are_not_converted_are_exact_with_any_whitespace(part, before
         assert not is_allowed(f"{before}{BEGIN}{text.replace('false', 'null')}{end}{after}")
 
 
-def test_any_whitespace_and_any_order():
+def test_whitespace_and_order_options_are_applied():
     is_allowed = allows(structural(TAG, whitespace="any"))
     assert is_allowed(CALL) and is_allowed(CALL.replace(": ", "\n:"))
     two = {"type": "object", "properties": {"é": {"type": "null"}, "ß": {"type": "null"}}, "required": ["é", "ß"]}
@@ -138,12 +138,12 @@ def test_any_whitespace_and_any_order():
     assert is_allowed('{"ß": null, "é": null}') and not is_allowed('{"ß":null,"é":null}')
 
 
-def test_marks_of_a_reasoning_part():
+def test_reasoning_part_is_allowed_before_the_json():
     is_allowed = allows(ConstraintConfig(json_schema=RECORD, reasoning_begin="<ç1>", reasoning_end="</ç1>"))
     assert is_allowed(JSON) and is_allowed(f"<ç1>ß</ç</ç1>\n{JSON}") and not is_allowed(f"<ç1>ß</ç1>b{JSON}")
 
 
-def test_schemas_in_xml_have_exact_patterns():
+def test_xml_style_schema_has_exact_patterns():
     schema = {
         "type": "object",
         "properties": {"ße": {"type": "string", "pattern": r"^[\u00e9a]{2}$"}},
@@ -153,7 +153,7 @@ def test_schemas_in_xml_have_exact_patterns():
     assert is_allowed("<parameter=ße>éa</parameter>") and not is_allowed("<parameter=ße>\u0e9aa</parameter>")
 
 
-def test_what_is_certain_is_drafted():
+def test_forced_tokens_cover_the_certain_text():
     guide = grammars().guide(compile_constraint(structural(TAG), grammars().vocabulary(True).info))
     vocabulary = grammars().vocabulary(True)
     text = f'{BEGIN}{{"ße": '.encode()
@@ -185,7 +185,7 @@ LOOP = {"type": "grammar", "grammar": 'root ::= "a" loop\nloop ::= "b" loop'}
         ),
     ],
 )
-def test_what_is_refused_in_one_line(part, reason):
+def test_invalid_structural_tag_is_refused_in_one_line(part, reason):
     with pytest.raises(ConstraintError) as refused:
         allows(structural(part))
     assert reason in str(refused.value) and "\n" not in str(refused.value)

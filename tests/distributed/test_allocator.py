@@ -23,14 +23,14 @@ print(torch._C._accelerator_getAllocatorSettings())
 @pytest.mark.parametrize(
     "given", [{}, pytest.param({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, marks=pytest.mark.slow)]
 )
-def test_torch_reads_what_is_set_after_its_import(given):
+def test_allocator_setting_takes_effect_after_importing_torch(given):
     others = {name: value for name, value in os.environ.items() if name not in ALLOCATOR_VARIABLES}
     done = subprocess.run([sys.executable, "-c", READ], env=others | given, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == given.get("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 
 @pytest.mark.parametrize("name", ALLOCATOR_VARIABLES)
-def test_what_the_user_has_set_is_kept(name, monkeypatch):
+def test_user_allocator_setting_is_kept(name, monkeypatch):
     for each in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(each, raising=False)
     monkeypatch.setenv(name, "backend:cudaMallocAsync")

@@ -38,7 +38,7 @@ def machine(monkeypatch, tmp_path):
     return make
 
 
-def test_a_driver_that_is_too_old(machine):
+def test_too_old_driver_is_refused(machine):
     machine(CLOSED, "13.0")
     reason = why_no_gpu()
     assert "driver is 550.54.15" in reason and "CUDA 13.0 needs 580 or newer" in reason
@@ -54,17 +54,17 @@ def test_a_driver_that_is_too_old(machine):
 
 
 @pytest.mark.parametrize(("driver", "cuda"), [(CLOSED, "12.6"), (OPEN, "13.0"), (CLOSED, "14.1"), ("?", "13.0")])
-def test_a_driver_that_is_new_enough_or_of_which_nothing_is_known(machine, driver, cuda):
+def test_sufficient_or_unknown_driver_suggests_nvidia_smi(machine, driver, cuda):
     machine(driver, cuda)
     assert "torch sees no GPU" in why_no_gpu() and "run nvidia-smi" in why_no_gpu()
 
 
-def test_a_build_of_torch_without_cuda(machine):
+def test_torch_without_cuda_is_reported(machine):
     machine(OPEN, None)
     assert "is built without CUDA" in why_no_gpu() and "install a CUDA build" in why_no_gpu()
 
 
-def test_a_container_that_was_given_no_gpu(machine, caplog):
+def test_container_without_gpu_access_falls_back_to_cpu(machine, caplog):
     machine(OPEN, "13.0", has_control=False)
     assert "580.65.06" in why_no_gpu() and "--gpus all" in why_no_gpu()
     with pytest.raises(ConfigError, match="device=cuda: torch sees no GPU"):
@@ -72,30 +72,30 @@ def test_a_container_that_was_given_no_gpu(machine, caplog):
     assert device_type("auto") == "cpu" and "going on with CPUs" in caplog.text
 
 
-def test_a_container_without_gpus_and_with_a_cpu_build_is_a_cpu(machine):
+def test_container_with_cpu_build_reports_no_missing_gpu(machine):
     machine(OPEN, None, has_control=False)
     assert why_no_gpu() is None
 
 
-def test_a_machine_without_gpus_is_a_cpu(machine):
+def test_machine_without_gpus_uses_the_cpu(machine):
     machine(None, "13.0", has_control=False)
     assert why_no_gpu() is None and device_type("auto") == "cpu" and device_type("cuda") == "cuda"
 
 
 @pytest.mark.parametrize("visible", ["", "-1", "-1,0", "NoDevFiles"])
-def test_gpus_that_the_environment_hides_are_not_missed(machine, monkeypatch, visible):
+def test_gpus_hidden_by_the_environment_are_not_reported(machine, monkeypatch, visible):
     machine(CLOSED, "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert why_no_gpu() is None and device_type("auto") == "cpu"
 
 
-def test_a_wrong_index_is_named(machine, monkeypatch):
+def test_wrong_cuda_visible_devices_is_reported(machine, monkeypatch):
     machine(OPEN, "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     assert "CUDA_VISIBLE_DEVICES=7" in why_no_gpu()
 
 
-def test_two_replicas_on_what_each_takes_for_its_own_gpu():
+def test_two_replicas_on_one_gpu_are_refused():
     check_one_each([0, 0, 5, 6, 7])
     with pytest.raises(ConfigError, match="replicas 1 and 3 have the same GPU.*--gpus-per-task=1"):
         check_one_each([0, 5, 6, 5])
@@ -113,7 +113,9 @@ def test_two_replicas_on_what_each_takes_for_its_own_gpu():
         (1, None, 1, True, True),
     ],
 )
-def test_whether_cores_suffice_for_polling(monkeypatch, tmp_path, affinity, quota, num_local, owns_device, expected):
+def test_replicas_must_sleep_if_cores_do_not_suffice_for_polling(
+    monkeypatch, tmp_path, affinity, quota, num_local, owns_device, expected
+):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)))
     monkeypatch.setattr(devices, "CPU_QUOTA", tmp_path / "cpu.max")
@@ -123,7 +125,7 @@ def test_whether_cores_suffice_for_polling(monkeypatch, tmp_path, affinity, quot
 
 
 @pytest.mark.parametrize(("num_cores", "num_local", "warns"), [(7, 8, True), (8, 8, False), (1, 1, False)])
-def test_fewer_cores_than_replicas(monkeypatch, caplog, num_cores, num_local, warns):
+def test_fewer_cores_than_replicas_logs_a_warning(monkeypatch, caplog, num_cores, num_local, warns):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(num_cores)))
     warn_of_few_cores(num_local)
     assert [record.message.startswith("7 cores for 8 processes") for record in caplog.records] == [True] * warns

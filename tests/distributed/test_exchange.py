@@ -67,7 +67,7 @@ def three_results(request):
     return run_ranks(three_ranks, 3, backend=request.param)
 
 
-def test_all_replicas_learn_every_value_and_every_control_bit(three_results):
+def test_all_replicas_receive_every_value_and_control_bit(three_results):
     tree = make_tree()
     for outcomes, bytes_sent, _, _ in three_results:
         for offset, outcome in enumerate(outcomes):
@@ -77,11 +77,11 @@ def test_all_replicas_learn_every_value_and_every_control_bit(three_results):
         assert bytes_sent == 4 * 8 * (HEADER + 12)  # the steps' nodes are rounded up to the capacity
 
 
-def test_a_broadcast_is_rank_0s_value_everywhere(three_results):
+def test_broadcast_returns_rank_0s_value_on_all_ranks(three_results):
     assert [value for _, _, value, _ in three_results] == [{"rank": 0, "ids": list(range(1000))}] * 3
 
 
-def test_replicas_whose_digests_differ_all_say_so(three_results):
+def test_digest_mismatch_raises_on_all_replicas(three_results):
     for *_, error in three_results:
         assert type(error) is StateMismatchError
         assert "rank 0 0x6, rank 1 0x7, rank 2 0x6" in str(error)
@@ -108,7 +108,7 @@ def lose_rank_1(group: Group):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_peer_of_a_killed_replica_gets_an_error(backend):
+def test_peer_of_a_killed_replica_gets_an_error(backend):
     with running_ranks(lose_rank_1, 2, backend=backend) as (processes, results):
         rank, errors = next_result(results, processes)
         processes[1].join(TIMEOUT)
@@ -121,7 +121,7 @@ def test_the_peer_of_a_killed_replica_gets_an_error(backend):
 
 
 @pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError, RuntimeError])
-def test_an_error_of_this_replicas_own_device_is_no_peers(monkeypatch, error):
+def test_local_device_error_is_not_reported_as_a_lost_peer(monkeypatch, error):
     def fails(*_):
         raise error("illegal access")
 
@@ -143,12 +143,12 @@ def wait_for_a_request(group: Group):
 
 
 @pytest.mark.parametrize("backend", ["shared", "gloo", pytest.param("two machines", marks=pytest.mark.slow)])
-def test_followers_wait_for_the_next_request_as_long_as_it_takes(backend):
+def test_followers_wait_for_a_request_past_the_step_timeout(backend):
     with running_ranks(wait_for_a_request, 2, backend=backend, step_timeout=STEP_TIMEOUT) as (processes, results):
         assert [next_result(results, processes)[1] for _ in range(2)] == [b"a request", b"a request"]
 
 
-def test_a_single_replica_needs_no_process_group():
+def test_single_replica_needs_no_process_group():
     with process_group(ReplicaContext(), CPU, GroupOptions(TIMEOUT)) as group:
         assert group == Group.alone() and group.is_alone
         exchange = Exchange(group, capacity=10)
@@ -161,7 +161,7 @@ def test_a_single_replica_needs_no_process_group():
     assert broadcast_object(value, Group.alone()) is value
 
 
-def test_a_taken_port_is_an_error_in_one_line():
+def test_occupied_port_raises_one_line_error():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(LaunchError, match=f"127.0.0.1:{port}") as caught:
@@ -169,13 +169,13 @@ def test_a_taken_port_is_an_error_in_one_line():
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_host_that_is_not_this_machine_is_an_error_in_one_line():
+def test_host_of_another_machine_raises_one_line_error():
     with pytest.raises(LaunchError, match="192.0.2.1:0") as caught:
         host_store("192.0.2.1", 0, 1.0)  # an address that is reserved for documentation
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_group_that_nobody_else_joins_is_an_error_in_one_line():
+def test_incomplete_group_raises_one_line_error():
     store = host_store("127.0.0.1", 0, 1.0)
     with (
         pytest.raises(LaunchError, match="rank 0 of 2 could not join") as caught,
@@ -186,13 +186,13 @@ def test_a_group_that_nobody_else_joins_is_an_error_in_one_line():
     assert not torch.distributed.is_initialized()
 
 
-def test_a_process_that_torchrun_did_not_start_is_told_how(monkeypatch):
+def test_missing_torchrun_variables_suggest_the_command(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(LaunchError, match="RANK is not set.*torchrun --nproc-per-node"):
         ReplicaContext.from_torchrun()
 
 
-def test_torchruns_variables_become_the_context(monkeypatch):
+def test_context_is_read_from_torchrun_variables(monkeypatch):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 4, "MASTER_PORT": 29500}
     for name, value in values.items():
@@ -205,7 +205,7 @@ def test_torchruns_variables_become_the_context(monkeypatch):
 
 
 @pytest.mark.parametrize(("visible", "num_local", "index", "owns"), [("3", 4, 0, True), ("GPU-7", 1, 0, False)])
-def test_a_process_that_sees_one_gpu_alone_has_that_one(monkeypatch, visible, num_local, index, owns):
+def test_single_visible_gpu_is_used(monkeypatch, visible, num_local, index, owns):
     """`srun --gpus-per-task=1` starts processes that way."""
     values = {"RANK": 5, "WORLD_SIZE": 8, "LOCAL_RANK": min(2, num_local - 1), "LOCAL_WORLD_SIZE": num_local}
     for name, value in {
@@ -219,7 +219,7 @@ def test_a_process_that_sees_one_gpu_alone_has_that_one(monkeypatch, visible, nu
     assert (context.device_index, context.owns_device, context.num_local) == (index, owns, num_local)
 
 
-def test_backends_are_for_their_devices():
+def test_backend_determines_the_device_of_the_exchange():
     gpu = torch.device("cuda", 0)
     with process_group(ReplicaContext(), gpu, GroupOptions(TIMEOUT, backend="gloo")) as group:
         assert group == Group.alone(CPU)
@@ -236,7 +236,7 @@ def where(group: Group):
     return group.connected.name
 
 
-def test_the_transport_is_what_the_machines_allow():
+def test_transport_is_chosen_by_machines_and_backend():
     assert run_ranks(where, 2) == ["shared", "shared"]
     assert run_ranks(where, 3, backend="two machines") == ["shared and network"] * 3
     assert run_ranks(where, 2, backend="two machines") == ["gloo", "gloo"]
@@ -253,7 +253,7 @@ def refused(rank: int, port: int, results) -> None:
         results.put(str(error))
 
 
-def test_memory_of_several_machines_cannot_be_shared():
+def test_shared_backend_across_machines_is_refused():
     store, results = host_store("127.0.0.1", 0, TIMEOUT), forking().Queue()
     processes = [forking().Process(target=refused, args=(rank, store.port, results)) for rank in range(2)]
     for process in processes:
@@ -276,7 +276,7 @@ def without_shared_memory(rank: int, port: int, folder: str, results) -> None:
             results.put((rank, group.connected.name, gather_rows(np.array([rank]), group).tolist(), records))
 
 
-def test_without_room_for_shared_memory_one_line_and_gloo(tmp_path):
+def test_missing_shared_memory_falls_back_to_gloo(tmp_path):
     folder = str(tmp_path / "absent")
     store, results = host_store("127.0.0.1", 0, TIMEOUT), forking().Queue()
     processes = [
@@ -297,11 +297,11 @@ def find_the_group(group: Group):
         return found.rank, found.size, found.connected.name, gather_rows(np.array([found.rank]), found).tolist()
 
 
-def test_a_group_that_is_there_is_used():
+def test_existing_process_group_is_used():
     assert run_ranks(find_the_group, 2, backend="gloo") == [(rank, 2, "gloo", [[0], [1]]) for rank in range(2)]
 
 
-def test_a_rank_that_leaves_at_once_waits_for_those_that_are_still_connecting(monkeypatch):
+def test_leaving_rank_waits_until_all_ranks_have_connected(monkeypatch):
     """Otherwise it would close connections that a slower rank is still opening."""
     events = []
 

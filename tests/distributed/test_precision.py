@@ -43,7 +43,7 @@ def run(code: str, override: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_ours_compute_float32():
+def test_turn_off_tf32_overrides_the_environment():
     assert run(OURS, "1") == ""
 
 
@@ -58,7 +58,7 @@ def test_ours_compute_float32():
         ("1", "torch.set_float32_matmul_precision('highest')", 0),
     ],
 )
-def test_the_caller_is_warned_once(override, settings, count):
+def test_tf32_is_warned_about_once_if_enabled(override, settings, count):
     assert run(THEIRS, override, settings).count("float32 products are TF32") == count
 
 
@@ -66,7 +66,7 @@ def test_the_caller_is_warned_once(override, settings, count):
     ("device", "dtype", "warns"),
     [("cuda", torch.float32, True), ("cuda", torch.bfloat16, False), ("cpu", torch.float32, False)],
 )
-def test_which_models_it_matters_to(device, dtype, warns, monkeypatch):
+def test_tf32_warning_applies_only_to_float32_models_on_gpus(device, dtype, warns, monkeypatch):
     asked = []
     monkeypatch.setattr(make_runner, "warn_of_tf32", lambda: asked.append(True))
     monkeypatch.setattr(make_runner, "why_chains", lambda model: None)

@@ -48,7 +48,7 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
 
 @pytest.mark.parametrize("kind", ["shared", "gloo", "host"])
 @pytest.mark.parametrize(("dtype", "num_shards"), [(torch.float32, 2), (torch.bfloat16, 3)])
-def test_sums_are_equal_everywhere_and_right(kind, dtype, num_shards):
+def test_reductions_are_correct_and_equal_on_all_shards(kind, dtype, num_shards):
     found = run_shards(reduce_all, num_shards, kind, dtype)
     inputs = [tensors(shard, dtype) for shard in range(num_shards)]
     inputs = [[*each, each[1].t()] for each in inputs]
@@ -96,11 +96,11 @@ def end_or_fail(place: ShardPlace, num_calls: list[int], failing: int) -> str:
         ([9, 7], ["a pass has failed on some GPUs of the replica, after [9, 7] sums"] * 2),
     ],
 )
-def test_a_pass_is_left_unless_a_gpu_waits_for_a_sum_that_does_not_come(num_calls, expected):
+def test_failed_pass_ends_the_replica_only_if_sum_counts_differ(num_calls, expected):
     assert run_shards(end_or_fail, 2, num_calls, 1) == expected
 
 
-def test_half_precision_is_rounded_once():
+def test_half_precision_sum_is_rounded_once():
     """In bfloat16, 1 + 2^-8 + 2^-8 is 1 + 2^-7 if rounded once; 1 + 2^-8 is rounded to 1."""
     assert run_shards(sum_of_three, 3) == [1.0078125] * 3
 
@@ -126,7 +126,7 @@ def talk(place: ShardPlace) -> object:
         return heard, str(error)
 
 
-def test_followers_hear_what_is_announced_and_that_shard_0_is_gone():
+def test_followers_receive_announcements_and_the_loss_of_shard_0():
     _, (heard, reason), (also, _) = run_shards(talk, 3)
     assert heard == also == {"pass": list(range(9999))}
     assert "a shard of the replica is gone: " in reason and "rank 0 is gone" in reason
@@ -145,7 +145,7 @@ def sum_on_one_gpu(place: ShardPlace) -> tuple[bool, list[float]]:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_shards_that_share_a_gpu_sum_on_the_host():
+def test_shards_sharing_a_gpu_reduce_on_the_host():
     """NCCL refuses two ranks on one GPU."""
     assert run_shards(sum_on_one_gpu, 2) == [(True, [3.0] * 3)] * 2
 
@@ -161,7 +161,7 @@ def leave_in_a_sum(place: ShardPlace) -> str:
         return str(error)
 
 
-def test_a_sum_with_a_shard_that_is_gone_ends():
+def test_sum_with_a_lost_shard_raises():
     assert "rank 1 is gone" in run_shards(leave_in_a_sum, 2)[0]
 
 
@@ -171,7 +171,7 @@ def fail_to_load(place: ShardPlace) -> None:
         raise ValueError("the output size is odd")
 
 
-def test_what_fails_while_slices_are_loaded_is_no_failed_meeting():
+def test_loading_error_is_passed_on_unchanged():
     assert [str(error) for error in run_shards(fail_to_load, 2)] == ["the output size is odd"] * 2
 
 
@@ -181,12 +181,12 @@ def meet_nobody(place: ShardPlace) -> None:
             pass
 
 
-def test_shards_that_do_not_meet_say_so():
+def test_shards_that_do_not_meet_raise_launch_error():
     error, _ = run_shards(meet_nobody, 2)
     assert isinstance(error, LaunchError) and str(error).startswith("shard 0 of 2 could not meet the others: ")
 
 
-def test_what_killed_shards_leave_behind_is_removed():
+def test_files_of_killed_shards_are_removed():
     for name in ("lp_runtime-test", "lp_runtime-test-load", "lp_runtime-test-sums"):
         (FOLDER / name).touch()
     clear_up("lp_runtime-test")

@@ -45,7 +45,7 @@ def random_tree(rng: random.Random, size: int) -> TokenTree:
 
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_attention_without_a_mask(groups, dtype):
+def test_attend_without_a_mask_matches_attend_masked(groups, dtype):
     generator = torch.Generator().manual_seed(0)
     query, key, value = (
         torch.randn(1, heads, tokens, 64, generator=generator).to("cuda", dtype)
@@ -64,7 +64,7 @@ def test_attention_without_a_mask(groups, dtype):
     [("bfloat16", False, 0.05), ("float16", False, 0.02), ("float32", False, 1e-4), ("bfloat16", True, 0.05)],
 )
 @torch.inference_mode()
-def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
+def test_captured_passes_match_uncaptured_passes(dtype, compiled, tolerance):
     """The demo model has grouped queries."""
     free, captured = demo(dtype), demo(dtype)
     assert why_not_captured(captured.model) is None
@@ -83,7 +83,7 @@ def test_captured_passes_equal_the_others(dtype, compiled, tolerance):
         assert (one - other).norm() <= tolerance * one.norm()
 
 
-def test_a_longer_text_moves_the_cache():
+def test_captured_passes_are_repeatable_after_a_longer_text():
     model = demo("bfloat16")
     model.enable_graphs(capture=True)
     for length in (100, 3000, 50):
@@ -95,7 +95,7 @@ def test_a_longer_text_moves_the_cache():
         assert torch.isfinite(first).all() and torch.equal(first, model.forward(tree, nodes, nodes))
 
 
-def test_greedy_equals_transformers():
+def test_greedy_decoding_matches_generate():
     """One float32 replica decodes with lookahead settings of several sizes."""
     tokenizer = load_tokenizer(ModelConfig())
     model = load_model(ModelConfig(), torch.device("cuda"), "float32")
@@ -109,7 +109,7 @@ def test_greedy_equals_transformers():
             assert done.token_ids == expected
 
 
-def test_a_callers_model():
+def test_custom_generate_matches_generate():
     """The model runs in transformers' `generate`, where nothing is fused or captured."""
     tokenizer = load_tokenizer(ModelConfig())
     model = load_model(ModelConfig(), torch.device("cuda"), "float32")
@@ -120,7 +120,7 @@ def test_a_callers_model():
     )
 
 
-def test_strict_bfloat16_is_one_token_a_step():
+def test_strict_bfloat16_matches_single_token_steps():
     outputs = []
     with LookaheadRuntime(device="cuda", dtype="bfloat16", exactness="strict") as runtime:
         for settings in ({"W": 7, "N": 5, "G": 7}, {"W": 0, "N": 2, "G": 0}):
@@ -129,7 +129,7 @@ def test_strict_bfloat16_is_one_token_a_step():
 
 
 @pytest.mark.parametrize("gpus", [2, 3])
-def test_replicas_that_share_a_gpu(gpus):
+def test_replicas_sharing_a_gpu_match_one_replica(gpus):
     with LookaheadRuntime(device="cuda", dtype="float32") as runtime:
         expected = runtime.generate(TEXT, 64, eos=False).token_ids
     launcher = LauncherConfig(name="local", backend="gloo")
@@ -137,7 +137,7 @@ def test_replicas_that_share_a_gpu(gpus):
         assert runtime.generate(TEXT, 64, eos=False).token_ids == expected
 
 
-def test_an_exchange_waits_once():
+def test_exchange_waits_once_in_finish():
     """The exchange starts while the GPU computes its values; the timer reports how long that took."""
     timer = PassTimer(torch.device("cuda"))
     exchange = Exchange(Group.alone(torch.device("cuda")), 64, 5)
@@ -157,7 +157,7 @@ def test_an_exchange_waits_once():
         assert number == 0 or timer.seconds() > 0.005
 
 
-def test_a_slow_reader_gets_the_same_text():
+def test_slow_reader_gets_the_same_text():
     with LookaheadRuntime(device="cuda", dtype="float32") as runtime:
         expected = runtime.generate(TEXT, 64, eos=False).token_ids
         tokens = []

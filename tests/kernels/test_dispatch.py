@@ -27,13 +27,13 @@ def gpu(monkeypatch) -> SimpleNamespace:
     dispatch.why_no_kernels.cache_clear()
 
 
-def test_on_a_gpu_whose_kernel_runs(gpu, caplog):
+def test_kernels_are_used_if_the_trial_kernel_runs(gpu, caplog):
     assert dispatch.kernels_for(GPU) is dispatch.triton_gpu()
     assert dispatch.kernels_for(CPU) is None
     assert not caplog.records
 
 
-def test_not_where_triton_cannot_compile(gpu, caplog):
+def test_kernels_are_not_used_if_triton_cannot_compile(gpu, caplog):
     def fail(states):
         raise RuntimeError("Failed to find C compiler.\nPlease specify via CC")
 
@@ -45,12 +45,12 @@ def test_not_where_triton_cannot_compile(gpu, caplog):
 
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
-def test_not_where_what_it_computes_is_wrong(gpu, value):
+def test_kernels_are_not_used_if_the_trial_result_is_wrong(gpu, value):
     gpu.gate = lambda states: torch.tensor(value)
     assert dispatch.kernels_for(GPU) is None
 
 
-def test_not_on_older_gpus_nor_without_triton(gpu, monkeypatch):
+def test_kernels_are_not_used_on_old_gpus_or_without_triton(gpu, monkeypatch):
     gpu.capability = (7, 5)
     assert dispatch.kernels_for(GPU) is None
     assert dispatch.why_no_kernels(GPU) == "compute capability 7.5 is below 8.0"

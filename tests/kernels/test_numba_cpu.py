@@ -28,7 +28,7 @@ def anew():
 @pytest.mark.parametrize("shape", [(1, 1, 8), (1, 7, 96), (2, 3, 5, 33), (4, 1)])
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 1e3])
 @torch.inference_mode()
-def test_norms(shape, scale):
+def test_norm_kernels_match_llama_rms_norm(shape, scale):
     states, added, weight = scale * torch.randn(shape), torch.randn(shape), torch.randn(shape[-1])
     expected = LlamaRMSNorm(shape[-1], eps=1e-5)
     expected.weight.copy_(weight)
@@ -40,7 +40,7 @@ def test_norms(shape, scale):
     assert torch.equal(states, before)
 
 
-def test_a_row_is_normalized_alike_beside_any_others():
+def test_norm_of_a_row_is_independent_of_other_rows():
     """The bits are equal, which exactness=strict requires."""
     states, weight = torch.randn(9, 200), np.ones(200, np.float32)
     together = norm(states, weight, 1e-5)
@@ -50,7 +50,7 @@ def test_a_row_is_normalized_alike_beside_any_others():
 
 @pytest.mark.parametrize(("num_queries", "num_keys", "size"), [(4, 2, 16), (3, 3, 6), (8, 1, 2)])
 @pytest.mark.parametrize("in_one", [True, False])
-def test_rotary_embedding_into_a_cache(num_queries, num_keys, size, in_one):
+def test_rotate_and_write_matches_apply_rotary_pos_emb(num_queries, num_keys, size, in_one):
     num_tokens, start, capacity = 5, 3, 11
     states = torch.randn(1, num_tokens, num_queries + 2 * num_keys, size)
     query, key, value = states.split((num_queries, num_keys, num_keys), 2)
@@ -71,13 +71,13 @@ def test_rotary_embedding_into_a_cache(num_queries, num_keys, size, in_one):
     torch.testing.assert_close(cache, expected_cache)
 
 
-def test_nothing_is_written_behind_a_cache():
+def test_writing_past_the_cache_raises():
     states, angles, cache = np.zeros((1, 3, 3, 2), np.float32), np.zeros((1, 3, 2), np.float32), np.zeros((1, 1, 4, 2))
     with pytest.raises(AssertionError):
         rotate_and_write(states, states, states, (0, 1, 2), (1, 1), angles, angles, 2, cache, cache)
 
 
-def test_what_they_are_not_for():
+def test_supports_returns_false_for_unsupported_states():
     assert supports(torch.zeros(1, 2, 8))
     for states in (
         torch.zeros(1, 2, 8, dtype=torch.bfloat16),
@@ -90,7 +90,7 @@ def test_what_they_are_not_for():
         assert not supports(states)
 
 
-def test_they_are_not_used_where_they_compute_something_else(anew, monkeypatch, caplog):
+def test_kernels_are_not_used_if_their_results_are_wrong(anew, monkeypatch, caplog):
     monkeypatch.setattr(numba_cpu, "norm", lambda states, *_: states)
     monkeypatch.setattr(jit, "_cache_folders", set())  # keeps the cached code of other processes
     with caplog.at_level(logging.WARNING):

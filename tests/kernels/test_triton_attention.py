@@ -50,7 +50,7 @@ ALWAYS = (("words", 12), ("one to a head", 12), ("batch", 1), ("batch with windo
         for each in itertools.product(CASES, [1, 12, 132], TOLERANCES)
     ],
 )
-def test_attention(case, num_processors, dtype):
+def test_attend_matches_float64_reference(case, num_processors, dtype):
     sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
     fed = [feed(*each, size, dtype, *limits, seed) for seed, each in enumerate(sizes)]
     inputs = inputs_of(fed, num_tokens, num_sequences, {"any": limits})
@@ -70,7 +70,7 @@ def test_attention(case, num_processors, dtype):
 @pytest.mark.parametrize(
     ("case", "num_processors"), thinned(3, ["one to a head", "padded", "batch with windows"], [1, 8])
 )
-def test_sinks(case, num_processors):
+def test_attend_with_sinks_matches_float64_reference(case, num_processors):
     """The weights of the sinks range from almost none to almost all."""
     sizes, num_tokens, num_sequences, groups, size, limits = CASES[case]
     fed = [feed(*each, size, torch.float32, *limits, seed) for seed, each in enumerate(sizes)]
@@ -128,7 +128,7 @@ def test_parts_without_keys_are_neither_written_nor_read(
     ("case", "is_apart", "dtype"),
     thinned(4, [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)], [True, False], TOLERANCES),
 )
-def test_rotating_and_writing(case, is_apart, dtype):
+def test_rotate_and_write_matches_torch(case, is_apart, dtype):
     """Queries, keys and values may be separate tensors, or slices of one row per token."""
     sizes, groups, size = case
     heads = (HEADS * groups, HEADS, HEADS)
@@ -154,7 +154,7 @@ def test_rotating_and_writing(case, is_apart, dtype):
         first = own.stop
 
 
-def test_padding_alone_touches_no_cache():
+def test_pass_of_padding_only_returns_zeros():
     inputs = inputs_of([], 4, 2, NO_LIMITS)
     states = torch.randn(1, 4, 4 * HEADS, 16, device=DEVICE)
     query, key, value = states.split((2 * HEADS, HEADS, HEADS), 2)
@@ -166,7 +166,7 @@ def test_padding_alone_touches_no_cache():
     assert output.eq(0).all() and table[:, 4:].eq(0).all()
 
 
-def test_a_program_for_every_tile():
+def test_every_tile_gets_a_program():
     """The number of programs suffices for any split into sequences, here a last one after many small ones."""
     sizes = [(1, 2)] * 7 + [(9, 2)]
     fed = [feed(*each, 16, torch.float32, 0, 0, seed) for seed, each in enumerate(sizes)]
@@ -190,7 +190,7 @@ def test_a_program_for_every_tile():
         (64 * 4, 128, 4, 8, 2),
     ],
 )
-def test_programs_run_in_one_round(num_rows, size, num_bytes, num_heads, num_parts):
+def test_number_of_parts_fits_one_round_of_programs(num_rows, size, num_bytes, num_heads, num_parts):
     block = triton_attention.blocks(num_rows, size, num_bytes)
     num_tiles = -(-num_rows // block["BLOCK_ROWS"])
     assert triton_attention.parts_of(block, num_heads * num_tiles, 132, num_bytes) == num_parts

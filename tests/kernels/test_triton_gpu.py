@@ -45,7 +45,7 @@ MAX_STACK_BYTES = 64  # allows for a few spilled registers
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (5, kernels.GATE_BLOCK)])
-def test_gating(num_tokens, size, dtype):
+def test_gate_matches_silu(num_tokens, size, dtype):
     gate_up = torch.randn(1, num_tokens, 2 * size, device=DEVICE).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     expected = torch.nn.functional.silu(gate) * up
@@ -111,7 +111,7 @@ def use_kernels(patch, kernels) -> None:
         pytest.param("Gemma", {"head_dim": 8}, marks=pytest.mark.slow),
     ],
 )
-def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
+def test_steps_with_kernels_match_the_unchanged_model(random_model, name, settings, monkeypatch):
     """Passes of fixed sizes with fused blocks, as on a GPU, give the logits of the unchanged model."""
     counted = counted_kernels(Launches())
     use_kernels(monkeypatch, counted)
@@ -142,7 +142,7 @@ def test_steps_through_the_kernels(random_model, name, settings, monkeypatch):
 
 
 @pytest.mark.parametrize("family", thinned(30, FAMILIES))
-def test_families_through_the_kernels(random_model, family, monkeypatch):
+def test_families_with_kernels_match_eager_attention(random_model, family, monkeypatch):
     """A step of each family is compared with eager attention, if the model supports it."""
     name, settings = FAMILIES[family]
     use_kernels(monkeypatch, kernels)
@@ -169,7 +169,7 @@ def test_families_through_the_kernels(random_model, family, monkeypatch):
     ("temperature", "logprobs"),
     [pytest.param(0.0, False, marks=pytest.mark.slow), pytest.param(0.0, True, marks=pytest.mark.slow), (0.8, False)],
 )
-def test_decoding_through_the_kernels(random_model, temperature, logprobs, monkeypatch):
+def test_decoding_with_kernels_gives_the_same_tokens(random_model, temperature, logprobs, monkeypatch):
     """Tokens that a pass has sampled itself are used if the request needs no more than those."""
     use_kernels(monkeypatch, kernels)
     were_presampled, sample = [], sampler.Sampler.sample
@@ -199,7 +199,7 @@ def test_decoding_through_the_kernels(random_model, temperature, logprobs, monke
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
-def test_what_is_launched_for_a_layer(random_model, monkeypatch):
+def test_layer_launches_the_expected_kernels(random_model, monkeypatch):
     """A layer launches four matrix products and our kernels; the norm kernels do the additions.
 
     Attention counts once here, but it is two launches.
@@ -225,7 +225,7 @@ def test_what_is_launched_for_a_layer(random_model, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_they_compile_for_gpus_that_are_not_there(capability):
+def test_kernels_compile_for_absent_gpus(capability):
     """Capabilities are 8.0 (A100), 8.9 (L4, RTX 40), 9.0 (H100, H200), 10.0 (B200), 12.0 (RTX 50)."""
     root = Path(__file__).parents[2]
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -19,7 +19,7 @@ if DEVICE == "cuda":
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (2, 4096)])
-def test_adding_and_normalizing(num_tokens, size, dtype):
+def test_add_and_norm_matches_float64_reference(num_tokens, size, dtype):
     states, added = (torch.randn(1, num_tokens, size, device=DEVICE).to(dtype) for _ in range(2))
     weight = torch.rand(size, device=DEVICE).to(dtype)
     assert kernels.can_add_and_norm(states, added, weight)
@@ -31,7 +31,7 @@ def test_adding_and_normalizing(num_tokens, size, dtype):
 
 
 @pytest.mark.parametrize("kind", ["dtype", "shape", "strides", "size"])
-def test_what_the_kernel_does_not_take(kind):
+def test_can_add_and_norm_returns_false_for_unsupported_inputs(kind):
     size = kernels.MAX_NORM_SIZE + 1 if kind == "size" else 8
     states = added = torch.zeros(2, size)
     weight = torch.zeros(size, dtype=torch.float16 if kind == "dtype" else torch.float32)
@@ -42,7 +42,7 @@ def test_what_the_kernel_does_not_take(kind):
     assert not kernels.can_add_and_norm(states, added, weight)
 
 
-def test_a_layers_last_addition_computes_the_next_norm(monkeypatch):
+def test_residual_addition_computes_the_next_norm(monkeypatch):
     """All norms except the first are computed with an addition, and no norm is computed twice.
 
     A sum that a hook has changed is normalized again.

@@ -32,7 +32,7 @@ SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
     thinned(5, [1, 3, K], ["random", "equal", "few", "none", "infinite"], [5, CHUNK, 2 * CHUNK + 100]),
 )
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # the interpreter computes inf - inf
-def test_greedy_successors_and_candidates(num, kind, size):
+def test_greedy_tokens_and_candidates_match_the_cpu(num, kind, size):
     """They equal the successors and candidates that are found on a CPU."""
     scores = {
         "random": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
@@ -50,14 +50,14 @@ def test_greedy_successors_and_candidates(num, kind, size):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_what_is_no_number_gives_a_token():
+def test_nan_scores_give_a_valid_token():
     scores = torch.full((1, 7), torch.nan, device=DEVICE)
     for num, noise in ((K, None), (0, None), (K, Noise(1, 0, torch.tensor([3], device=DEVICE)))):
         assert 0 <= kernels.sample_and_pack(scores, Packing(num, 5), noise)[0, 0] < 7
 
 
 @pytest.mark.parametrize(("seed", "size"), thinned(6, SEEDS, [7, CHUNK + 33]))
-def test_the_noise_is_that_of_a_cpu_bit_for_bit(seed, size):
+def test_gumbel_noise_equals_the_cpus_bitwise(seed, size):
     """With equal scores, only the noise decides; then one score is set so that its last bits decide."""
     positions = [0, 9, 4_000_000_000]
     expected = GumbelNoise(*seed, size, CPU).at(positions)
@@ -88,7 +88,7 @@ def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> 
     ("sizes", "num", "draws"),
     thinned(5, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
 )
-def test_slices_of_the_vocabulary_give_what_the_whole_gives(sizes, num, draws):
+def test_vocabulary_slices_match_the_whole_vocabulary(sizes, num, draws):
     size = sum(sizes)
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size)).to(DEVICE)
     logits[1] = 0.0
@@ -109,9 +109,9 @@ CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)
 @pytest.mark.parametrize(
     ("dtype", "cut", "temperature"), thinned(7, [torch.float32, torch.bfloat16, torch.float16], CUTS, [0.5, 2.0])
 )
-def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
+def test_top_k_and_top_p_cut_matches_transformers(dtype, cut, temperature):
+    """Tied scores are kept in the same number as in transformers: those that a stable sort puts last."""
     top_k, top_p = cut
-    """Of equal scores at the boundary, the same number is kept: those that a stable sort puts last."""
     logits = 2 * torch.randn(2, 2500, generator=torch.Generator().manual_seed(1))
     logits = logits.to(dtype)
     logits[:, 7], logits[1, 100:200] = -torch.inf, 0.0
@@ -132,7 +132,7 @@ def test_the_cut_is_that_of_transformers(dtype, cut, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-def test_scores_that_scaling_makes_equal_are_equal(temperature):
+def test_top_k_keeps_scores_that_scaling_makes_equal(temperature):
     """Scaling may make adjacent float32 numbers equal; top_k then keeps all of them."""
     inverse = float(np.float32(1) / np.float32(temperature))
     base = torch.tensor(1.0)
@@ -146,7 +146,7 @@ def test_scores_that_scaling_makes_equal_are_equal(temperature):
     assert torch.equal(found.cpu(), expected)
 
 
-def test_a_cut_that_is_near_the_rounding_is_left_to_transformers():
+def test_can_cut_rejects_top_p_near_one_and_float64():
     assert kernels.can_cut(torch.bfloat16, None) and kernels.can_cut(torch.float32, 0.999)
     assert not kernels.can_cut(torch.float32, 0.99999) and not kernels.can_cut(torch.float64, 0.5)
 
@@ -164,9 +164,7 @@ WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), l
         [False, True],
     ),
 )
-def test_a_sampler_with_kernels_samples_what_it_does_without(
-    processors, num_top_k, with_top_k, with_logprobs, monkeypatch
-):
+def test_sampler_with_kernels_matches_sampler_without(processors, num_top_k, with_top_k, with_logprobs, monkeypatch):
     tree = TokenTree([3], max_depth=4)
     tree.add_branch([1, 2])
     logits = 2 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
@@ -182,7 +180,7 @@ def test_a_sampler_with_kernels_samples_what_it_does_without(
 
 
 @pytest.mark.slow
-def test_no_kernel_is_compiled_anew_for_another_top_k():
+def test_another_top_k_does_not_recompile_the_kernel():
     """By default, Triton compiles separate variants for integers that are 1 or multiples of 16."""
     code = "from lp_runtime.kernels.triton_cut import _find_cut; print(_find_cut.do_not_specialize)"
     variables = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

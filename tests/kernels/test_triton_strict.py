@@ -57,7 +57,7 @@ CASES = {  # (tokens, cached tokens) of each sequence; B; groups; head size; win
 
 
 @pytest.mark.parametrize(("case", "dtype"), thinned(9, CASES, TOLERANCES))
-def test_attention(case, dtype):
+def test_strict_attention_matches_float64_reference(case, dtype):
     """Every other case has attention sinks."""
     has_sinks = list(CASES).index(case) % 2 == 1
     sizes, num_tokens, groups, size, window = CASES[case]
@@ -116,7 +116,7 @@ def path_fed(length: int, others: list[int], size: int, dtype: torch.dtype, path
         (300, 70, torch.float16),
     ],
 )
-def test_bits_depend_on_the_path_alone(length, window, dtype):
+def test_bits_depend_only_on_the_path(length, window, dtype):
     """The path is fed token by token, in trees of several sizes, and split across passes.
 
     Other sequences are fed in the same passes, in any order.
@@ -153,7 +153,7 @@ def test_bits_depend_on_the_path_alone(length, window, dtype):
             assert torch.equal(output[first + place], found[number]), (others, number)
 
 
-def test_padding_alone_touches_no_cache():
+def test_pass_of_padding_only_returns_zeros():
     states = [torch.randn(4, heads, 16) for heads in (2 * HEADS, HEADS, HEADS)]
     assert attend([], states, 4, 2).eq(0).all()
 

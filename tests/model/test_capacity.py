@@ -38,12 +38,12 @@ def machine(tmp_path, monkeypatch):
         ({"limit": 3000, "used": 4000}, 0),
     ],
 )
-def test_free_memory_is_the_machines_or_the_containers(files, expected, machine):
+def test_free_memory_respects_machine_and_container_limits(files, expected, machine):
     machine(**files)
     assert capacity.free_bytes(CPU) == expected
 
 
-def test_tokens_that_fit(random_model, machine):
+def test_capacity_in_tokens_follows_free_memory(random_model, machine):
     model = random_model()
     config = model.config
     tree_model = ModelRunner(model, 2048)
@@ -67,7 +67,7 @@ def test_tokens_that_fit(random_model, machine):
     assert capacity.capacity_in_tokens(tree_model, 1, pass_bytes=measured) == 0
 
 
-def test_what_graphs_and_exchanges_hold_is_not_free(monkeypatch):
+def test_unused_memory_of_graph_pools_is_not_free(monkeypatch):
     """Memory in a graph's pool that is unused between replays is not available to other allocations."""
     segments = [
         {"device": 0, "total_size": 500, "allocated_size": 100, "segment_pool_id": (0, 0)},
@@ -80,7 +80,7 @@ def test_what_graphs_and_exchanges_hold_is_not_free(monkeypatch):
     assert capacity.free_bytes(torch.device("cuda", 0)) == 1000 + (800 - 160) - (300 - 60)
 
 
-def test_what_an_exchange_takes(random_model, machine):
+def test_exchange_memory_reduces_capacity(random_model, machine):
     assert capacity.exchange_bytes(1, True) == 0
     assert 0 < capacity.exchange_bytes(2, False) < capacity.exchange_bytes(8, False) < 1 << 20
     assert capacity.exchange_bytes(8, True) > capacity.NCCL_BYTES

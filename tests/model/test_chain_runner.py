@@ -28,29 +28,29 @@ OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")
 
 
 @pytest.mark.parametrize("model_type", thinned(2, [*RECURRENT, *OTHERS]))
-def test_a_model_that_goes_on_from_its_cache_passes(model_type):
+def test_model_that_continues_from_its_cache_passes_the_check(model_type):
     runner = make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7)
     assert runner.feeds_chains
     assert check_runner(runner) < 0.1 * TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba", "recurrent_gemma", "minimax", "rwkv", "prophetnet"])
-def test_a_model_that_does_not_is_refused_in_one_line(model_type):
+def test_model_that_cannot_continue_from_its_cache_is_refused(model_type):
     with pytest.raises(ModelError, match="nor chains of guesses") as caught:
         check_runner(make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7))
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_trees_are_fed_where_they_can_be():
+def test_tree_runner_is_chosen_if_trees_are_supported():
     assert type(make_runner(random_model("Llama"), 7)) is ModelRunner
 
 
-def test_strict_is_refused():
+def test_strict_exactness_is_refused_for_chains():
     with pytest.raises(ModelError, match="exactness=strict"):
         make_runner(model_of("lfm2_moe"), 7, strict_tokens=16)
 
 
-def test_states_that_are_not_restored_are_found(monkeypatch):
+def test_check_detects_states_that_are_not_restored(monkeypatch):
     runner = ChainRunner(model_of("qwen3_next"), 7)
     check_chains(runner)
     monkeypatch.setattr("lp_runtime.model.kv_cache.states._restore", lambda layer, saved: None)
@@ -58,7 +58,7 @@ def test_states_that_are_not_restored_are_found(monkeypatch):
         check_chains(runner)
 
 
-def test_a_slot_that_is_not_emptied_is_found(monkeypatch):
+def test_check_detects_slots_that_are_not_cleared(monkeypatch):
     monkeypatch.setattr(StateCache, "clear", TreeCache.clear)
     with pytest.raises(ModelError, match="differ from plain text"):
         check_chains(ChainRunner(model_of("qwen3_next"), 7))
@@ -95,7 +95,7 @@ def plain_logits(runner: ChainRunner, text: list[int]) -> torch.Tensor:
     return runner.model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1:]
 
 
-def test_a_sequence_is_resumed_from_what_its_slot_holds(held):
+def test_resume_reuses_the_tokens_in_the_slot(held):
     runner, slot, text = held
     before = runner.num_prefilled_tokens
     result_of(runner.resume(slot, text[:12], text[12:21], 60))
@@ -103,7 +103,7 @@ def test_a_sequence_is_resumed_from_what_its_slot_holds(held):
     assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
-def test_another_sequence_begins_anew(held):
+def test_resume_of_another_sequence_starts_over(held):
     runner, slot, text = held
     other = text[::-1]
     result_of(runner.resume(slot, other[:12], other[12:21], 40))
@@ -111,7 +111,7 @@ def test_another_sequence_begins_anew(held):
     assert difference_of(last_logits(runner, slot, other), plain_logits(runner, other)) < 1e-5
 
 
-def test_a_stored_prefix_outlives_its_slot(held):
+def test_stored_prefix_survives_reuse_of_its_slot(held):
     runner, slot, text = held
     result_of(runner.resume(slot, text[:20], text[20:21], 60))
     prefixes = make_prefix_cache(runner, 1 << 30, None)
@@ -125,7 +125,7 @@ def test_a_stored_prefix_outlives_its_slot(held):
     assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
-def test_a_share_that_is_not_committed_leaves_no_trace(held):
+def test_uncommitted_share_does_not_change_the_slot(held):
     runner, slot, text = held
     tree = TokenTree(text[12:15], max_depth=0)
     nodes = np.arange(len(tree))
@@ -134,7 +134,7 @@ def test_a_share_that_is_not_committed_leaves_no_trace(held):
     assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
-def test_a_token_alone_is_asked_about_without_a_state():
+def test_logits_after_each_works_with_an_empty_slot():
     runner = ChainRunner(model_of("bamba"), 5)
     found = runner.logits_after_each(CacheSlot(), [9, 10, 11]).logits
     expected = torch.cat([plain_logits(runner, [token]) for token in (9, 10, 11)])

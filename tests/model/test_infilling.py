@@ -13,7 +13,7 @@ from lp_runtime.model.tokenizer import MARKS, encode_infilling
 
 
 @pytest.mark.parametrize("marks", MARKS)
-def test_the_marks_come_before_prefix_suffix_and_middle(marks):
+def test_infilling_marks_precede_prefix_suffix_and_middle(marks):
     tokenizer = copy.deepcopy(load_tokenizer(ModelConfig()))
     with pytest.raises(RequestError, match="suffix: the model's tokenizer has no tokens for fill-in-the-middle"):
         encode_infilling(tokenizer, "def f(x):\n", "\n", False)

@@ -9,7 +9,7 @@ from support.thinned import thinned
 
 
 @pytest.mark.parametrize("family", thinned(2, FAMILIES))
-def test_a_random_configuration_is_exact(family):
+def test_random_configuration_is_exact(family):
     rng = random.Random(f"{family} 0")
     outcome = outcome_of(family, random_fields(family, rng), prompts=(12, 70), seed=rng.randrange(1000))
     assert outcome.kind == "exact", outcome.reason

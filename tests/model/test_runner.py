@@ -40,7 +40,7 @@ def model(request, random_model):
     return model
 
 
-def test_trees_equal_plain_text_step_after_step(model):
+def test_tree_logits_match_plain_text_in_each_step(model):
     rng = random.Random(2)
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
     text = draw(rng, 21)
@@ -59,7 +59,7 @@ def test_trees_equal_plain_text_step_after_step(model):
 @pytest.mark.parametrize(
     "chunk", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(20, marks=pytest.mark.slow)]
 )
-def test_a_prompt_in_chunks_equals_plain_text(model, chunk):
+def test_chunked_prefill_matches_plain_text(model, chunk):
     text = draw(random.Random(chunk), 41)
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=chunk))
     tree_model.begin(200)
@@ -67,7 +67,7 @@ def test_a_prompt_in_chunks_equals_plain_text(model, chunk):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "mistral", "gemma3", "gpt2"])
-def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_model):
+def test_separate_prefix_and_tree_attention_matches_plain_text(architecture, random_model):
     rng = random.Random(6)
     name, settings = ARCHITECTURES[architecture]
     model = random_model(name, seed=1, attention="sdpa", **settings)
@@ -84,7 +84,7 @@ def test_attention_to_prefix_and_tree_apart_as_on_a_gpu(architecture, random_mod
         text += tree.tokens[: tree.root + 1]
 
 
-def test_shares_find_what_the_whole_tree_finds(model):
+def test_shares_match_the_whole_tree(model):
     rng = random.Random(3)
     prompt = draw(rng, 13)
     steps = [random_tree(rng, num_pending) for num_pending in (2, 4)]
@@ -103,7 +103,7 @@ def test_shares_find_what_the_whole_tree_finds(model):
 
 
 @pytest.mark.parametrize("chunk", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(7, marks=pytest.mark.slow)])
-def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
+def test_tree_after_chunked_prefill_matches_single_prefill(model, chunk):
     rng = random.Random(4)
     prompt = draw(rng, 20)
     tree = random_tree(rng, 2)
@@ -117,7 +117,7 @@ def test_a_prefill_in_chunks_equals_one_in_one_piece(model, chunk):
     assert_close(found[1], found[0])
 
 
-def test_a_request_leaves_nothing_behind_for_the_next(random_model):
+def test_request_does_not_affect_the_next_request(random_model):
     rng = random.Random(5)
     model = random_model()
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
@@ -130,7 +130,7 @@ def test_a_request_leaves_nothing_behind_for_the_next(random_model):
         assert_close(found, plain_logits(model, prompt + path_text(tree, len(tree) - 1)))
 
 
-def test_a_share_without_leaves_still_caches_the_pending_tokens(random_model):
+def test_share_without_leaves_caches_pending_tokens(random_model):
     rng = random.Random(6)
     model = random_model()
     tree_model = OneSlot(ModelRunner(model, prefill_chunk=2048))
@@ -142,7 +142,7 @@ def test_a_share_without_leaves_still_caches_the_pending_tokens(random_model):
     assert_close(tree_model.forward(second, [0], [0])[0], plain_logits(model, prompt + [1, 2, 3, 4]))
 
 
-def test_an_attention_that_takes_no_tree_is_refused(random_model):
+def test_attention_without_tree_masks_is_refused(random_model):
     model = random_model()
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match="attn_implementation=flash_attention_2: must be one of sdpa, eager"):
@@ -150,7 +150,7 @@ def test_an_attention_that_takes_no_tree_is_refused(random_model):
 
 
 @needs_rotary_by_length
-def test_rotary_factors_that_change_limit_a_context_only_where_they_cannot_be_told_apart(random_model):
+def test_length_dependent_rotary_cuts_the_context_only_if_strict(random_model):
     name, settings = small_models.FAMILIES["phi3_longrope"]
     dynamic = {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.5}}
     assert ModelRunner(random_model(name, **settings), 2048).context_length == 256
@@ -159,7 +159,7 @@ def test_rotary_factors_that_change_limit_a_context_only_where_they_cannot_be_to
     assert ModelRunner(random_model("Phi3"), 2048).context_length == 256
 
 
-def test_the_attention_of_sub_models_is_told_apart(random_model):
+def test_attention_settings_are_kept_per_sub_model(random_model):
     model = random_model("Llama")
     assert attention_settings(model) == "sdpa"
     assert of_text_model(model, "eager") == "eager"

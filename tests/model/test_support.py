@@ -43,7 +43,7 @@ def test_greedy_and_sampling_are_exact(family, attention):
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_exact_is_refused_with_a_reason(family):
+def test_unsupported_family_is_refused_with_a_reason(family):
     name, settings, reason = REFUSED[family]
     with pytest.raises(ModelError, match=reason) as caught:
         check_model(ModelRunner(random_model(name, seed=1, **settings), prefill_chunk=2048))

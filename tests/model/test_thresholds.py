@@ -19,7 +19,7 @@ def thresholds(**fields) -> dict[str, int]:
     return thresholds_of(PreTrainedConfig(max_position_embeddings=4096, **fields))
 
 
-def test_unknown_fields_count_and_sizes_do_not():
+def test_unknown_fields_are_thresholds_and_sizes_are_not():
     assert thresholds(keep_window_size=64, hidden_size=48, num_experts=16, vocab_size=97, n_embd=32) == {
         "keep_window_size": 64
     }
@@ -30,14 +30,14 @@ def test_unknown_fields_count_and_sizes_do_not():
     assert thresholds(n_positions=512, eos_token_id=77, rope_theta=10000.0, max_window_layers=28) == {}
 
 
-def test_nested_fields_count_but_not_those_of_other_models():
+def test_nested_fields_are_thresholds_except_of_other_models():
     assert thresholds(attn_config={"local_window": 9}, vision_config={"window_size": 14}) == {
         "attn_config.local_window": 9
     }
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_a_rotary_embedding_that_is_computed_once_has_no_threshold(kind):
+def test_rotary_embedding_that_is_computed_once_has_no_threshold(kind):
     rope = ROPE | {"rope_type": kind}
     assert thresholds(rope_parameters=rope) == {}
     assert thresholds(rope_parameters=rope | {"nobody_knows": 0.1}) == {
@@ -48,11 +48,11 @@ def test_a_rotary_embedding_that_is_computed_once_has_no_threshold(kind):
 @pytest.mark.parametrize(
     "name", ["Llama", "Qwen3", "Gemma", "Olmo2", "GPT2", "Phi", "StableLm", "Granite", "Cohere", "SmolLM3"]
 )
-def test_common_families_have_none_that_makes_their_start_slow(name):
+def test_common_families_have_no_long_thresholds(name):
     found = thresholds_of(getattr(transformers, f"{name}Config")())
     assert all(length <= 64 for length in found.values()), found
 
 
-def test_windows_count():
+def test_sliding_window_is_a_threshold():
     assert thresholds_of(transformers.MistralConfig(sliding_window=4096)) == {"sliding_window": 4096}
     assert thresholds_of(LlamaConfig()) == {}

@@ -25,21 +25,21 @@ def decode(wanted: list[int], num_tokens: int, end: list[int]) -> list[int]:
 
 @pytest.mark.parametrize("end", [[END], [END, START]])
 @pytest.mark.parametrize("num_tokens", [1, 3])
-def test_the_end_is_forced_and_the_channel_does_not_come_again(num_tokens, end):
+def test_exhausted_budget_forces_the_end_and_blocks_the_channel(num_tokens, end):
     wanted = [*THOUGHT, *[WORD] * (num_tokens + len(end)), CHANNEL, ANALYSIS, MESSAGE, WORD, WORD]
     found = decode(wanted, num_tokens, end)
     assert found == [*THOUGHT, *[WORD] * num_tokens, *end, CHANNEL, FINAL, MESSAGE, WORD, WORD]
 
 
-def test_no_tokens_are_no_channel():
+def test_zero_budget_blocks_the_channel():
     assert decode([*THOUGHT, WORD], 0, [END]) == [CHANNEL, FINAL, MESSAGE, WORD]
 
 
-def test_texts_of_the_channel_count_together():
+def test_budget_is_shared_by_all_texts_of_the_channel():
     wanted = [*THOUGHT, WORD, END, *THOUGHT, *[WORD] * 3]
     assert decode(wanted, 3, [END]) == [*THOUGHT, WORD, END, *THOUGHT, WORD, WORD, END]
 
 
-def test_other_channels_have_no_bound():
+def test_other_channels_are_unlimited():
     wanted = list(itertools.chain([CHANNEL, FINAL, MESSAGE], [WORD] * 9, [END, CHANNEL, OTHER, MESSAGE], [WORD] * 9))
     assert decode(wanted, 2, [END]) == wanted

@@ -17,7 +17,7 @@ def test_sampled_tokens_follow_the_models_probabilities():
     assert p_values["third", "frozen"] < 1e-4
 
 
-def test_the_chi_square_test_itself():
+def test_chi_square_accepts_fair_and_rejects_biased_counts():
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     generator = torch.Generator().manual_seed(0)
     fair = [torch.multinomial(probabilities, 2000, True, generator=generator).bincount(minlength=5) for _ in range(200)]

@@ -23,12 +23,12 @@ CPU = torch.device("cpu")
         ),
     ],
 )
-def test_philox_known_answers(counter, key, expected):
+def test_philox_matches_known_answers(counter, key, expected):
     words = philox(torch.tensor(counter, dtype=torch.int64)[:, None], key)
     assert " ".join(f"{word:08x}" for word in words[:, 0].tolist()) == expected
 
 
-def test_uniforms_are_uniform_and_inside():
+def test_uniforms_are_uniform_and_uncorrelated():
     numbers = uniforms(5, 0, range(100), 4099, CPU)
     assert numbers.shape == (100, 4099)
     assert numbers.min() > 0 and numbers.max() < 1
@@ -42,16 +42,16 @@ def test_uniforms_are_uniform_and_inside():
 
 
 @pytest.mark.parametrize("other", [(6, 0, [3]), (5 + 2**32, 0, [3]), (5, 1, [3]), (5, 0, [4])])
-def test_seed_sample_and_position_all_count(other):
+def test_noise_depends_on_seed_sample_and_position(other):
     assert not torch.equal(uniforms(5, 0, [3], 64, CPU), uniforms(*other, 64, CPU))
 
 
-def test_a_token_has_its_noise_whatever_the_vocabulary_and_the_other_positions():
+def test_noise_is_independent_of_vocabulary_size_and_other_positions():
     alone = uniforms(5, 2, [9], 33, CPU)
     assert torch.equal(uniforms(5, 2, [7, 9, 1], 64, CPU)[1, :33], alone[0])
 
 
-def test_noise_is_kept_and_made_again_alike():
+def test_cached_and_recomputed_noise_are_equal():
     noise = GumbelNoise(1, 0, 16, CPU)
     first = noise.at([5, 6, 7, 6])
     assert torch.equal(first[1], first[3])
@@ -61,7 +61,7 @@ def test_noise_is_kept_and_made_again_alike():
     assert noise.at([5]).mean().isfinite()
 
 
-def test_sampling_is_the_argmax_of_scores_and_noise():
+def test_sampling_returns_the_argmax_of_scores_plus_noise():
     scores = torch.tensor([[0.0, 2.0, 2.0], [1.0, 0.0, -1.0]])
     assert sample_successors(scores, [7, 9], None).tolist() == [1, 0]
     noise = GumbelNoise(1, 0, 3, CPU)
@@ -69,7 +69,7 @@ def test_sampling_is_the_argmax_of_scores_and_noise():
     assert sample_successors(scores[:0], [], noise).shape == (0,)
 
 
-def test_what_is_ruled_out_is_never_sampled():
+def test_token_with_minus_infinity_score_is_never_sampled():
     scores = torch.full((1, 50), float("-inf"))
     scores[0, 17] = -1e4
     for seed in range(200):

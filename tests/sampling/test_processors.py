@@ -67,7 +67,7 @@ def alone(processors, logits, tree, node) -> torch.Tensor:
     [[processor] for processor in PROCESSORS] + [PROCESSORS[i : i + 18 : 5] for i in range(4)],
     ids=lambda processors: "+".join(type(processor).__name__ for processor in processors),
 )
-def test_every_node_as_alone(processors):
+def test_node_scores_match_those_of_its_text_alone(processors):
     tree = make_tree()
     nodes = [node for node in range(tree.root, len(tree)) if node != 3]  # a share may own only some nodes
     logits = torch.randn((len(nodes), 16), generator=torch.Generator().manual_seed(1))
@@ -82,14 +82,14 @@ def test_every_node_as_alone(processors):
     assert changed
 
 
-def test_committed_tokens_are_followed():
+def test_processors_see_committed_tokens():
     processors = TreeProcessors([NoSuccessorOfItself()], CPU)
     for text in (TEXT, [*TEXT, 8], [*TEXT, 8, 2, 5]):
         scores = processors(torch.zeros((1, 16)), TokenTree(text[-1:], max_depth=0), [0], text)
         assert scores[0].isinf().nonzero().flatten().tolist() == [text[-1]]
 
 
-def test_a_share_without_nodes():
+def test_share_without_nodes_returns_empty_scores():
     processors = TreeProcessors(PROCESSORS, CPU)
     assert processors(torch.empty((0, 16)), make_tree(), [], TEXT).shape == (0, 16)
 
@@ -105,7 +105,7 @@ def test_a_share_without_nodes():
     ],
     ids=lambda processor: type(processor).__name__,
 )
-def test_a_processor_that_fails_is_its_requests_fault(processor):
+def test_failing_processor_raises_request_error(processor):
     """Token 99 is not in the vocabulary of 16 tokens; the error ends only that request."""
     text = TEXT[:1] if isinstance(processor, library.ForcedBOSTokenLogitsProcessor) else [*TEXT, 3]
     processors = TreeProcessors([processor], CPU, reports=True)
@@ -113,13 +113,13 @@ def test_a_processor_that_fails_is_its_requests_fault(processor):
         processors(torch.zeros((1, 16)), TokenTree(text[-1:], max_depth=0), [0], text)
 
 
-def test_processors_of_two_prompts_at_once_are_refused():
+def test_classifier_free_guidance_is_refused():
     processor = library.ClassifierFreeGuidanceLogitsProcessor(1.5)
     with pytest.raises(ConfigError, match="ClassifierFreeGuidanceLogitsProcessor: must be left out"):
         TreeProcessors([processor], CPU)
 
 
-def test_processors_of_one_row_of_a_batch():
+def test_batch_processors_are_reduced_to_one_row():
     padded = library.RepetitionPenaltyLogitsProcessor(1.5)
     padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers set it for a padded batch
     batch = LogitsProcessorList(
@@ -145,7 +145,7 @@ class ForABatch(LogitsProcessor):
         return scores + torch.ones((2, 16))
 
 
-def test_a_processor_that_wants_a_batch_is_refused():
+def test_processor_that_needs_a_batch_is_refused():
     processors = TreeProcessors([ForABatch()], CPU)
     with pytest.raises(
         ConfigError, match=r"ForABatch: returned shape \(2, 16\) for scores of shape \(1, 16\); it must work on one"
@@ -214,7 +214,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("eos_token_ids", [(), (2,)])
-def test_no_field_of_a_models_defaults_stops_a_request(random_model, eos_token_ids):
+def test_every_generation_config_field_is_accepted_as_default(random_model, eos_token_ids):
     model = random_model()
     for name, value in FIELDS.items():
         model.generation_config = GenerationConfig(**{name: value})

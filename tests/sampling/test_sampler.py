@@ -29,7 +29,7 @@ def outcome(sampler: Sampler, logits: torch.Tensor, **options):
 @pytest.mark.parametrize("with_logprobs", [False, True])
 @pytest.mark.parametrize("num", [0, 1, K])
 @pytest.mark.parametrize("size", [3, 50, 300_000])
-def test_what_is_packed_is_unpacked(with_logprobs, num, size):
+def test_unpack_returns_the_sampled_results(with_logprobs, num, size):
     logits = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
     logits[0, size - 1] = 30  # the largest id
     successors, logprobs, entries = outcome(make_sampler(with_logprobs=with_logprobs, num_top_k=num), logits)
@@ -52,13 +52,13 @@ def test_what_is_packed_is_unpacked(with_logprobs, num, size):
             assert margins == pytest.approx(((values[0] - values) * 16).clamp(max=255).round().tolist(), abs=1)
 
 
-def test_candidates_that_nobody_looks_at_are_not_found():
+def test_candidates_are_skipped_if_not_requested():
     sampler = make_sampler(num_top_k=K)
     successors, _, entries = outcome(sampler, torch.eye(4), with_top_k=False)
     assert successors.tolist() == [0, 1, 2, 3] and entries is None
 
 
-def test_what_may_not_be_sampled_lies_far_below():
+def test_excluded_token_gets_the_largest_margin():
     _, margins = top_k(torch.tensor([[3.0, float("-inf"), 2.0]]), 3)
     assert margins.tolist() == [[0, 16, 255]]
 
@@ -72,7 +72,7 @@ def test_what_may_not_be_sampled_lies_far_below():
         [1, 3, K],
     ),
 )
-def test_top_k_candidates_are_found_on_a_cpu_as_elsewhere(kind, size, num):
+def test_packed_candidates_match_top_k(kind, size, num):
     logits = {
         "random": torch.randn(4, size, generator=torch.Generator().manual_seed(size)),
         "rising": torch.arange(size).expand(4, size) / 8.0,
@@ -99,7 +99,7 @@ def test_top_k_candidates_are_found_on_a_cpu_as_elsewhere(kind, size, num):
         assert len(found) == len(set(found))
 
 
-def test_a_processor_may_have_parameters():
+def test_processor_with_parameters_is_supported():
     """Sampling does not track gradients of the parameters."""
 
     class Bias(torch.nn.Module):

@@ -90,7 +90,7 @@ def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: in
         [None, 0.7, 1.3],
     ),
 )
-def test_slices_give_what_the_whole_vocabulary_gives(sizes, kind, seed, num_top_k, temperature):
+def test_slices_match_the_whole_vocabulary(sizes, kind, seed, num_top_k, temperature):
     logits = scores_of(kind, sum(sizes))
     processors = [] if temperature is None else [library.TemperatureLogitsWarper(temperature)]
     sliced = Sliced(logits, sizes)
@@ -100,7 +100,7 @@ def test_slices_give_what_the_whole_vocabulary_gives(sizes, kind, seed, num_top_
 
 
 @pytest.mark.parametrize("processor", [library.TopPLogitsWarper(0.8), library.RepetitionPenaltyLogitsProcessor(1.2)])
-def test_a_processor_that_needs_all_logits_gets_them(processor):
+def test_processor_that_needs_all_logits_reads_them(processor):
     logits = scores_of("random", 300)
     sliced = Sliced(logits, (150, 150))
     expected = outcome(StepLogits(logits), [processor], 7, K, 300)
@@ -108,7 +108,7 @@ def test_a_processor_that_needs_all_logits_gets_them(processor):
     assert sliced.num_read
 
 
-def test_log_probabilities_and_scores_are_of_all_logits():
+def test_logprobs_and_scores_of_slices_match_the_whole_vocabulary():
     logits = scores_of("random", 300)
     sampler = Sampler(TreeProcessors([library.TemperatureLogitsWarper(0.5)], CPU), None, True, K, num_top_logprobs=3)
     results = []
@@ -119,7 +119,7 @@ def test_log_probabilities_and_scores_are_of_all_logits():
     assert torch.equal(results[0][1], results[1][1])
 
 
-def test_parts_are_of_their_rows():
+def test_split_returns_the_rows_of_each_part():
     logits = scores_of("random", 300)
     first, second = Sliced(logits, (200, 100)).found().split([1, 2])
     assert torch.equal(first.logits, logits[:1]) and torch.equal(second.copy().logits, logits[1:])

@@ -31,7 +31,7 @@ def deltas_of(kind: str, prompt: list[int], new: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize(("kind", "check"), thinned(2, KINDS, [deltas_fault, token_texts_fault]))
-def test_deltas_and_texts_of_tokens_join_to_the_text(kind, check):
+def test_deltas_and_token_texts_join_to_the_text(kind, check):
     tokenizer = tokenizer_of(kind)
     source = RandomTokens(tokenizer, random.Random(kind))
     for seed in range(NUM_SEQUENCES[check]):
@@ -43,7 +43,7 @@ def test_deltas_and_texts_of_tokens_join_to_the_text(kind, check):
 
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
-def test_text_waits_only_if_a_next_token_can_change_it(kind):
+def test_text_is_held_back_only_while_it_can_change(kind):
     """Text is held back only while further tokens can change it.
 
     U+FFFD at the end waits for any number of tokens: a character may have four bytes, each of them a token. Text that
@@ -64,7 +64,7 @@ def test_text_waits_only_if_a_next_token_can_change_it(kind):
 
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
-def test_a_step_does_not_decode_the_whole_text_again(kind, monkeypatch):
+def test_step_does_not_decode_the_whole_text_again(kind, monkeypatch):
     tokenizer = tokenizer_of(kind)
     ids = tokenizer.encode(CORPUS)
     detokenizer = Detokenizer(tokenizer, ids)
@@ -80,7 +80,7 @@ def test_a_step_does_not_decode_the_whole_text_again(kind, monkeypatch):
     assert max(lengths) < len(ids) / 2
 
 
-def test_the_first_space_after_a_prompt_is_kept():
+def test_first_space_after_a_prompt_is_kept():
     """The decoder strips the first space of the whole text, which is the prompt's."""
     prompt, new = tokenizer_of("llama2").encode("the cat"), ids_of("llama2", "▁the")
     assert deltas_of("llama2", prompt, new) == [" the", ""]
@@ -88,7 +88,7 @@ def test_the_first_space_after_a_prompt_is_kept():
     assert deltas_of("llama2", ids_of("llama2", "<s>"), new) == ["the", ""]
 
 
-def test_a_run_of_byte_tokens_waits_for_its_end():
+def test_run_of_byte_tokens_is_held_back_until_it_ends():
     """One invalid byte turns every byte of the run into U+FFFD."""
     character, letter = ids_of("llama2", "<0xC3>", "<0xA9>"), ids_of("llama2", "a")
     assert deltas_of("llama2", [], character + letter) == ["", "", "éa", ""]
@@ -98,34 +98,34 @@ def test_a_run_of_byte_tokens_waits_for_its_end():
 
 
 @pytest.mark.parametrize("character", ["x", "é", "北", "🙂"])
-def test_a_character_comes_with_its_last_byte(character):
+def test_character_is_emitted_with_its_last_byte(character):
     tokens = ids_of_bytes(tokenizer_of("byte_level"))
     new = [tokens[byte] for byte in character.encode()]
     assert deltas_of("byte_level", [], new) == [""] * (len(new) - 1) + [character, ""]
 
 
-def test_an_incomplete_character_is_shown_as_decode_shows_it():
+def test_incomplete_character_ends_as_replacement_character():
     tokens = ids_of_bytes(tokenizer_of("byte_level"))
     assert deltas_of("byte_level", [], [tokens[0x61], tokens[0xF0], tokens[0x9F]]) == ["a", "", "", REPLACEMENT]
 
 
-def test_a_prompt_that_ends_within_a_character():
+def test_character_that_begins_in_the_prompt_is_emitted():
     first, second = [ids_of_bytes(tokenizer_of("byte_level"))[byte] for byte in "é".encode()]
     assert deltas_of("byte_level", [first], [second]) == ["é", ""]
 
 
-def test_special_tokens_show_nothing_even_within_a_character():
+def test_special_tokens_within_a_character_are_skipped():
     first, second = [ids_of_bytes(tokenizer_of("byte_level"))[byte] for byte in "é".encode()]
     end = tokenizer_of("byte_level").eos_token_id
     assert deltas_of("byte_level", [], [first, end, second, end]) == ["", "", "é", "", ""]
 
 
-def test_no_token_at_all():
+def test_no_tokens_give_empty_text():
     assert deltas_of("byte_level", [], []) == [""]
     assert Detokenizer(tokenizer_of("llama2")).add([]) == ""
 
 
-def test_a_tokenizer_whose_text_changes_is_refused(monkeypatch):
+def test_tokenizer_with_changing_text_is_refused(monkeypatch):
     tokenizer = tokenizer_of("byte_level")
     ids = tokenizer.encode("the cat")
     detokenizer = Detokenizer(tokenizer)
@@ -137,7 +137,7 @@ def test_a_tokenizer_whose_text_changes_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", SMALL_KINDS)
-def test_kinds_are_what_transformers_loads(kind, tmp_path):
+def test_tokenizers_are_equal_after_save_and_load(kind, tmp_path):
     """The fixtures can be saved and loaded by transformers, so they represent real kinds of tokenizers."""
     tokenizer = tokenizer_of(kind)
     tokenizer.save_pretrained(tmp_path)

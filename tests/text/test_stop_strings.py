@@ -21,7 +21,7 @@ def ids_of(kind: str, *pieces: str) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "check"), CASES)
-def test_tokens_end_where_the_text_first_contains_a_stop_string(kind, check):
+def test_tokens_end_at_the_first_stop_string(kind, check):
     tokenizer = tokenizer_of(kind)
     source = RandomTokens(tokenizer, random.Random(kind))
     for seed in range(NUM_SEQUENCES[check]):
@@ -32,39 +32,39 @@ def test_tokens_end_where_the_text_first_contains_a_stop_string(kind, check):
             pytest.fail(smallest_fault(check, tokenizer, prompt, new, seed))
 
 
-def test_a_space_that_follows_the_prompt_is_part_of_the_text():
+def test_space_after_the_prompt_matches_a_stop_string():
     prompt, new = tokenizer_of("llama2").encode("the cat"), ids_of("llama2", "▁the")
     assert StopStrings(tokenizer_of("llama2"), [" the"], prompt)(new) == 1
     assert StopStrings(tokenizer_of("llama2"), [" the"])(new) is None  # the decoder strips it at the beginning
 
 
-def test_no_stop_string_is_found_in_the_prompt_or_across_its_end():
+def test_stop_string_is_not_matched_in_or_across_the_prompt():
     tokenizer = tokenizer_of("byte_level")
     prompt, new = tokenizer.encode("st"), tokenizer.encode("op")
     assert StopStrings(tokenizer, ["st", "stop"], prompt)(new) is None
     assert StopStrings(tokenizer, ["op"], prompt)(new) == len(new)
 
 
-def test_a_stop_string_is_found_in_special_tokens():
+def test_stop_string_is_matched_in_special_tokens():
     tokenizer = tokenizer_of("llama3")
     new = [*tokenizer.encode("the cat", add_special_tokens=False), tokenizer.eos_token_id]
     assert StopStrings(tokenizer, ["t<|eot"])(new) == len(new)
 
 
-def test_a_stop_string_before_half_a_character_is_found():
+def test_stop_string_before_an_incomplete_character_is_matched():
     tokenizer = tokenizer_of("byte_level")
     crossing = tokenizer.get_vocab()["aâ"]  # the letter and the first byte of a character
     assert StopStrings(tokenizer, ["xa"])([*tokenizer.encode("x"), crossing, *tokenizer.encode("x")]) == 2
 
 
-def test_a_stop_string_that_a_later_byte_takes_back_is_found():
+def test_stop_string_is_matched_before_a_later_byte_removes_it():
     """The text ends with the first token that completes the string, so the later byte is never committed."""
     new = ids_of("llama2", "<0xC3>", "<0xA9>", "<0xFF>")
     assert StopStrings(tokenizer_of("llama2"), ["é"])(new) == 2
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 2, 3, 5, 8, 40, 100])
-def test_a_stop_string_is_found_after_a_text_of_any_length(num_before):
+def test_stop_string_is_matched_after_text_of_any_length(num_before):
     """Each token is one character, so every token of the string comes in a separate step."""
     tokens = ids_of_bytes(tokenizer_of("byte_level"))
     stop = StopStrings(tokenizer_of("byte_level"), ["abca"])

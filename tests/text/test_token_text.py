@@ -13,7 +13,7 @@ from lp_runtime.text.token_text import TokenTexts
 
 
 @pytest.mark.parametrize("kind", kinds_of(bytes_fault, list(KINDS)))
-def test_bytes_of_tokens_join_to_the_text(kind):
+def test_token_bytes_join_to_the_text(kind):
     tokenizer = tokenizer_of(kind)
     source = RandomTokens(tokenizer, random.Random(kind))
     for seed in range(100):
@@ -23,18 +23,18 @@ def test_bytes_of_tokens_join_to_the_text(kind):
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma", "byt5"])
-def test_bytes_of_a_part_of_a_character(kind):
+def test_byte_tokens_return_their_byte(kind):
     tokenizer = tokenizer_of(kind)
     texts = TokenTexts(tokenizer)
     assert [texts.bytes_of(token) for token in ids_of_bytes(tokenizer)] == [bytes([byte]) for byte in range(256)]
 
 
-def test_a_token_may_end_within_a_character():
+def test_token_that_ends_within_a_character_returns_its_bytes():
     vocabulary, texts = tokenizer_of("byte_level").get_vocab(), TokenTexts(tokenizer_of("byte_level"))
     assert texts.bytes_of(vocabulary["aâ"]) == b"a\xe2"
     assert texts.bytes_of(vocabulary["\xa9\xc3"]) == b"\xa9\xc3"
 
 
-def test_a_space_belongs_to_its_token():
+def test_leading_space_belongs_to_its_token():
     texts = TokenTexts(tokenizer_of("llama2"))
     assert texts.bytes_of(tokenizer_of("llama2").get_vocab()["▁the"]) == b" the"

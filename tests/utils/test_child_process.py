@@ -11,7 +11,7 @@ print(random.random() < 1, helper.VALUE)
 """
 
 
-def test_modules_come_from_the_parents_path_alone(tmp_path, monkeypatch):
+def test_child_imports_only_from_the_parents_path(tmp_path, monkeypatch):
     beside_the_script, working_directory = tmp_path / "scripts", tmp_path / "work"
     for folder in (beside_the_script, working_directory):
         folder.mkdir()

@@ -44,18 +44,18 @@ VALUE = Outer(
 
 
 @pytest.mark.parametrize("value", [VALUE, Outer(None, Pair(None, 1), b"", frozenset(), ("", 0), ())])
-def test_values_arrive_unchanged(value):
+def test_values_are_decoded_unchanged(value):
     found = decode(Outer, encode(value))
     assert found == value
     assert repr(found) == repr(value)  # an integer stays one, and a zero keeps its sign
 
 
-def test_a_callers_numpy_numbers_and_flags_become_plain_ones():
+def test_numpy_scalars_become_python_values():
     found = decode(Inner, encode(Inner({1: np.bool_(True), 2: 1}, [[np.int64(4)]])))
     assert repr(found) == "Inner(flags={1: True, 2: True}, words=[[4]])"
 
 
-def test_a_damaged_bit_is_noticed_wherever_it_is():
+def test_damaged_or_truncated_message_raises():
     data = encode(VALUE)
     for place in range(len(data)):
         changed = bytearray(data)
@@ -75,7 +75,7 @@ class Harmful:
 
 
 @pytest.mark.parametrize("data", [b"", b"ping", MAGIC, pickle.dumps(Harmful())])
-def test_foreign_bytes_are_refused_and_not_run(data):
+def test_foreign_bytes_are_refused_without_unpickling(data):
     with pytest.raises(ValueError, match="it is not a message of this version of lp_runtime"):
         decode(Outer, data)
 
@@ -99,12 +99,12 @@ class Newer:
         (Outer, Outer(None, Pair(None, True), b"", frozenset(), ("", 0), ()), "Outer.pair must be float, not bool"),
     ],
 )
-def test_a_message_of_another_form_names_the_field(kind, value, reason):
+def test_mismatched_message_names_the_field(kind, value, reason):
     with pytest.raises(ValueError) as caught:
         decode(kind, encode(value))
     assert str(caught.value) == reason
 
 
-def test_an_object_that_is_no_data_is_refused_when_it_is_sent():
+def test_unsupported_object_is_refused_when_encoded():
     with pytest.raises(TypeError, match="object is not a number, a text, bytes, a dataclass"):
         encode(Inner({}, object()))

@@ -52,14 +52,14 @@ def write_scripts(folder: Path, number: int) -> Path:
 
 
 @pytest.mark.slow
-def test_a_caller_is_compiled_again_when_what_it_calls_has_changed(tmp_path: Path):
+def test_caller_is_recompiled_after_its_callee_changes(tmp_path: Path):
     folder = tmp_path / "scripts"
     assert output_of(write_scripts(folder, 1), "caller.py") == "1 0"
     assert output_of(folder, "caller.py") == "1 1"
     assert output_of(write_scripts(folder, 2), "caller.py") == "2 0"
 
 
-def test_whether_a_function_is_cached(tmp_path: Path):
+def test_is_cached_reports_whether_code_is_cached(tmp_path: Path):
     write_scripts(tmp_path / "scripts", 1)
     code = "import caller; from lp_runtime.utils.jit import is_cached; print(is_cached(caller.caller))"
     first = output_of(tmp_path / "scripts", "-c", code)
@@ -72,12 +72,12 @@ def test_copies_of_the_sources_share_compiled_code(tmp_path: Path):
     assert output_of(write_scripts(tmp_path / "second", 1), "caller.py") == "1 1"
 
 
-def test_without_a_cache_functions_are_compiled_all_the_same(tmp_path: Path):
+def test_functions_compile_without_a_cache_folder(tmp_path: Path):
     (tmp_path / "cache").touch()  # a file in place of the folder
     assert output_of(write_scripts(tmp_path / "scripts", 1), "caller.py") == "1 0"
 
 
-def test_a_function_is_compiled_again_when_a_constant_of_its_package_has_changed(tmp_path: Path):
+def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path):
     inner = tmp_path / "root" / "package" / "inner"
     inner.mkdir(parents=True)
     for folder in (inner, inner.parent):

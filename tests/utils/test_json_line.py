@@ -13,7 +13,7 @@ ENDS = "\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"  # of str.splitlines
 
 
 @given(st.text(st.sampled_from(ENDS + 'a"\\\u00e9\ud800\udfff\U0001f600')))
-def test_any_text_is_one_line_that_utf8_can_encode(text):
+def test_any_text_becomes_one_utf8_encodable_line(text):
     line = to_json({text: text})
     assert line.splitlines() == [line]
     # A surrogate pair is read as the character that it spells.

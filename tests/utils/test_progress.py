@@ -5,7 +5,7 @@ import re
 from lp_runtime.utils.startup import Progress
 
 
-def test_stages_are_numbered_and_end(capsys):
+def test_stages_are_numbered_up_to_the_last(capsys):
     progress = Progress(is_shown=True, num_stages=2)
     for what in ("loading", "checking", "again"):
         progress.begin(what)

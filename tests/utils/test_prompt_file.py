@@ -16,7 +16,7 @@ def written(folder, *records: object) -> str:
     return str(path)
 
 
-def test_turns_and_categories(tmp_path):
+def test_turns_and_categories_are_read(tmp_path):
     path = written(
         tmp_path,
         {"turns": ["one", "two"], "category": "stem"},
@@ -47,13 +47,13 @@ def test_token_ids_have_no_turns(tmp_path):
         ([{"p": "text"}], "line 1: has no field 'q'"),
     ],
 )
-def test_what_is_no_prompt_is_refused(tmp_path, records, message):
+def test_invalid_prompt_is_refused(tmp_path, records, message):
     with pytest.raises(ConfigError) as caught:
         read_prompts(written(tmp_path, *records), "q")
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+def test_byte_order_mark_is_ignored(tmp_path):
     path = tmp_path / "in.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" + b'{"prompt": "one"}\n')
     assert [prompt.value for prompt in read_prompts(str(path), "prompt")] == ["one"]

@@ -5,13 +5,13 @@ import pytest
 from lp_runtime.utils.time_limit import time_limit
 
 
-def test_a_loop_is_ended():
+def test_endless_loop_raises_timeout_error():
     with pytest.raises(TimeoutError), time_limit(0.01):
         while True:
             pass
 
 
-def test_nothing_is_raised_after_the_block():
+def test_no_error_is_raised_after_the_block():
     """A block that ends at about its limit gets the error inside the block or not at all."""
     for number in range(300):
         try:

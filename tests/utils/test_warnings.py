@@ -7,7 +7,7 @@ import warnings
 from lp_runtime.utils.warnings import WITHOUT_WARNINGS
 
 
-def test_threads_that_overlap_leave_nothing_silenced():
+def test_overlapping_threads_restore_warnings():
     """The first thread to enter leaves first.
 
     It must not end the other thread's silence, and the other must not make the silence permanent.
@@ -32,7 +32,7 @@ def test_threads_that_overlap_leave_nothing_silenced():
     assert logging.root.manager.disable == disabled and warnings.filters == filters
 
 
-def test_an_error_inside_ends_the_silence():
+def test_error_inside_restores_warnings():
     """The error is passed on."""
     disabled = logging.root.manager.disable
     try:

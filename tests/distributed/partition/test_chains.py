@@ -39,7 +39,7 @@ def paths_to_leaves(tree: TokenTree) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("seed", "num_chains"), thinned(8, range(40), [1, 2, 3, 5]))
-def test_no_other_paths_hold_more(seed, num_chains):
+def test_heaviest_chains_have_the_maximum_weight(seed, num_chains):
     tree, weights = random_tree(seed)
     chains = [chain.tolist() for chain in heaviest_chains(tree, weights, num_chains)]
     paths = paths_to_leaves(tree)
@@ -53,7 +53,7 @@ def test_no_other_paths_hold_more(seed, num_chains):
     assert held == best
 
 
-def test_the_heaviest_path_is_the_first():
+def test_heaviest_chain_is_first():
     tree = TokenTree([7], max_depth=3)
     light, heavy = tree.add_branch([1, 2]), tree.add_branch([3])
     weights = np.zeros(len(tree), np.int64)

@@ -74,7 +74,7 @@ def busiest(shares: Shares) -> int:
 
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.lists(st.sampled_from([0.3, 0.5, 1.0, 1.0, 1.0, 2.5]), min_size=1, max_size=6))
-def test_every_node_has_one_owner_and_every_share_its_ancestors(tree, speeds):
+def test_nodes_have_one_owner_and_shares_contain_ancestors(tree, speeds):
     shares = partition(tree, speeds)
     assert len(shares) == len(speeds)
     check_shares(tree, shares)
@@ -82,20 +82,20 @@ def test_every_node_has_one_owner_and_every_share_its_ancestors(tree, speeds):
 
 @settings(max_examples=50, deadline=None)
 @given(trees(), st.integers(1, 5))
-def test_the_partition_is_a_function_of_its_arguments(tree, num_replicas):
+def test_partition_is_deterministic(tree, num_replicas):
     speeds = [1.0] * num_replicas
     one, other = partition(tree, speeds), partition(tree, list(speeds))
     assert lists(one) == lists(other) and one.digest() == other.digest()
 
 
-def test_one_replica_feeds_everything_once():
+def test_single_replica_feeds_every_node_once():
     tree = lookahead_tree(5, 3, 5)
     shares = partition(tree, [1.0])
     assert lists(shares) == [(list(range(len(tree))), list(range(tree.root, len(tree))))]
     check_shares(tree, shares)
 
 
-def test_who_owns_what_is_digested():
+def test_digest_depends_on_the_owners_of_nodes():
     tree = lookahead_tree(5, 3, 5)
     digests = [partition(tree, speeds).digest() for speeds in ([1.0, 1.0], [1.0, 2.0], [2.0, 1.0], [1.0, 1.0, 1.0])]
     shares = partition(tree, [1.0, 1.0])
@@ -106,7 +106,7 @@ def test_who_owns_what_is_digested():
     assert len({*digests, other.digest()}) == 5 and all(0 < digest < 1 << 56 for digest in digests)
 
 
-def test_a_tree_that_is_larger_than_any_known_time_is_cut_all_the_same():
+def test_tree_larger_than_the_time_table_is_partitioned():
     tree = lookahead_tree(15, 5, 15)
     times = np.arange(40).repeat(2).reshape(40, 2).T.copy()
     check_shares(tree, partition_by_times(tree, times))
@@ -115,7 +115,7 @@ def test_a_tree_that_is_larger_than_any_known_time_is_cut_all_the_same():
 
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.lists(st.integers(0, 9), min_size=1, max_size=5))
-def test_a_tree_is_filled_in_its_order(tree, capacity):
+def test_select_within_fills_capacity_in_tree_order(tree, capacity):
     """No replica gets more than its capacity, and a node is left out only if it fits on no replica."""
     nodes, shares = select_within(tree, np.array(capacity))
     part = tree.part(nodes)
@@ -133,13 +133,13 @@ def test_a_tree_is_filled_in_its_order(tree, capacity):
 
 @settings(max_examples=200, deadline=None)
 @given(trees(), st.integers(1, 5))
-def test_all_of_a_tree_is_taken_that_the_partition_can_share(tree, num_replicas):
+def test_select_within_keeps_the_whole_tree_if_its_partition_fits(tree, num_replicas):
     most = max(partition(tree, [1.0] * num_replicas).sizes)
     nodes, shares = select_within(tree, np.full(num_replicas, most - tree.root - 1))
     assert len(nodes) == len(tree) and max(shares.sizes) == most
 
 
-def test_siblings_are_fed_in_place_of_the_end_of_a_chain():
+def test_siblings_replace_the_end_of_a_long_chain():
     """There are a chain of nine nodes and six siblings, and three replicas with a capacity of four nodes.
 
     The chain's first four nodes and all siblings are fed.
@@ -153,7 +153,7 @@ def test_siblings_are_fed_in_place_of_the_end_of_a_chain():
     assert max(shares.sizes) == 5
 
 
-def test_more_replicas_than_leaves_leaves_some_with_the_pending_tokens_alone():
+def test_replicas_without_leaves_feed_only_the_pending_tokens():
     tree = TokenTree([1, 2, 3], max_depth=9)
     tree.add_branch([4, 5])
     tree.add_branch([6])
@@ -163,12 +163,12 @@ def test_more_replicas_than_leaves_leaves_some_with_the_pending_tokens_alone():
     assert shares.num_owned.count(0) >= 2
 
 
-def test_a_tree_of_pending_tokens_alone():
+def test_tree_of_pending_tokens_is_fed_by_every_replica():
     tree = TokenTree([1, 2, 3], max_depth=9)
     assert lists(partition(tree, [1.0, 1.0])) == [([0, 1, 2], [2]), ([0, 1, 2], [])]
 
 
-def test_15_5_15_on_four_replicas():
+def test_four_replicas_balance_a_15_5_15_tree():
     tree = lookahead_tree(15, 5, 15)
     assert len(tree) == 120
     shares = partition(tree, [1.0] * 4)
@@ -177,14 +177,14 @@ def test_15_5_15_on_four_replicas():
 
 
 @pytest.mark.parametrize("setting", [(5, 3, 5), (7, 5, 7), (15, 5, 15), (20, 7, 20)])
-def test_more_replicas_feed_the_busiest_no_more(setting):
+def test_busiest_load_does_not_grow_with_replicas(setting):
     tree = lookahead_tree(*setting)
     loads = [busiest(partition(tree, [1.0] * num_replicas)) for num_replicas in (1, 2, 3, 4, 8)]
     assert loads == sorted(loads, reverse=True)
     assert loads[3] <= 0.5 * loads[0]
 
 
-def test_a_replica_twice_as_fast_gets_about_twice_the_work():
+def test_replica_twice_as_fast_gets_about_twice_the_work():
     tree = lookahead_tree(15, 5, 15)
     slow, fast = sorted(len(share.nodes) for share in partition(tree, [1.0, 2.0]))
     assert 1.7 <= fast / slow <= 2.3
@@ -194,7 +194,7 @@ def test_a_replica_twice_as_fast_gets_about_twice_the_work():
     assert max(times) < max(len(share.nodes) for share in partition(tree, [1.0] * 3))
 
 
-def test_only_ratios_of_speeds_matter():
+def test_partition_depends_only_on_ratios_of_speeds():
     tree = lookahead_tree(7, 5, 7)
     loads = [[len(s.nodes) for s in partition(tree, [scale, 2 * scale, scale])] for scale in (0.25, 1.0, 8.0)]
     assert loads[0] == loads[1] == loads[2]
@@ -236,7 +236,7 @@ def small_cases(draw):
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(small_cases())
-def test_small_trees_are_cut_nearly_as_well_as_can_be(case):
+def test_partition_of_small_trees_is_nearly_optimal(case):
     tree, speeds = case
     shares = partition(tree, speeds)
     time = max(len(share.nodes) / speed for share, speed in zip(shares, speeds, strict=True))

@@ -62,7 +62,7 @@ def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -
 
 
 @pytest.mark.parametrize("size", [1, BUFFER_WORDS - 1, BUFFER_WORDS, BUFFER_WORDS + 1, 3 * BUFFER_WORDS])
-def test_rows_of_any_size(size):
+def test_rows_of_any_size_are_gathered(size):
     """Rows that are larger than a buffer take several rounds."""
 
     def task(group: Group):
@@ -74,7 +74,7 @@ def test_rows_of_any_size(size):
 
 
 @pytest.mark.parametrize("size", [0, 1, 7, 8, 8 * BUFFER_WORDS - 1, 8 * BUFFER_WORDS + 1])
-def test_broadcasts_of_any_size(size):
+def test_values_of_any_size_are_broadcast(size):
     value = bytes(i % 251 for i in range(size))
     assert of_threads(lambda group: broadcast_object(value if group.rank == 0 else None, group)) == [value, value]
 
@@ -93,17 +93,17 @@ def many_rounds(group: Group, num_rounds: int) -> bool:
     return True
 
 
-def test_no_row_is_torn_or_late():
+def test_rows_are_never_torn_or_stale():
     assert run_ranks(many_rounds, 3, 3000, backend="shared") == [True, True, True]
 
 
-def test_a_segment_has_a_name_only_while_its_group_forms():
+def test_segment_is_unlinked_after_the_group_has_formed():
     before = segments()
     assert of_threads(lambda group: segments()) == [before, before]
 
 
 @pytest.mark.slow
-def test_a_thousand_groups_leave_nothing_behind():
+def test_thousand_groups_leak_no_resources():
     process = psutil.Process()
 
     def sizes() -> tuple[int, int, list[str]]:
@@ -121,7 +121,7 @@ def test_a_thousand_groups_leave_nothing_behind():
     assert fds <= fds_before and rest == rest_before
 
 
-def test_one_that_leaves_is_noticed_at_once():
+def test_peer_that_leaves_is_reported_at_once():
     left = threading.Event()
 
     def task(group: Group):
@@ -134,12 +134,12 @@ def test_one_that_leaves_is_noticed_at_once():
     assert isinstance(error, ReplicaError) and str(error) == "rank 1 lost a peer in the exchange: rank 0 is gone"
 
 
-def test_what_one_has_sent_before_it_left_counts():
+def test_rows_sent_before_leaving_are_received():
     gathered = of_threads(lambda group: gather_rows(np.array([group.rank]), group).tolist(), 3)
     assert gathered == [[[0], [1], [2]]] * 3
 
 
-def test_one_that_does_not_answer_is_an_error_after_the_steps_timeout():
+def test_unresponsive_peer_raises_after_the_step_timeout():
     over = threading.Event()
 
     def task(group: Group):
@@ -155,7 +155,7 @@ def test_one_that_does_not_answer_is_an_error_after_the_steps_timeout():
     assert str(error) == "rank 1 lost a peer in the exchange: rank 0 did not answer within 0.2 s"
 
 
-def test_a_patient_wait_outlasts_the_steps_timeout():
+def test_patient_wait_outlasts_the_step_timeout():
     """A patient wait lasts as long as the peers are alive, because followers wait for the next request."""
     waiting = threading.Event()
 
@@ -169,7 +169,7 @@ def test_a_patient_wait_outlasts_the_steps_timeout():
     assert of_threads(task, step_timeout=STEP_TIMEOUT) == [b"a request", b"a request"]
 
 
-def test_an_abort_by_another_thread_ends_a_wait():
+def test_abort_by_another_thread_ends_a_wait():
     over = threading.Event()
 
     def task(group: Group):
@@ -198,18 +198,18 @@ def be_killed(group: Group, sign: int):
         return str(error)
 
 
-def test_a_process_that_ended_is_noticed_without_a_timeout():
+def test_killed_process_is_detected_without_a_timeout():
     """The process is still a zombie, because its parent has not waited for it yet."""
     with running_ranks(be_killed, 2, signal.SIGKILL, backend="shared") as (processes, results):
         assert next_result(results, processes) == (0, "rank 0 lost a peer in the exchange: rank 1 is gone")
 
 
-def test_rows_of_different_lengths_are_noticed():
+def test_rows_of_different_lengths_raise():
     found = of_threads(lambda group: gather_rows(np.arange(3 + group.rank), group))
     assert {str(error).partition(": ")[2] for error in found} == {"replicas sent different numbers of integers, [3, 4]"}
 
 
-def test_replicas_that_do_not_come_are_an_error_in_one_line():
+def test_missing_replicas_raise_one_line_error():
     before = segments()
     alone = joined(0, 3, own_segment_name(), is_abandoned=lambda: True)
     with pytest.raises(LaunchError, match="rank 0 of 3 .*: 2 of them did not join$") as caught, alone:
@@ -217,7 +217,7 @@ def test_replicas_that_do_not_come_are_an_error_in_one_line():
     assert len(str(caught.value).splitlines()) == 1 and segments() == before
 
 
-def test_memory_that_is_full_or_absent_is_named(monkeypatch, tmp_path):
+def test_full_or_missing_shared_memory_is_reported(monkeypatch, tmp_path):
     assert why_unavailable(2) is None
     monkeypatch.setattr(shared_memory, "FOLDER", tmp_path / "absent")
     assert why_unavailable(2) == f"{tmp_path / 'absent'}: No such file or directory"
@@ -233,7 +233,7 @@ def test_memory_that_is_full_or_absent_is_named(monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_link_that_another_user_left_is_not_followed(tmp_path):
+def test_symbolic_link_is_not_followed(tmp_path):
     target, segment = tmp_path / "target", own_segment_name()
     target.write_text("another's")
     (FOLDER / segment).symlink_to(target)
@@ -263,7 +263,7 @@ class Permuted(Transport):
         """Do nothing: no resource is held."""
 
 
-def test_rows_in_another_order_are_noticed():
+def test_rows_in_wrong_order_raise():
     tree = TokenTree([1], max_depth=9)
     tree.add_branch([3, 4])
     shares = partition(tree, [1.0, 1.0])
@@ -276,7 +276,7 @@ def test_rows_in_another_order_are_noticed():
 @pytest.mark.parametrize(
     ("announced", "latest", "most_polls"), [(2e-3, 1e-4, 200), (7e-3, 1e-4, 300), (0.019, 1e-4, 500), (1.0, 2e-3, 2000)]
 )
-def test_a_patient_wait_hears_soon_of_what_comes_within_a_step(announced, latest, most_polls, monkeypatch):
+def test_patient_wait_responds_quickly_and_polls_rarely(announced, latest, most_polls, monkeypatch):
     """Long waits poll rarely.
 
     The clock is simulated: a yield takes 5 us, and a sleep takes 55 us longer than requested.

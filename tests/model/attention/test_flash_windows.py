@@ -43,7 +43,7 @@ def ignore(*args, window_size_left, **options):
 
 
 @pytest.mark.parametrize(("family", "flash"), thinned(3, ["mistral", "gemma3", "gpt_oss"], [None, refuse, ignore]))
-def test_prompts_in_half_precision(gpu, family, flash, monkeypatch):
+def test_window_attention_uses_flash_only_if_it_supports_windows(gpu, family, flash, monkeypatch):
     """A kernel without windows is not used; one with windows reads only the window and the chunk."""
     given: list[int] = []
 

@@ -37,7 +37,7 @@ def build(attention="sdpa", dtype=torch.float32, **config):
 
 @settings(deadline=None)  # the first call compiles
 @given(st.lists(st.integers(0, 100), max_size=15))
-def test_a_node_sees_itself_and_its_ancestors(choices):
+def test_node_sees_itself_and_its_ancestors(choices):
     parents = [choice % (node + 1) - 1 for node, choice in enumerate(choices)]
     mask = ancestor_mask(parents)
     for node in range(len(parents)):
@@ -49,27 +49,27 @@ def test_a_node_sees_itself_and_its_ancestors(choices):
         assert set(mask[node].nonzero()[0]) == ancestors
 
 
-def test_sdpa_takes_a_boolean_mask():
+def test_sdpa_mask_is_boolean():
     mask = build()
     assert mask.dtype == torch.bool
     assert mask[0, 0].int().tolist() == FULL
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_eager_takes_an_additive_mask(dtype):
+def test_eager_mask_is_additive(dtype):
     mask = build("eager", dtype)
     assert mask.dtype == dtype
     assert (mask == 0).int()[0, 0].tolist() == FULL
     assert set(mask.unique().tolist()) == {0.0, torch.finfo(dtype).min}
 
 
-def test_a_sliding_window_is_written_into_the_mask():
+def test_mask_hides_tokens_outside_the_sliding_window():
     assert build(sliding_window=3)[0, 0].int().tolist() == WINDOW_OF_3
     assert build(sliding_window=None)[0, 0].int().tolist() == FULL
     assert build(sliding_window=100)[0, 0].int().tolist() == FULL
 
 
-def test_each_layer_type_gets_its_mask():
+def test_masks_are_built_per_layer_type():
     masks = build(sliding_window=3, layer_types=["sliding_attention", "full_attention", "sliding_attention"])
     assert {kind: mask[0, 0].int().tolist() for kind, mask in masks.items()} == {
         "sliding_attention": WINDOW_OF_3,
@@ -77,12 +77,12 @@ def test_each_layer_type_gets_its_mask():
     }
 
 
-def test_full_layers_alone_ignore_a_window_that_the_config_mentions():
+def test_full_attention_mask_ignores_the_configured_sliding_window():
     assert build(sliding_window=3, layer_types=["full_attention"])[0, 0].int().tolist() == FULL
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
+def test_tree_only_mask_omits_the_prefix_except_for_sliding_layers(dtype):
     """A layer that hides committed tokens gets a boolean mask of all keys instead."""
     config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
     builder = MaskBuilder(config, TREE, dtype, CPU)
@@ -96,12 +96,12 @@ def test_on_a_gpu_our_own_attention_takes_masks_of_the_tree_alone(dtype):
 
 
 @pytest.mark.parametrize(("attention", "num_cached", "num_tokens"), [("sdpa", 4, 5), ("eager", 4, 5), (TREE, 0, 5)])
-def test_a_chunk_that_the_models_own_mask_suits(attention, num_cached, num_tokens):
+def test_chunk_mask_is_none_if_the_models_causal_mask_suffices(attention, num_cached, num_tokens):
     builder = MaskBuilder(SimpleNamespace(), attention, torch.float32, CPU)
     assert builder.build_chunk(torch.arange(num_cached, num_cached + num_tokens), num_cached) is None
 
 
-def test_a_chunk_is_marked_with_its_window():
+def test_chunk_mask_carries_the_window_of_each_layer_type():
     config = SimpleNamespace(sliding_window=3, layer_types=["sliding_attention", "full_attention"])
     builder = MaskBuilder(config, TREE, torch.float32, CPU)
     for num_cached, num_tokens, windows in (
@@ -116,7 +116,7 @@ def test_a_chunk_is_marked_with_its_window():
     assert builder.build_chunk(torch.arange(3), 0) is None
 
 
-def test_a_chunk_is_masked_where_attention_is_chunked():
+def test_chunk_mask_is_explicit_for_chunked_attention():
     config = SimpleNamespace(attention_chunk_size=3, layer_types=["chunked_attention"])
     builder = MaskBuilder(config, TREE, torch.float32, CPU)
     builder.form = MaskForm.TREE_ONLY

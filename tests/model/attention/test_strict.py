@@ -34,7 +34,7 @@ def decode(model: ModelRunner, request: Request) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def test_the_table_names_the_keys_of_a_path():
+def test_tail_table_lists_the_keys_of_each_path():
     parents = [-1, 0, 1, 1, 3]  # two pending tokens, then two branches
     for num_cached in (1, 5, BLOCK - 3, BLOCK, 2 * BLOCK - 2, 5 * BLOCK + 7):
         table = tail_table(num_cached, parents, window=0)
@@ -49,7 +49,7 @@ def test_the_table_names_the_keys_of_a_path():
 
 
 @pytest.mark.parametrize("dtype", thinned(3, [HALF[0], HALF[1], torch.float32]))
-def test_logits_are_those_of_one_token_a_step_bit_for_bit(demo_model_dir, dtype):
+def test_strict_logits_equal_single_token_steps_bitwise(demo_model_dir, dtype):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32").to(dtype)
     text = [(7 * i * i) % 4096 for i in range(12)]
     others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j % 7)] for j in range(9)]
@@ -97,7 +97,7 @@ def test_families_are_strict_or_refused(family):
 
 
 @pytest.mark.slow
-def test_further_passes_count_as_steps(demo_model_dir):
+def test_each_pass_of_a_split_tree_counts_as_a_step(demo_model_dir):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "bfloat16")
     ids = tuple(load_tokenizer(ModelConfig(path=str(demo_model_dir)))("def fib(n):").input_ids)
     steps = {}
@@ -108,7 +108,7 @@ def test_further_passes_count_as_steps(demo_model_dir):
     assert steps[8][0] > steps[8][1]
 
 
-def test_a_model_whose_bits_depend_on_the_pass_is_refused(random_model, monkeypatch):
+def test_model_with_pass_dependent_bits_is_refused(random_model, monkeypatch):
     model = random_model().to(torch.bfloat16)
     check_model(ModelRunner(model, 2048, strict_tokens=16))
     monkeypatch.setattr(strict, "_sum_of_pairs", lambda values: values.sum(1))

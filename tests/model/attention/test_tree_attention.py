@@ -50,7 +50,7 @@ def dense(query, key, value, seen, scale) -> torch.Tensor:
     ("dtype", "groups", "length"),
     thinned(4, TOLERANCES, [1, 2, 4], [(1, 1), (1, 300), (2, 7), (17, 1), (33, 130), (120, 40)]),
 )
-def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, length):
+def test_tree_attention_matches_dense_softmax(dtype, groups, length):
     num_tokens, num_cached = length
     query, key, value, mask, seen = inputs(num_tokens, num_cached, groups, dtype)
     whole = torch.cat([torch.zeros(num_tokens, num_cached, dtype=dtype), mask[0, 0]], dim=1)
@@ -62,7 +62,7 @@ def test_equals_one_softmax_over_prefix_and_tree(dtype, groups, length):
             torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_scores_far_apart_do_not_overflow():
+def test_extreme_scores_do_not_overflow():
     """Either all attention weight is on the prefix, or none of it."""
     query, key, value, mask, seen = inputs(9, 20, 2, torch.float32)
     for factor in (300.0, -300.0):
@@ -72,7 +72,7 @@ def test_scores_far_apart_do_not_overflow():
         torch.testing.assert_close(actual.double(), dense(query, shifted, value, seen, 0.25), rtol=1e-4, atol=1e-4)
 
 
-def test_a_kernels_layout_does_not_matter(monkeypatch):
+def test_tree_attention_accepts_any_kernel_output_layout(monkeypatch):
     """The memory-efficient kernel on GPUs, for example, puts tokens before heads."""
     query, key, value, _, seen = inputs(5, 7, 2, torch.float32)
     mask = torch.zeros(5, 12).masked_fill_(~torch.cat([torch.ones(5, 7, dtype=torch.bool), seen], 1), -1e30)
@@ -87,7 +87,7 @@ def test_a_kernels_layout_does_not_matter(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_both_ways_to_attend_agree(dtype):
+def test_attend_matches_attend_masked(dtype):
     query, key, value, *_ = inputs(40, 200, 1, dtype)
     outputs = [attend(query, key, value, 0.3), attend_masked(query, key, value, None, 0.3)]
     for one, other in zip(*outputs, strict=True):
@@ -95,7 +95,7 @@ def test_both_ways_to_attend_agree(dtype):
         torch.testing.assert_close(one.float(), other.float(), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_other_masks_are_left_to_sdpa(monkeypatch):
+def test_other_masks_are_passed_to_sdpa(monkeypatch):
     query, key, value, mask, _ = inputs(5, 8, 2, torch.float32)
     asked = []
     monkeypatch.setattr(module, "sdpa_attention_forward", lambda *args, **kwargs: asked.append(args[4]) or (None, None))
@@ -107,7 +107,7 @@ def test_other_masks_are_left_to_sdpa(monkeypatch):
     assert len(asked) == len(others)
 
 
-def test_a_mask_is_folded_once_for_all_layers():
+def test_attention_is_correct_after_the_mask_changes():
     query, key, value, _, _ = inputs(6, 9, 2, torch.float32)
     masks = [torch.zeros(1, 1, 6, 15), torch.zeros(1, 1, 6, 15)]
     masks[1][..., 3:9] = torch.finfo(torch.float32).min
@@ -122,7 +122,7 @@ def test_a_mask_is_folded_once_for_all_layers():
 @pytest.mark.parametrize(
     ("dtype", "groups", "length"), thinned(3, TOLERANCES, [1, 2, 4], [(2, 1), (2, 300), (17, 1), (70, 130)])
 )
-def test_a_prompts_chunk_sees_the_prefix_and_what_is_before(dtype, groups, length):
+def test_prompt_chunk_attends_to_prefix_and_earlier_tokens(dtype, groups, length):
     num_tokens, num_cached = length
     query, key, value, *_ = inputs(num_tokens, num_cached, groups, dtype)
     causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
@@ -134,7 +134,7 @@ def test_a_prompts_chunk_sees_the_prefix_and_what_is_before(dtype, groups, lengt
         torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-def test_a_prompts_chunk_with_values_of_another_size():
+def test_prompt_chunk_supports_values_of_another_head_size():
     query, key, value, *_ = inputs(7, 20, 2, torch.float32)
     causal = torch.ones(7, 7, dtype=torch.bool).tril()
     mask, shorter = chunk_mask(7, query.device), value[..., :12].contiguous()

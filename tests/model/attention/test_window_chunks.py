@@ -38,7 +38,7 @@ class Watch(TorchDispatchMode):
     ("dtype", "groups", "length", "window"),
     thinned(3, TOLERANCES, [1, 3], [(1, 0), (1, 30), (9, 0), (11, 3), (11, 50)], [1, 4, 40]),
 )
-def test_equals_one_softmax_over_the_window(dtype, groups, length, window, monkeypatch):
+def test_attend_window_matches_dense_softmax(dtype, groups, length, window, monkeypatch):
     num_tokens, num_cached = length
     monkeypatch.setattr(parts, "WINDOW_BLOCK", 5)
     generator = torch.Generator().manual_seed(window)
@@ -62,7 +62,7 @@ def test_equals_one_softmax_over_the_window(dtype, groups, length, window, monke
 
 
 @pytest.mark.parametrize("family", WINDOWED)
-def test_the_text_is_that_of_transformers(family):
+def test_windowed_model_matches_generate(family):
     """Prompts have several chunks: the first is longer than the window, and one has a single token."""
     name, settings = FAMILIES[family]
     whole = random_model(name, seed=3, initializer_range=0.3, **settings)
@@ -75,7 +75,7 @@ def test_the_text_is_that_of_transformers(family):
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_a_later_chunk_reads_the_window_and_its_own_keys(family):
+def test_later_chunk_reads_only_the_window_and_its_own_keys(family):
     """Half of the layers have full attention, except in Mistral, where no layer has."""
     name, settings = FAMILIES[family]
     model = OneSlot(ModelRunner(random_model(name, seed=3, **settings), CHUNK, own_attention=True))

@@ -17,12 +17,12 @@ def check(model) -> float:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_an_exact_model_passes(random_model, attention):
+def test_exact_model_passes(random_model, attention):
     assert 0 <= check(random_model(attention=attention)) < 0.1 * TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_rounding_is_no_reason_to_refuse(random_model, dtype):
+def test_rounding_differences_are_accepted(random_model, dtype):
     assert check(random_model().to(dtype)) <= TOLERANCES[dtype]
 
 
@@ -48,14 +48,14 @@ def disturbed(model, where):
     return model
 
 
-def test_differences_that_depend_on_the_text_are_no_reason_to_refuse_16_bits(random_model):
+def test_token_dependent_differences_are_accepted_only_in_16_bits(random_model):
     """In a mixture of experts, rounding sends some tokens to other experts."""
     assert check(disturbed(random_model().bfloat16(), lambda ids, index: ids % 3 == 0)) <= TOLERANCES[torch.bfloat16]
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check(disturbed(random_model(), lambda ids, index: ids % 3 == 0))
 
 
-def test_a_difference_at_one_place_of_every_tree_is_found_in_16_bits(random_model):
+def test_difference_at_a_fixed_tree_position_is_detected_in_16_bits(random_model):
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check(disturbed(random_model().bfloat16(), lambda ids, index: index == 4))
 
@@ -67,7 +67,7 @@ class Unwindowed(MaskBuilder):
         return super()._windowed(FULL, ancestors, positions, num_cached)
 
 
-def test_the_check_is_longer_than_a_sliding_window(random_model):
+def test_check_crosses_the_sliding_window(random_model):
     tree_model = ModelRunner(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
     assert check_model(tree_model) < 1e-5
     unwindowed = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
@@ -90,7 +90,7 @@ BEYOND = [  # models whose attention changes beyond a number of keys or a place 
 
 @pytest.mark.parametrize(("name", "settings", "where"), BEYOND, ids=lambda value: value if type(value) is str else "")
 @pytest.mark.parametrize("seed", range(3))
-def test_a_model_that_is_wrong_beyond_a_length_is_found_out(random_model, monkeypatch, name, settings, where, seed):
+def test_model_that_is_wrong_beyond_a_length_is_refused(random_model, monkeypatch, name, settings, where, seed):
     """The check by model type is disabled, so that only the self-check can find the error."""
     monkeypatch.setattr("lp_runtime.model.runner.check_family", lambda model: None)
     sizes = {"head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64} if name == "Llama4" else {}
@@ -102,7 +102,7 @@ def test_a_model_that_is_wrong_beyond_a_length_is_found_out(random_model, monkey
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_a_model_that_is_silently_wrong_is_refused(random_model):
+def test_model_without_position_ids_is_refused(random_model):
     model = random_model("Bart", d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=64)
     with pytest.raises(ModelError, match="^BartForCausalLM failed the start-up self-check.* no position_ids") as caught:
         check(model)
@@ -110,13 +110,13 @@ def test_a_model_that_is_silently_wrong_is_refused(random_model):
 
 
 @pytest.mark.parametrize("name", ["Mamba", "Bloom"])
-def test_a_model_that_cannot_be_fed_a_tree_is_refused(random_model, name):
+def test_model_that_cannot_process_trees_is_refused(random_model, name):
     with pytest.raises(ModelError, match=f"(?i){name}.* cannot be fed a token tree") as caught:
         check(random_model(name, attention="eager"))
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
+def test_window_as_long_as_the_context_is_not_checked(random_model):
     lengths = []
 
     class Spy(ModelRunner):
@@ -129,19 +129,19 @@ def test_only_windows_that_a_text_can_cross_are_crossed(random_model):
     assert lengths == [SHORT_PROMPT, 64 - BEFORE_THRESHOLD, SHORT_PROMPT]
 
 
-def test_a_dtype_without_a_tolerance_is_refused(random_model):
+def test_dtype_without_tolerance_is_refused(random_model):
     tree_model = ModelRunner(random_model(), prefill_chunk=2048)
     tree_model.dtype = torch.float8_e4m3fn
     with pytest.raises(ModelError, match="computes in torch.float8_e4m3fn: must be one of torch.float64, "):
         check_model(tree_model)
 
 
-def test_a_context_too_short_to_check_is_refused(random_model):
+def test_context_too_short_to_check_is_refused(random_model):
     with pytest.raises(ModelError, match="a context of 8 tokens is too short"):
         check(random_model("GPT2", n_positions=8, max_position_embeddings=8))
 
 
-def test_a_model_that_ignores_positions_it_is_given_is_refused(random_model):
+def test_model_that_ignores_position_ids_is_refused(random_model):
     class Wrong(type(random_model())):
         def forward(self, *args, position_ids=None, **kwargs):
             return super().forward(*args, position_ids=None, **kwargs)
@@ -152,7 +152,7 @@ def test_a_model_that_ignores_positions_it_is_given_is_refused(random_model):
         check(model)
 
 
-def test_a_token_that_can_never_be_said_is_no_reason_to_refuse(random_model):
+def test_token_with_minus_infinity_logit_is_accepted(random_model):
     model = random_model()
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
     with torch.no_grad():
@@ -160,7 +160,7 @@ def test_a_token_that_can_never_be_said_is_no_reason_to_refuse(random_model):
     assert check(model) < TOLERANCES[torch.float32]
 
 
-def test_logits_that_are_no_numbers_are_named(random_model):
+def test_nan_logits_are_reported(random_model):
     model = random_model()
     with torch.no_grad():
         model.model.norm.weight[0] = float("nan")

@@ -55,7 +55,7 @@ def random_tree(rng: random.Random, num_pending: int, num_guesses: int) -> Token
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
+def test_fixed_size_steps_match_variable_size_steps(random_model, name, monkeypatch):
     free, fixed = pair(random_model, name, **FAMILIES[name])
     fed = []
     forward = FixedPasses.forward
@@ -75,7 +75,7 @@ def test_steps_equal_those_of_any_size(random_model, name, monkeypatch):
     assert len(fed) == 8
 
 
-def test_shares_without_their_neighbours(random_model):
+def test_fixed_size_shares_match_variable_size_shares(random_model):
     """One share of a tree is fed without committing, then another share is fed and committed."""
     free, fixed = pair(random_model)
     tree = random_tree(random.Random(1), 2, 12)
@@ -88,7 +88,7 @@ def test_shares_without_their_neighbours(random_model):
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
 
 
-def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
+def test_cache_contents_after_committed_tokens_are_ignored(random_model):
     free, fixed = pair(random_model)
     for model in (free, fixed):
         model.begin(64)
@@ -101,7 +101,7 @@ def test_what_lies_behind_the_committed_tokens_does_not_matter(random_model):
     torch.testing.assert_close(*(model.forward(tree, nodes, nodes) for model in (free, fixed)), rtol=1e-4, atol=1e-4)
 
 
-def test_a_longer_text_and_another_slot(random_model):
+def test_larger_cache_or_new_slot_needs_no_new_passes(random_model):
     """A larger cache or another slot does not require new passes."""
     free, fixed = pair(random_model, max_position_embeddings=4096)
     rng = random.Random(4)
@@ -121,7 +121,7 @@ def test_a_longer_text_and_another_slot(random_model):
     assert made == [False] * 3
 
 
-def test_a_slot_that_grows_keeps_what_it_holds(random_model):
+def test_grown_slot_keeps_its_contents(random_model):
     free, fixed = pair(random_model, max_position_embeddings=4096)
     tree = random_tree(random.Random(5), 1, 6)
     nodes = list(range(len(tree)))
@@ -136,7 +136,7 @@ def test_a_slot_that_grows_keeps_what_it_holds(random_model):
 @pytest.mark.parametrize(
     ("name", "num_sequences"), thinned(3, ["Llama", "Mistral", "Gemma3"], [2, 5, MAX_SEQUENCES + 3])
 )
-def test_batches_equal_each_sequence_alone(random_model, name, num_sequences):
+def test_batch_matches_each_sequence_alone(random_model, name, num_sequences):
     free, fixed = pair(random_model, name, **FAMILIES[name])
     rng = random.Random(num_sequences)
     for _ in range(2):
@@ -155,7 +155,7 @@ def test_batches_equal_each_sequence_alone(random_model, name, num_sequences):
     assert all(one.slot.tokens == other.slot.tokens for one, other in zip(*batches, strict=True))
 
 
-def test_batches_of_more_tokens_than_a_pass_takes(random_model):
+def test_batch_above_the_largest_size_matches_each_sequence_alone(random_model):
     free, fixed = pair(random_model)
     rng = random.Random(6)
     trees = [random_tree(rng, 1, size - 1) for size in (SIZES[-1] - 3, 2, 9)]
@@ -171,7 +171,7 @@ def test_batches_of_more_tokens_than_a_pass_takes(random_model):
         torch.testing.assert_close(one, other.logits, rtol=2e-4, atol=2e-4)
 
 
-def test_every_size_and_the_next(random_model):
+def test_passes_match_at_each_size_and_one_token_above(random_model):
     free, fixed = pair(random_model)
     for size in [each + more for each in SIZES for more in (0, 1)]:
         tree = random_tree(random.Random(size), 1, size - 1)
@@ -198,14 +198,14 @@ def test_every_size_is_compiled(random_model, monkeypatch):
         assert counter.frame_count == number + 1
 
 
-def test_the_self_check_goes_through_them(random_model):
+def test_self_check_passes_with_and_without_graphs(random_model):
     _, fixed = pair(random_model)
     assert fixed.graphs and check_model(fixed.runner) < 1e-4
     fixed.runner.disable_graphs("a reason")
     assert fixed.graphs is None and check_model(fixed.runner) < 1e-4
 
 
-def test_a_model_whose_passes_cannot_be_captured_goes_without(tiny_model_dir, monkeypatch, caplog):
+def test_failed_capture_falls_back_to_compile_off(tiny_model_dir, monkeypatch, caplog):
     """Capture fails here because there is no GPU; any other failure at start-up is handled the same way."""
     monkeypatch.setattr(loading, "why_not_captured", lambda model: None)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))

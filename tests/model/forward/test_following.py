@@ -86,7 +86,7 @@ def play(place: ShardPlace, folder: Path) -> object:
 @pytest.mark.parametrize(
     ("name", "settings"), [("Llama", {}), pytest.param("Phi3", REFED, marks=[needs_rotary_by_length, pytest.mark.slow])]
 )
-def test_followers_keep_what_shard_0_keeps(make_model_dir, name, settings):
+def test_followers_mirror_the_caches_of_shard_0(make_model_dir, name, settings):
     """If rotary factors depend on the prompt's length, followers receive that length, too."""
     folder = make_model_dir(name, **settings)
     found, counts = run_shards(play, 2, folder)
@@ -147,7 +147,7 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
         pytest.param("leader", Passes, "run", True, marks=pytest.mark.slow),
     ],
 )
-def test_shards_leave_a_pass_for_which_one_lacks_memory(make_model_dir, who, owner, name, at_end):
+def test_out_of_memory_pass_is_aborted_on_all_shards(make_model_dir, who, owner, name, at_end):
     """The other shards may be anywhere in the pass; the next passes are correct."""
     folder = make_model_dir("Llama")
     found, _ = run_shards(play_without_memory, 2, folder, who, owner, name, at_end)
@@ -185,7 +185,7 @@ class Broken:
         raise RuntimeError("an illegal memory access")
 
 
-def test_a_pass_that_fails_on_shard_0_alone_ends_the_replica(tiny_model_dir):
+def test_pass_failure_on_shard_0_ends_the_replica(tiny_model_dir):
     """The other shards wait inside the pass and must not wait forever."""
     mine, theirs = run_shards(fail, 2, tiny_model_dir)
     assert mine == "a pass failed on shard 0: an illegal memory access"

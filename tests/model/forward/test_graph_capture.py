@@ -33,7 +33,7 @@ def gpu() -> Iterator[Gpu]:
         yield gpu
 
 
-def test_a_pass_that_waits_is_refused_before_a_capture_begins(gpu):
+def test_pass_that_synchronizes_is_refused_before_capture(gpu):
     there, runs = torch.ones(3, device=CUDA), []
 
     def run() -> None:
@@ -48,7 +48,7 @@ def test_a_pass_that_waits_is_refused_before_a_capture_begins(gpu):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("not permitted"), torch.OutOfMemoryError("no memory")])
-def test_a_capture_that_fails_leaves_stream_and_pool(gpu, error, monkeypatch):
+def test_failed_capture_restores_the_stream_and_closes_the_pool(gpu, error, monkeypatch):
     """torch alone would leave its capture stream current and its pool open to later allocations."""
     closed, runs = [], []
     monkeypatch.setattr(torch.cuda.memory, "_cuda_endAllocateToPool", lambda *args: closed.append(args))
@@ -64,7 +64,7 @@ def test_a_capture_that_fails_leaves_stream_and_pool(gpu, error, monkeypatch):
     assert len(set(runs)) == 1 and runs[0] != torch.cuda.current_stream() == Stream.of_device
 
 
-def test_all_captures_share_a_stream_and_a_pool(gpu):
+def test_all_captures_share_one_stream_and_pool(gpu):
     streams, there = [], torch.ones(3, device=CUDA)
     capture = GraphCapture(CUDA)
     for _ in range(2):
@@ -79,7 +79,7 @@ def runner_of_demo() -> ModelRunner:
 
 
 @pytest.mark.slow
-def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, caplog):
+def test_sizes_that_exceed_memory_are_skipped(gpu, monkeypatch, caplog):
     monkeypatch.setattr(fixed_passes, "SIZES", (1, 4, 16, 32))
     monkeypatch.setattr(fixed_passes, "MIN_LARGEST", 4)
     model = runner_of_demo()
@@ -103,7 +103,7 @@ def test_sizes_for_which_memory_does_not_suffice_are_left_out(gpu, monkeypatch, 
         list(runner_of_demo().fixed_passes.make_all(False))
 
 
-def test_the_time_of_a_capture_is_no_pass_s(gpu):
+def test_capture_time_is_excluded_from_pass_time(gpu):
     """Each run of the model takes a second here; a replay takes almost no time."""
     model = runner_of_demo()
     slot = CacheSlot()

@@ -95,7 +95,7 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
     ("name", "exactness"),
     [("Llama", "fast"), ("Gemma2", "fast"), pytest.param("Llama", "strict", marks=pytest.mark.slow)],
 )
-def test_successors_are_found_in_slices(make_model_dir, name, exactness):
+def test_sharded_logits_are_gathered_only_if_read(make_model_dir, name, exactness):
     """Gemma 2 is tested because it caps its logits after the head."""
     folder = make_model_dir(name)
     logits, _ = run_shards(play, 2, folder, exactness)

@@ -31,32 +31,32 @@ THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")
 
 
 @pytest.mark.parametrize(("model_type", "variant"), EXACT)
-def test_is_decoded_as_generate_decodes_it(model_type, variant):
+def test_supported_type_matches_generate(model_type, variant):
     outcome = outcome_of(model_type, variants_of(model_type)[variant])
     assert outcome.kind == "exact", outcome.reason
     assert not outcome.reason  # the output is varied enough to show something
 
 
-def test_positions_that_a_model_would_count_otherwise_by_itself_are_given():
+def test_type_with_offset_positions_matches_generate():
     outcome = outcome_of("roberta", variants_of("roberta")[DEFAULT])
     assert outcome.kind == "exact", outcome.reason
 
 
 @pytest.mark.parametrize(("model_type", "variant"), REFUSED)
-def test_is_refused_in_one_line(model_type, variant):
+def test_unsupported_type_is_refused_in_one_line(model_type, variant):
     outcome = outcome_of(model_type, variants_of(model_type)[variant])
     assert outcome.kind == "refused", outcome.reason
 
 
 @pytest.mark.parametrize(("model_type", "variant"), THRESHOLDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_threshold_that_the_shortest_check_does_not_reach_is_no_trap(model_type, variant, seed):
+def test_type_with_length_threshold_is_exact_or_refused(model_type, variant, seed):
     outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(12,), seed=seed)
     assert outcome.kind in ("exact", "refused"), outcome.reason
 
 
 @needs_transformers(23, "has all of these types")
-def test_every_field_that_may_be_a_length_has_variants():
+def test_length_fields_have_variants():
     fields = {(model_type, variant.split("=")[0]) for model_type in TYPES for variant in variants_of(model_type)}
     assert {
         ("doge", "keep_window_size"),

@@ -33,7 +33,7 @@ def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSl
 
 
 @pytest.mark.parametrize(("model", "apart"), thinned(2, ARCHITECTURES, [False, True]), indirect=["model"])
-def test_each_text_gets_what_it_gets_alone(model, apart):
+def test_batched_texts_match_each_text_alone(model, apart):
     rng = random.Random(3)
     tree_model = ModelRunner(model, 2048, own_attention=True)
     assert tree_model.supports_batching
@@ -57,7 +57,7 @@ def test_each_text_gets_what_it_gets_alone(model, apart):
 
 
 @pytest.mark.parametrize("settings", [{"strict_tokens": 8}, {}], ids=["strict", "sdpa"])
-def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
+def test_forward_batch_works_without_batching_support(settings, random_model):
     rng = random.Random(4)
     model = random_model("Llama", seed=1, attention="sdpa")
     tree_model = ModelRunner(model, 2048, **settings)
@@ -73,6 +73,6 @@ def test_where_it_cannot_they_are_fed_one_by_one(settings, random_model):
         assert torch.isfinite(each.logits).all()
 
 
-def test_the_demo_model_passes_the_check_of_several_texts():
+def test_demo_model_supports_batching():
     model, _ = ready_model(RuntimeConfig(dtype="float32"), torch.device("cpu"))
     assert model.supports_batching

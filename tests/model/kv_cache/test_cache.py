@@ -17,7 +17,7 @@ def seen(returned: torch.Tensor) -> list[float]:
     return returned[0, 0, :, 0].tolist()
 
 
-def test_a_forward_sees_the_committed_tokens_and_its_own():
+def test_update_returns_committed_and_new_tokens():
     cache = TreeCache(num_layers=2, capacity=10)
     keys, values = cache.update(states(1, 2, 3), states(-1, -2, -3), 0)
     assert seen(keys) == [1, 2, 3]
@@ -30,7 +30,7 @@ def test_a_forward_sees_the_committed_tokens_and_its_own():
     assert seen(cache.update(states(8), states(-8), 1)[1]) == [-5, -6, -8]
 
 
-def test_what_was_not_committed_is_overwritten():
+def test_uncommitted_tokens_are_overwritten():
     cache = TreeCache(num_layers=1, capacity=10)
     cache.update(states(1, 2, 3, 4), states(1, 2, 3, 4), 0)
     cache.commit(1)
@@ -50,7 +50,7 @@ def test_clear_keeps_the_memory():
     assert cache.layers[0].keys.data_ptr() == memory
 
 
-def test_committing_and_writing_again_copies_nothing():
+def test_commit_and_update_copy_no_memory():
     cache = TreeCache(num_layers=1, capacity=8)
     keys, _ = cache.update(states(1, 2, 3), states(1, 2, 3), 0)
     cache.commit(2)
@@ -58,7 +58,7 @@ def test_committing_and_writing_again_copies_nothing():
     assert keys.data_ptr() == again.data_ptr() == cache.layers[0].keys.data_ptr()
 
 
-def test_mask_sizes_and_limits():
+def test_cache_reports_mask_sizes_and_rejects_excess_commits():
     cache = TreeCache(num_layers=1, capacity=8)
     cache.update(states(1, 2), states(1, 2), 0)
     cache.commit(2)

@@ -28,16 +28,16 @@ def without(input_ids):
     ("forward", "name"),
     [(before, "past_key_values"), (since, "cache"), (of_states, "cache_params"), (without, None)],
 )
-def test_the_keyword_is_the_forwards(forward, name):
+def test_cache_name_is_read_from_the_forward_signature(forward, name):
     assert cache_name(SimpleNamespace(forward=forward)) == name
 
 
-def test_a_model_of_this_version_has_a_cache(random_model):
+def test_installed_transformers_has_a_known_cache_name(random_model):
     assert cache_name(random_model()) in ("past_key_values", "cache")
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache", "cache_params"])
-def test_a_cache_is_found_by_any_name(name):
+def test_given_cache_is_recognized_under_any_name(name):
     cache = DynamicCache()
     assert given_cache({"use_cache": True, name: cache}) == (name, cache)
     assert given_cache({name: None})[1] is None
@@ -48,5 +48,5 @@ class OfStates(DynamicCache):
         raise ValueError("there are no keys")
 
 
-def test_no_tokens_are_cached_where_there_are_no_keys():
+def test_cache_without_keys_holds_no_tokens():
     assert not any(map(holds_tokens, (None, DynamicCache(), OfStates())))

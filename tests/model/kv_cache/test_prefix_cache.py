@@ -50,7 +50,7 @@ def make(max_tokens: int = 1000, **options) -> PrefixCache:
     return PrefixCache(max_tokens * TOKEN_BYTES, 10**9, TOKEN_BYTES, **options)
 
 
-def test_the_longest_common_prefix_is_found_at_any_token():
+def test_lookup_returns_the_longest_common_prefix():
     cache, rng = make(10**6), random.Random(1)
     kept: list[list[int]] = []
     for _ in range(60):
@@ -71,7 +71,7 @@ def test_the_longest_common_prefix_is_found_at_any_token():
         assert min(longest, len(prompt) - 1) - MIN_TOKENS < found <= min(longest, len(prompt) - 1)
 
 
-def test_what_sequences_share_is_kept_once():
+def test_shared_prefix_is_stored_once():
     cache, shared = make(), list(range(1, 101))
     for other in (200, 300, 400):
         store(cache, filled([*shared, *range(other, other + 50)]), "")
@@ -80,14 +80,14 @@ def test_what_sequences_share_is_kept_once():
     assert read(cache, shared) == shared[:-1], "the last token is fed: its logits are wanted"
 
 
-def test_other_salts_find_nothing():
+def test_lookup_with_another_salt_returns_nothing():
     cache = make()
     store(cache, filled(list(range(50))), "mine")
     assert read(cache, range(60), "yours") == read(cache, range(60)) == []
     assert len(read(cache, range(60), "mine")) == 50
 
 
-def test_what_was_not_used_for_longest_leaves_first_and_memory_is_bounded():
+def test_least_recently_used_prefix_is_evicted_at_the_memory_limit():
     cache = make(max_tokens=200)
     for number in range(500):
         start = 1000 * number
@@ -101,7 +101,7 @@ def test_what_was_not_used_for_longest_leaves_first_and_memory_is_bounded():
     assert read(cache, range(700, 1001)) == [] and cache.num_bytes <= 200 * TOKEN_BYTES
 
 
-def test_a_prefix_is_not_dropped_before_what_goes_on_from_it():
+def test_prefix_is_evicted_after_its_continuations():
     cache = make(max_tokens=100)
     store(cache, filled(list(range(40))), "")
     store(cache, filled([*range(40), *range(100, 140)]), "")
@@ -109,7 +109,7 @@ def test_a_prefix_is_not_dropped_before_what_goes_on_from_it():
     assert len(read(cache, [*range(40), *range(100, 140), 1])) == 40
 
 
-def test_slots_take_the_memory_that_they_need():
+def test_acquiring_slots_evicts_prefixes_to_free_memory():
     slots = SlotPool(lambda capacity: capacity)
     slots.prefixes = cache = PrefixCache(10**6, 300 * TOKEN_BYTES, TOKEN_BYTES)
     store(cache, filled(list(range(100))), "")
@@ -128,7 +128,7 @@ def test_slots_take_the_memory_that_they_need():
     assert cache.num_bytes == 0
 
 
-def test_whole_chunks_alone_where_bits_depend_on_them():
+def test_prompt_chunk_limits_the_cache_to_whole_chunks():
     cache = make(prompt_chunk=32)
     slot = filled(list(range(100)))
     slot.num_prefilled = 80  # the rest came from trees
@@ -138,7 +138,7 @@ def test_whole_chunks_alone_where_bits_depend_on_them():
     assert len(read(cache, range(64))) == 32, "the last chunk is fed: its last logits are wanted"
 
 
-def test_a_prefix_outlives_its_segments():
+def test_returned_prefix_survives_eviction():
     cache = make(max_tokens=100)
     store(cache, filled(list(range(50))), "")
     prefix = cache.find(range(60), "").cut(30)
@@ -150,7 +150,7 @@ def test_a_prefix_outlives_its_segments():
     assert held(slot) == list(range(30))
 
 
-def test_restored_tokens_are_written_behind_each_other():
+def test_repeated_restores_append_tokens():
     slot = CacheSlot()
     slot.reset(functools.partial(TreeCache, 1), 10)
     cache = TreeCache(1, 4)

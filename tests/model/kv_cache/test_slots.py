@@ -20,7 +20,7 @@ def pool(*slots: CacheSlot, padding: int = 0) -> SlotPool:
     return made
 
 
-def test_the_smallest_that_suffices():
+def test_acquire_returns_the_smallest_sufficient_slot():
     small, middle, large = slot(10), slot(100), slot(1000)
     slots = pool(large, small, middle)
     assert slots.acquire(50) is middle
@@ -29,12 +29,12 @@ def test_the_smallest_that_suffices():
     assert slots.acquire(50).capacity == 0
 
 
-def test_padding_counts():
+def test_acquire_adds_padding_to_the_needed_capacity():
     small, large = slot(60), slot(100)
     assert pool(small, large, padding=20).acquire(50) is large
 
 
-def test_all_others_are_dropped_if_none_suffices():
+def test_other_free_slots_are_dropped_if_none_suffices():
     small, large = slot(10), slot(100)
     slots = pool(small, large)
     assert slots.acquire(200) is large
@@ -42,13 +42,13 @@ def test_all_others_are_dropped_if_none_suffices():
     assert slots.acquire(5) is not large
 
 
-def test_a_resumed_sequence_gets_the_slot_that_knows_most_of_it():
+def test_resumed_sequence_gets_the_slot_with_its_longest_prefix():
     for text, expected in (((1, 2, 3, 5), 1), ((), 0), ((7, 7), 0)):
         free = slot(100, [1, 2, 9, 9]), slot(10, [1, 2, 3, 4])
         assert pool(*free).acquire(50, text) is free[expected]
 
 
-def test_a_borrowed_slot_comes_back():
+def test_borrowed_slot_is_returned():
     only = slot(100)
     slots = pool(only)
     assert slots.bytes_per_token == 7
@@ -59,7 +59,7 @@ def test_a_borrowed_slot_comes_back():
     assert slots.bytes_per_token == 7
 
 
-def test_slots_in_use_are_limited_together():
+def test_total_capacity_of_slots_in_use_is_limited():
     """Free slots are dropped first; a slot that is the only one may have any size."""
     slots = pool(slot(60))
     slots.limit = 100
@@ -78,7 +78,7 @@ def test_slots_in_use_are_limited_together():
     slots.release(first)
 
 
-def test_a_slot_grows_with_its_tokens():
+def test_growing_slot_keeps_its_tokens_within_the_limit():
     slots = pool(padding=2)
     slots.limit = 100
     held, _ = slots.acquire(30), slots.acquire(40)

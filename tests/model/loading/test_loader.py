@@ -47,7 +47,7 @@ def edit_weights(path, edit) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [("auto", "float32"), ("float32", "float32"), ("bfloat16", "bfloat16")])
-def test_a_model_loads_in_eval_mode_with_its_weights(tiny_model_dir, dtype, expected):
+def test_model_loads_in_eval_mode_with_its_weights(tiny_model_dir, dtype, expected):
     model = load_model(ModelConfig(path=str(tiny_model_dir)), CPU, dtype)
     assert not model.training
     assert model.dtype == getattr(torch, expected)
@@ -56,39 +56,39 @@ def test_a_model_loads_in_eval_mode_with_its_weights(tiny_model_dir, dtype, expe
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_attention_asked_for_is_the_models(tiny_model_dir, attention):
+def test_requested_attention_implementation_is_used(tiny_model_dir, attention):
     model = load_model(ModelConfig(path=str(tiny_model_dir), attn_implementation=attention), CPU, "float32")
     assert model.config._attn_implementation == attention
 
 
-def test_a_missing_directory(tmp_path):
+def test_missing_directory_is_refused(tmp_path):
     assert_refused(tmp_path / "nowhere", "no such directory")
     assert_refused(tmp_path / "nowhere", "no such directory", check_location)
     assert_refused(tmp_path / "nowhere", "no such directory", load_tokenizer)
 
 
-def test_a_file_in_place_of_a_directory(tmp_path):
+def test_file_instead_of_directory_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     assert_refused(tmp_path / "file", "no such directory")
 
 
-def test_a_directory_without_config(model_dir):
+def test_directory_without_config_is_refused(model_dir):
     (model_dir / "config.json").unlink()
     assert_refused(model_dir, "no config.json")
 
 
 @pytest.mark.parametrize("text", ["{ this is not json", "", "[]", "{}", '{"model_type": "no_such_architecture"}'])
-def test_a_broken_config(model_dir, text):
+def test_invalid_config_is_refused(model_dir, text):
     (model_dir / "config.json").write_text(text)
     assert_refused(model_dir, "cannot be loaded")
 
 
-def test_no_weights(model_dir):
+def test_missing_weights_are_refused(model_dir):
     (model_dir / "model.safetensors").unlink()
     assert_refused(model_dir, "cannot be loaded")
 
 
-def test_pickled_weights_are_read_only_if_asked_for(model_dir):
+def test_pickled_weights_load_only_with_use_safetensors_false(model_dir):
     weights = load_file(model_dir / "model.safetensors")
     (model_dir / "model.safetensors").unlink()
     torch.save(weights, model_dir / "pytorch_model.bin")
@@ -98,18 +98,18 @@ def test_pickled_weights_are_read_only_if_asked_for(model_dir):
     assert torch.equal(model.model.norm.weight, weights["model.norm.weight"])
 
 
-def test_truncated_weights(model_dir):
+def test_truncated_weights_are_refused(model_dir):
     weights = model_dir / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert_refused(model_dir, "cannot be loaded")
 
 
-def test_weights_that_lack_a_key(model_dir):
+def test_missing_weight_is_named(model_dir):
     edit_weights(model_dir, lambda weights: weights.pop("model.layers.1.mlp.up_proj.weight"))
     assert_refused(model_dir, "the weights lack model.layers.1.mlp.up_proj.weight$")
 
 
-def test_weights_that_lack_several_keys(model_dir):
+def test_several_missing_weights_are_counted(model_dir):
     def edit(weights):
         for name in [name for name in weights if "layers.1" in name]:
             del weights[name]
@@ -118,22 +118,22 @@ def test_weights_that_lack_several_keys(model_dir):
     assert_refused(model_dir, "the weights lack model.layers.1.* and 8 more$")
 
 
-def test_weights_of_another_shape(model_dir):
+def test_weight_of_wrong_shape_is_named(model_dir):
     config = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
     assert_refused(model_dir, "wrong shape for .*model.layers.0.mlp.down_proj.weight")
 
 
-def test_a_model_without_a_tokenizer(tiny_model_dir):
+def test_missing_tokenizer_is_refused(tiny_model_dir):
     assert_refused(tiny_model_dir, "no usable tokenizer", load_tokenizer)
 
 
-def test_a_broken_tokenizer(model_dir):
+def test_invalid_tokenizer_is_refused(model_dir):
     (model_dir / "tokenizer.json").write_text("{ broken")
     assert_refused(model_dir, "no usable tokenizer", load_tokenizer)
 
 
-def test_end_of_sequence_ids(random_model):
+def test_eos_token_ids_prefer_the_generation_config(random_model):
     model = random_model()
     assert eos_token_ids(model) == frozenset()
     model.config.eos_token_id = 5
@@ -156,7 +156,7 @@ def assert_decodes_as_transformers(model) -> None:
 
 
 @pytest.mark.slow
-def test_a_quantized_checkpoint_is_loaded_checked_and_decoded_exactly(demo_model_dir, tmp_path):
+def test_quantized_checkpoint_matches_generate(demo_model_dir, tmp_path):
     """BitNet has ternary weights and 8-bit activations; transformers runs it on CPUs by itself."""
     pytest.importorskip("accelerate")
     folder = shutil.copytree(demo_model_dir, tmp_path / "model")
@@ -178,7 +178,7 @@ TORCHAO = {
 }
 
 
-def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
+def test_model_quantized_on_loading_matches_generate(demo_model_dir):
     """The quantization may be given as a transformers object or as its fields."""
     torchao = pytest.importorskip("torchao.quantization")
     for given in (TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig()), TORCHAO):
@@ -187,7 +187,7 @@ def test_a_model_quantized_on_loading_is_decoded_exactly(demo_model_dir):
         assert_decodes_as_transformers(model)
 
 
-def test_a_quantizer_that_is_not_installed_is_named(demo_model_dir, monkeypatch):
+def test_missing_quantization_library_is_named(demo_model_dir, monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao", None)
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ModelError, match="cannot be loaded: .*torchao") as caught:
@@ -195,7 +195,7 @@ def test_a_quantizer_that_is_not_installed_is_named(demo_model_dir, monkeypatch)
     assert "\n" not in str(caught.value)
 
 
-def test_a_device_map_is_passed_on(demo_model_dir, monkeypatch):
+def test_device_map_is_passed_to_from_pretrained(demo_model_dir, monkeypatch):
     pytest.importorskip("accelerate")
     given = {}
     load = AutoModelForCausalLM.from_pretrained
@@ -204,7 +204,7 @@ def test_a_device_map_is_passed_on(demo_model_dir, monkeypatch):
     assert given["device_map"] == {"": "cpu"}
 
 
-def test_a_quantization_that_transformers_refuses(demo_model_dir):
+def test_unknown_quantization_method_is_refused(demo_model_dir):
     config = ModelConfig(path=str(demo_model_dir), quantization_config={"quant_method": "nonsense"})
     with pytest.raises(ModelError, match="cannot be loaded: .*nonsense"):
         load_model(config, CPU, "float32")
@@ -217,7 +217,7 @@ def _own_bytes() -> int:
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="asks Linux")
-def test_replicas_of_a_machine_share_what_they_load(random_model, tmp_path):
+def test_loading_maps_weights_instead_of_copying_them(random_model, tmp_path):
     """Files are mapped, not copied: eight replicas that load for eight GPUs need the memory of one model."""
     size = 96 << 20
     model = random_model("Llama", vocab_size=size // 2 // 4 // 32)  # half in its embedding, half in its last layer

@@ -26,7 +26,7 @@ GPUS = [torch.device("cuda", index) for index in range(2)]
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "qwen3_moe", "phi3"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_every_weight_has_one_device_and_a_layer_is_not_split(family, tied, random_model):
+def test_every_weight_is_on_exactly_one_device(family, tied, random_model):
     name, settings = FAMILIES[family]
     model = random_model(name, **settings | {"tie_word_embeddings": tied})
     parts = parts_of(model)
@@ -41,7 +41,7 @@ def test_every_weight_has_one_device_and_a_layer_is_not_split(family, tied, rand
     assert set(devices.values()) == {"cuda:0", "cuda:1"}
 
 
-def test_gpus_get_about_as_much():
+def test_pipeline_stages_are_balanced():
     parts = [Part(("embedding",), 500, 0), *(Part((f"layers.{index}",), 100, 1) for index in range(30))]
     for num_gpus in (2, 4, 7):
         stages = stages_of([*parts, Part(("head",), 500, 0)], num_gpus)
@@ -52,14 +52,14 @@ def test_gpus_get_about_as_much():
         assert max(filled.values()) <= 4000 / num_gpus + 250  # half of the largest part
 
 
-def test_a_model_whose_layers_are_in_no_list(random_model):
+def test_model_without_a_layer_list_is_refused(random_model):
     model = random_model()
     model.config.num_hidden_layers = 7
     with pytest.raises(ModelError, match="model.parallelism=pipeline: llama: has no list of its 7 layers"):
         parts_of(model)
 
 
-def test_a_replica_of_two_stages_decodes_as_transformers_does(demo_model_dir):
+def test_two_stage_replica_matches_generate(demo_model_dir):
     """Both stages run on a CPU, in this process."""
     expected = reference.greedy(demo_model_dir)
     config = ModelConfig(path=str(demo_model_dir), parallelism="pipeline")
@@ -69,7 +69,7 @@ def test_a_replica_of_two_stages_decodes_as_transformers_does(demo_model_dir):
             assert runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids == tokens
 
 
-def test_hooks_between_stages(demo_model_dir):
+def test_hooks_between_stages_do_not_change_results(demo_model_dir):
     """accelerate's hooks, which move inputs between GPUs, are present and do not change results."""
     config = ModelConfig(path=str(demo_model_dir))
     devices = device_map_of(parts_of(without_memory(config, "float32")), [CPU, CPU])
@@ -82,7 +82,7 @@ def test_hooks_between_stages(demo_model_dir):
     assert torch.equal(hooked.generate(prompt, **options), plain.generate(prompt, **options))
 
 
-def test_what_cannot_be_is_refused_in_one_line(demo_model_dir, monkeypatch):
+def test_invalid_pipeline_settings_are_refused(demo_model_dir, monkeypatch):
     with pytest.raises(ConfigError, match="model.parallelism=rows: must be one of auto, tensor, pipeline"):
         ModelConfig(parallelism="rows")
     config = ModelConfig(path=str(demo_model_dir), parallelism="pipeline")

@@ -67,7 +67,7 @@ def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_model_computes_the_same(family):
+def test_fused_model_matches_the_original(family):
     name, settings = FAMILIES[family]
     model = random_model(name, seed=1, initializer_range=0.3, **settings)
     before = logits_of(model)
@@ -81,7 +81,7 @@ def test_a_fused_model_computes_the_same(family):
 
 @pytest.mark.parametrize("strict_tokens", [None, 8])
 @pytest.mark.parametrize("packed", [True, False])
-def test_with_other_attention_and_packed(strict_tokens, packed):
+def test_fused_model_matches_with_sdpa_strict_and_packing(strict_tokens, packed):
     model = random_model("Qwen3", head_dim=8)
     before = logits_of(model, strict_tokens, own_attention=False)
     fuse_blocks(model)
@@ -92,7 +92,7 @@ def test_with_other_attention_and_packed(strict_tokens, packed):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_norms(dtype):
+def test_fused_norm_matches_llama_rms_norm(dtype):
     norm = LlamaRMSNorm(96, eps=1e-5).to(dtype)
     norm.weight.data.uniform_(-2, 2)
     fused = FusedNorm(norm)
@@ -103,7 +103,7 @@ def test_norms(dtype):
     assert torch.equal(fused(torch.zeros(1, 96, dtype=dtype)), torch.zeros(1, 96, dtype=dtype))
 
 
-def test_rotary_embedding():
+def test_rotate_matches_apply_rotary_pos_emb():
     states, (cos, sin) = torch.randn(1, 5, 3, 16), torch.randn(2, 1, 5, 16)
     expected, _ = apply_rotary_pos_emb(states, states, cos, sin, unsqueeze_dim=2)
     torch.testing.assert_close(rotate(states, cos, sin), expected)
@@ -112,7 +112,7 @@ def test_rotary_embedding():
     torch.testing.assert_close(rotate(states, cos, other), expected)  # does not reuse the sines of another pass
 
 
-def test_weights_are_freed_block_by_block():
+def test_original_weights_are_freed_block_by_block():
     model = random_model("Llama", num_hidden_layers=3)
     weights = [weakref.ref(layer.mlp.gate_proj.weight) for layer in model.model.layers]
     num_alive = []
@@ -154,7 +154,7 @@ def of_another_class(model):
 
 
 @pytest.mark.parametrize("change", [hooked, adapted, of_another_class])
-def test_what_is_not_known_stays(change):
+def test_unknown_blocks_are_not_fused(change):
     model = random_model("Llama")
     change(model)
     before = logits_of(model)
@@ -172,21 +172,21 @@ class TableNorm(LlamaRMSNorm):
         self.weight = nn.Parameter(torch.ones(5, norm.weight.shape[0]))
 
 
-def test_a_block_that_cannot_be_compared_stays():
+def test_block_that_cannot_be_compared_is_not_fused():
     model = random_model("Llama")
     model.model.norm = TableNorm(model.model.norm)
     fuse_blocks(model)
     assert blocks_of(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
 
 
-def test_eager_attention_stays():
+def test_eager_attention_is_not_fused():
     model = random_model("Llama", attention="eager")
     fuse_blocks(model)
     assert blocks_of(model) == {MLP: 2, NORM: 5}
 
 
 @pytest.mark.parametrize("wrong", [ATTENTION, MLP, NORM, LAYER])
-def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
+def test_blocks_with_wrong_fused_results_are_not_fused(wrong, monkeypatch):
     right = wrong.forward
 
     def forward(self, *args, **kwargs):
@@ -200,7 +200,7 @@ def test_blocks_stay_where_the_fused_ones_are_wrong(wrong, monkeypatch):
     assert set(blocks_of(model)) == {ATTENTION, MLP, NORM} - {wrong}
 
 
-def test_layers_with_hooks_stay():
+def test_layers_with_hooks_are_not_fused():
     for change in (lambda layer: layer, lambda layer: layer.mlp, lambda layer: layer.input_layernorm):
         model, seen = random_model("Llama"), []
         fuse_blocks(model)  # the fused layers are taken apart again below; the other blocks stay fused
@@ -217,7 +217,7 @@ def test_layers_with_hooks_stay():
 
 @pytest.mark.parametrize("strict_tokens", [None, 8])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_a_cache_that_is_new_and_one_that_was_used_hold_the_same(name, strict_tokens):
+def test_new_and_reused_caches_hold_equal_bits(name, strict_tokens):
     """The bits are equal: replicas that have decoded other requests before must not differ."""
     model = random_model(name, initializer_range=0.3)
     fuse_blocks(model)
@@ -233,7 +233,7 @@ def test_a_cache_that_is_new_and_one_that_was_used_hold_the_same(name, strict_to
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
-def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
+def test_cpu_kernels_match_torch(name, monkeypatch):
     model = random_model(name, initializer_range=0.3)
     fuse_blocks(model)
     used = Counter()
@@ -251,14 +251,14 @@ def test_kernels_of_the_host_give_what_torch_gives(name, monkeypatch):
     assert not used
 
 
-def test_it_can_be_turned_off(tiny_model_dir):
+def test_fusing_can_be_turned_off(tiny_model_dir):
     for fusing in ("auto", "off"):
         config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing))
         model, _ = loading.ready_model(config, torch.device("cpu"))
         assert bool(blocks_of(model.model)) == (fusing == "auto")
 
 
-def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypatch):
+def test_failed_check_suggests_settings_to_turn_off(tiny_model_dir, monkeypatch):
     def fail(model):
         raise ModelError("wrong")
 
@@ -275,7 +275,7 @@ def test_a_model_that_fails_says_what_may_be_turned_off(tiny_model_dir, monkeypa
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
-def test_the_layout_of_weights_is_measured_once(tiny_model_dir, tmp_path, monkeypatch):
+def test_weight_layout_is_measured_once(tiny_model_dir, tmp_path, monkeypatch):
     measured = []
 
     def pack(model) -> str:

@@ -52,7 +52,7 @@ def packs_bfloat16(request, monkeypatch) -> bool:
     return request.param
 
 
-def test_layers_of_a_dtype_that_the_library_refuses_stay(packs_bfloat16):
+def test_layers_of_unsupported_dtype_are_not_packed(packs_bfloat16):
     model = nn.Sequential(nn.Linear(8, 8).bfloat16(), nn.Linear(8, 8), nn.Linear(8, 8).bfloat16())
     assert pack_linears(model) == (3 if packs_bfloat16 else 1)
     kinds = [type(layer) for layer in model]
@@ -63,7 +63,7 @@ def test_layers_of_a_dtype_that_the_library_refuses_stay(packs_bfloat16):
     ("kind", "dtype", "bias", "num_tokens"), thinned(3, CLASSES, TOLERANCES, [True, False], [1, 2, 7, 16, 65, 300])
 )
 @torch.inference_mode()
-def test_products_are_those_of_a_linear_layer(kind, dtype, bias, num_tokens):
+def test_packed_product_matches_linear(kind, dtype, bias, num_tokens):
     linear = nn.Linear(80, 33, bias=bias).to(dtype)
     if not packs(kind, dtype):
         assert pack_linears(nn.Sequential(linear), kind) == 0
@@ -78,7 +78,7 @@ def test_products_are_those_of_a_linear_layer(kind, dtype, bias, num_tokens):
 
 @pytest.mark.parametrize("kind", CLASSES)
 @torch.inference_mode()
-def test_a_packed_model_computes_the_same(random_model, kind):
+def test_packed_model_matches_the_original(random_model, kind):
     model = random_model()
     tree = TokenTree([3], max_depth=4)
     for branch in ([1, 2, 3], [1, 5], [7]):
@@ -99,7 +99,7 @@ def test_a_packed_model_computes_the_same(random_model, kind):
     assert pack_linears(model) == 0
 
 
-def test_an_embedding_that_is_tied_to_the_last_layer_stays(random_model):
+def test_tied_embedding_is_unchanged_after_packing(random_model):
     model = random_model(tie_word_embeddings=True)
     embedding = model.get_input_embeddings().weight.clone()
     pack_linears(model)
@@ -116,13 +116,13 @@ class Adapted(nn.Linear):
     [nn.Linear(8, 8, dtype=torch.float64), nn.Linear(8, 8, device="meta"), Adapted(8, 8), nn.Embedding(8, 8)],
     ids=["another type", "on no device", "another class", "no linear layer"],
 )
-def test_what_cannot_be_packed_stays(layer):
+def test_unsupported_layers_are_not_packed(layer):
     model = nn.Sequential(layer)
     assert pack_linears(model) == 0
     assert model[0] is layer
 
 
-def test_packed_weights_cannot_be_computed_with():
+def test_computing_with_packed_weights_raises():
     """A model that reads a packed layer's weights itself must fail instead of computing with missing data."""
     packed = PackedLinear(nn.Linear(8, 8))
     assert packed.weight.device.type == "cpu"
@@ -132,7 +132,7 @@ def test_packed_weights_cannot_be_computed_with():
         torch.zeros(1, 8) @ packed.weight
 
 
-def test_layers_stay_where_the_packed_product_is_wrong(monkeypatch):
+def test_layers_with_wrong_packed_product_are_not_packed(monkeypatch):
     model = nn.Sequential(nn.Linear(8, 8))
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(len(x), 8))
     assert pack_linears(model) == 0
@@ -140,7 +140,7 @@ def test_layers_stay_where_the_packed_product_is_wrong(monkeypatch):
 
 
 @pytest.mark.parametrize("fastest", [nn.Linear, *CLASSES])
-def test_a_small_model_has_the_layers_that_are_fastest(random_model, monkeypatch, fastest):
+def test_small_model_gets_the_fastest_layout(random_model, monkeypatch, fastest):
     model = random_model("Llama")
     plain = [each for each in model.modules() if type(each) is nn.Linear]
     asked = []
@@ -165,7 +165,7 @@ def test_a_small_model_has_the_layers_that_are_fastest(random_model, monkeypatch
 
 
 @needs_mkl
-def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch, packs_bfloat16):
+def test_layers_of_mixed_dtypes_get_the_library_that_supports_them(monkeypatch, packs_bfloat16):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8, dtype=torch.bfloat16))
     monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: 1.0 + (type(model[0]) is not MKLPackedLinear))
     assert pack_fastest(model) == "MKL"
@@ -174,7 +174,7 @@ def test_layers_of_several_types_are_packed_each_as_it_can_be(monkeypatch, packs
 
 @needs_mkl
 @pytest.mark.parametrize("fastest", CLASSES)
-def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fastest, packs_bfloat16):
+def test_large_model_is_timed_on_a_few_layers(random_model, monkeypatch, fastest, packs_bfloat16):
     model = random_model("Llama")
     model.lm_head.to(torch.bfloat16)
     linears = [each for each in model.modules() if type(each) is nn.Linear]
@@ -194,18 +194,18 @@ def test_of_a_large_model_a_few_layers_are_tried(random_model, monkeypatch, fast
     assert len(set(tried)) == 1 < tried[0] < len(linears) and len(tried) > 8
 
 
-def test_a_large_model_that_no_library_packs_stays_plain(random_model, monkeypatch):
+def test_large_model_that_no_library_packs_is_left_plain(random_model, monkeypatch):
     monkeypatch.setattr(packing, "SMALL_BYTES", 0)
     monkeypatch.setattr(PackedLinear, "forward", lambda self, x: x.new_zeros(len(x), self.out_features))
     assert pack_fastest(random_model("Llama").bfloat16()) == "plain"
 
 
-def test_layers_are_timed():
+def test_seconds_of_layers_are_positive():
     layers = [PackedLinear(nn.Linear(8, 4)), PackedLinear(nn.Linear(64, 8))]
     assert packing._seconds_of_layers(layers) > 0
 
 
-def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
+def test_model_that_cannot_be_timed_is_packed_with_onednn(random_model, monkeypatch):
     def fails(*args, **options):
         raise ValueError("foreign")
 
@@ -215,7 +215,7 @@ def test_a_model_that_cannot_be_timed_is_packed(random_model, monkeypatch):
     assert not any(type(each) is torch.nn.Linear for each in model.modules())
 
 
-def test_a_pass_is_timed_for_what_it_is(random_model):
+def test_timing_runs_the_real_model_with_its_hooks(random_model):
     """The real model is run: its hooks are called."""
     model, seen = random_model("Llama"), []
     model.register_forward_hook(lambda *_: seen.append(1))

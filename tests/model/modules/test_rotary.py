@@ -39,7 +39,7 @@ def kind(request, random_model):
     return random_model(name, seed=3, **RANGE, **settings), lengths
 
 
-def test_bits_are_the_librarys(kind):
+def test_rotary_factors_equal_transformers_bitwise(kind):
     """This holds for prompts of any length and for each later token, whatever else is in its pass."""
     model, lengths = kind
     library = model.model.rotary_emb
@@ -60,7 +60,7 @@ def test_bits_are_the_librarys(kind):
     assert len(seen) == (6 if lengths.num_rows > 2 else 3), "the factors differ"
 
 
-def test_there_are_operations_on_tensors_alone(kind):
+def test_rotary_forward_runs_on_fake_tensors(kind):
     """A captured pass must not read the values of a tensor on the host."""
     model, _ = kind
     replace_rotaries(model)
@@ -69,7 +69,7 @@ def test_there_are_operations_on_tensors_alone(kind):
         assert cos.shape == (1, 4, 8)
 
 
-def test_a_view_changes_nothing_of_the_model(kind):
+def test_view_leaves_the_model_unchanged(kind):
     model, lengths = kind
     before = {name: module for name, module in model.named_modules()}
     state = dict(vars(model.model.rotary_emb)), model.model.rotary_emb.inv_freq.clone()
@@ -80,7 +80,7 @@ def test_a_view_changes_nothing_of_the_model(kind):
     assert vars(model.model.rotary_emb) == state[0] and torch.equal(model.model.rotary_emb.inv_freq, state[1])
 
 
-def test_a_module_that_was_used_is_taken_as_a_fresh_one(kind):
+def test_replacement_ignores_earlier_use_of_the_module(kind):
     model, _ = kind
     used = copy.deepcopy(model)
     used(torch.arange(60)[None])
@@ -90,7 +90,7 @@ def test_a_module_that_was_used_is_taken_as_a_fresh_one(kind):
         assert all(map(torch.equal, model.model.rotary_emb(X, places), used.model.rotary_emb(X, places)))
 
 
-def test_a_second_runner_replaces_the_librarys_modules_again(kind):
+def test_second_runner_does_not_wrap_rotary_modules_twice(kind):
     model, lengths = kind
     runners = [ModelRunner(model, 8), ModelRunner(model, 8)]
     assert [each.rotary_lengths for each in runners] == [lengths] * 2
@@ -99,7 +99,7 @@ def test_a_second_runner_replaces_the_librarys_modules_again(kind):
     assert check_model(runners[1]) < 1e-5
 
 
-def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch, caplog):
+def test_context_is_cut_if_rotary_modules_are_not_replaced(random_model, monkeypatch, caplog):
     """Modules stay if they have hooks, factors per layer type, or code that does more than read factors.
 
     They also stay if `generate` drops the model's cache at the length and the text cannot be re-fed.
@@ -125,7 +125,7 @@ def test_the_context_is_cut_where_modules_stay(random_model, monkeypatch, caplog
     assert ModelRunner(phimoe, 8).context_length == ROPE_THRESHOLD
 
 
-def test_the_self_check_goes_across_the_length(kind, monkeypatch):
+def test_self_check_crosses_the_rotary_threshold(kind, monkeypatch):
     """The check compares with transformers' modules, so it finds each missing part."""
     model, lengths = kind
     assert check_model(ModelRunner(model, 8)) < 1e-5
@@ -143,7 +143,7 @@ def test_the_self_check_goes_across_the_length(kind, monkeypatch):
         assert ModelRunner(model, 8).rotary_lengths == lengths._replace(refeeds=False)
 
 
-def test_chains_are_checked_across_the_length(random_model, monkeypatch):
+def test_chain_check_crosses_the_rotary_threshold(random_model, monkeypatch):
     settings = DYNAMIC | {"max_position_embeddings": 64}
     runner = ChainRunner(random_model("Llama", seed=3, **RANGE, **settings), 8)
     assert runner.rotary_lengths.threshold == 64 and check_chains(runner) < 1e-5
@@ -154,7 +154,7 @@ def test_chains_are_checked_across_the_length(random_model, monkeypatch):
         check_chains(ChainRunner(random_model("Llama", **DYNAMIC), 8))
 
 
-def test_what_lengths_say():
+def test_rotary_lengths_map_text_lengths_to_rows():
     dynamic, refed = RotaryLengths(32, 10), RotaryLengths(32, 2, refeeds=True)
     assert [dynamic.row(length) for length in (1, 32, 33, 40, 41, 99)] == [0, 0, 1, 8, 9, 9]
     assert [dynamic.num_alike(length, 60) for length in (5, 32, 36, 41, 50)] == [32, 32, 36, 60, 60]

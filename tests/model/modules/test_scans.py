@@ -24,14 +24,14 @@ def chunks(model):
 
 
 @pytest.mark.parametrize(("num_tokens", "chunk"), [(1, 1), (2, 2), (3, 4), (8, 8), (9, 16), (64, 64), (500, MAX_CHUNK)])
-def test_chunks_are_as_long_as_what_is_fed(model, num_tokens, chunk):
+def test_chunk_size_is_fitted_to_the_number_of_tokens(model, num_tokens, chunk):
     scans = FittedScans(model)
     view = scans.model_for(num_tokens)
     assert chunks(view) == {chunk} and chunks(model) == {OWN_CHUNK}
     assert scans.model_for(num_tokens) is view
 
 
-def test_chunks_never_grow(model):
+def test_chunk_size_never_exceeds_the_models(model):
     for module in model.modules():
         if hasattr(module, "chunk_size"):
             module.chunk_size = 4
@@ -40,14 +40,14 @@ def test_chunks_never_grow(model):
     assert scans.model_for(30) is model
 
 
-def test_a_model_without_scans_stays_itself():
+def test_model_without_scans_is_returned_unchanged():
     model = model_of("qwen3_next")
     assert FittedScans(model).model_for(3) is model
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
-def test_a_view_continues_a_text_as_the_model_does(model, num_tokens):
+def test_view_with_fitted_scans_matches_the_model(model, num_tokens):
     text, more = torch.arange(5, 25)[None], torch.arange(5, 5 + num_tokens)[None] % 50
     logits = []
     for runs in (model, FittedScans(model).model_for(num_tokens)):
@@ -58,7 +58,7 @@ def test_a_view_continues_a_text_as_the_model_does(model, num_tokens):
 
 
 @torch.inference_mode()
-def test_passes_of_a_chain_fit_their_scans(model, monkeypatch):
+def test_chain_passes_use_fitted_scans(model, monkeypatch):
     """A scan's input is as long as the chain, rounded up to a power of two."""
     runner, seen = ChainRunner(model, prefill_chunk=7), []
 

@@ -98,7 +98,7 @@ def play(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request])
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exactness", ["fast", "strict"])
-def test_tokens_are_those_of_one_gpu_and_a_step_is_one_graph(exactness):
+def test_captured_shards_match_one_gpu_and_launch_one_graph_per_step(exactness):
     config = RuntimeConfig(dtype="float32", exactness=exactness, strict_tokens=SIZES[-1])
     requests = REQUESTS if exactness == "fast" else {"greedy": REQUESTS["greedy"]}
     (num_captures, outputs, launches, waits), (num_followed, followed) = run_shards(play, 2, config, requests)
@@ -155,7 +155,7 @@ def decode_without_graphs(place: ShardPlace, config: RuntimeConfig, where: str) 
         ("follower", "it has failed on another GPU"),
     ],
 )
-def test_a_capture_that_fails_leaves_the_replica_as_it_was(where, reason):
+def test_failed_capture_falls_back_to_uncaptured_passes(where, reason):
     config = RuntimeConfig(dtype="float32")
     (warnings, tokens), _ = run_shards(decode_without_graphs, 2, config, where)
     assert any(reason in each and "going on with compile=off" in each for each in warnings)

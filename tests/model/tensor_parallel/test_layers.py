@@ -19,7 +19,7 @@ class NoReducer(Reducer):
 
 
 @pytest.mark.parametrize("sizes", [[5, 5], [4, 3, 3], [10]])
-def test_each_token_is_looked_up_by_one_shard(sizes):
+def test_embedding_shards_sum_to_the_whole_embedding(sizes):
     weight = torch.randn(sum(sizes), 3, generator=torch.Generator().manual_seed(0))
     total, first = torch.zeros_like(weight), 0
     for part in weight.split(sizes):

@@ -99,7 +99,7 @@ def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, 
     return found
 
 
-def test_slices_compute_what_the_whole_model_does(model_dirs):
+def test_two_shards_match_the_whole_model(model_dirs):
     found = run_shards(computed_by_shard, 2, model_dirs)
     for case, folder in model_dirs.items():
         runner = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048, own_attention=True)
@@ -126,7 +126,7 @@ def test_slices_compute_what_the_whole_model_does(model_dirs):
 
 
 @needs_sliced_vocabulary
-def test_three_shards_and_heads_of_a_kind(tmp_path, random_model):
+def test_three_shards_match_the_whole_model(tmp_path, random_model):
     model = random_model(vocab_size=64, hidden_size=36, num_attention_heads=9, num_key_value_heads=3)
     model.save_pretrained(tmp_path)
     runner = ModelRunner(model, 2048)
@@ -152,7 +152,7 @@ def test_three_shards_and_heads_of_a_kind(tmp_path, random_model):
         ),
     ],
 )
-def test_what_cannot_be_sliced_is_refused_by_its_configuration(family, settings, num_shards, message):
+def test_unsupported_configuration_is_refused(family, settings, num_shards, message):
     name, own = FAMILIES[family]
     config = AutoConfig.for_model(family, **SHAPE | own)
     for key, value in settings.items():
@@ -163,7 +163,7 @@ def test_what_cannot_be_sliced_is_refused_by_its_configuration(family, settings,
     assert "\n" not in str(caught.value)
 
 
-def test_a_model_that_cannot_be_sliced_is_refused_before_it_is_loaded(tmp_path):
+def test_unsliceable_model_is_refused_before_its_weights_are_loaded(tmp_path):
     AutoConfig.for_model("llama", **SHAPE).save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(ModelError, match="num_key_value_heads=2"):
         load_model(ModelConfig(path=str(tmp_path)), CPU, "float32", ShardPlace(0, 4, new_segment_name()))
