@@ -15,7 +15,7 @@ from lp_runtime.utils import jit
 
 
 @pytest.fixture
-def anew():
+def fresh():
     """Make the kernels be compiled and checked again, both now and after the test."""
     caches = (numba_cpu._can_run, numba_cpu._try_kernels, numba_cpu._kernels)
     for cache in caches:
@@ -90,7 +90,7 @@ def test_supports_returns_false_for_unsupported_states():
         assert not supports(states)
 
 
-def test_kernels_are_not_used_if_their_results_are_wrong(anew, monkeypatch, caplog):
+def test_kernels_are_not_used_if_their_results_are_wrong(fresh, monkeypatch, caplog):
     monkeypatch.setattr(numba_cpu, "norm", lambda states, *_: states)
     monkeypatch.setattr(jit, "_cache_folders", set())  # keeps the cached code of other processes
     with caplog.at_level(logging.WARNING):

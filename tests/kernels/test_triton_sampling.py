@@ -71,14 +71,14 @@ def test_gumbel_noise_equals_the_cpus_bitwise(seed, size):
     scores[row, token] = gap
     for _ in range(4):
         scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(torch.inf))
-        assert_alike(scores, noise, expected)
+        assert_same(scores, noise, expected)
     scores[row, token] = gap
     for _ in range(4):
         scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(-torch.inf))
-        assert_alike(scores, noise, expected)
+        assert_same(scores, noise, expected)
 
 
-def assert_alike(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
+def assert_same(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
     """Assert that the kernel samples the arg max of the scores and the CPU's noise."""
     found = kernels.sample_and_pack(scores.to(DEVICE), Packing(0, 1), noise)[:, 0]
     assert found.tolist() == (scores + expected).argmax(-1).tolist()
