@@ -568,7 +568,7 @@ def test_texts_beyond_window_or_rope_length_launch_only_graphs(gpu, family):
 @pytest.mark.slow
 def test_batch_of_eight_waits_once_per_step_and_launches_only_graphs(gpu, model, expected):
     """Eight requests share a pass: the host waits once per exchange and launches only graphs."""
-    loop, settings = loop_of(model), LookaheadConfig(3, 3, 3)  # eight of these fit into the largest pass
+    loop, settings = loop_of(model), LookaheadConfig(1, 3, 1)  # eight of these fit into the largest pass
     loop.prepare(settings)
     request = replace(REQUESTS["fixed"], lookahead=settings)
     arrivals = [Arrival(number, replace(request, max_new_tokens=20 + number)) for number in range(8)]
