@@ -282,7 +282,7 @@ class Gpu(TorchDispatchMode):
                 options = {key: value for key, value in options.items() if key != "non_blocking"}
                 function = aten._to_copy.default
                 return self._compute(function, function, (source,), options, "_to_copy")
-        else:  # nothing waits for what is not pinned to begin with, but then it is
+        else:  # the target is not pinned, so the host waits for the copy, as with torch
             target = torch.empty(source.shape, dtype=dtype)
         return self._copy(target, source, non_blocking)
 
