@@ -31,7 +31,7 @@ SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 8  # version of saved draft tables
+FORMAT = 9  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
@@ -160,6 +160,7 @@ class DraftTables:
             "accepted": rates.accepted,
             "expected": rates.expected,
             "observed": rates.observed,
+            "copies": rates.copies,
             "share_expected": rates.share_expected,
             "share_observed": rates.share_observed,
         }

@@ -2,8 +2,10 @@
 
 Acceptance is counted by feature. If several features name a candidate, its estimate is the best of theirs. That is
 usually too high, and more so the fewer features agree. So estimates are calibrated by their level and by how many
-features agree: their sum is compared with how many of the candidates came. Finally, the candidates of one context
-compete, as only one token comes: each gets a part of what better ones leave (`share_out`).
+features agree: their sum is compared with how many of the candidates came. A text that repeats itself does so for
+many tokens in a row, so the misses of recent copies correct all estimates of copies at once (`count_copies`). Finally,
+the candidates of one context compete, as only one token comes: each gets a part of what better ones leave
+(`share_out`).
 
 Probabilities are fixed point, ONE is certain. Everything is integer arithmetic, so equal inputs give equal estimates on
 every replica.
@@ -17,7 +19,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, Candidates
+from lp_runtime.lookahead.drafters.best_first.features import (
+    COPY_FEATURES,
+    LONGEST_FEATURES,
+    NUM_FEATURES,
+    Candidates,
+)
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.utils.jit import Int, inlined
 
@@ -28,6 +35,8 @@ NUM_LEVELS = 16  # of an estimate; see `LEVELS`
 MAX_AGREEING = 3  # features that name one token; more count as 3
 NUM_CALIBRATIONS = MAX_AGREEING * NUM_LEVELS
 CALIBRATION_WEIGHT = 16  # expected tokens that each level starts with
+COPY_WEIGHT = 2  # expected misses of copies that no observation counts for
+COPY_MEMORY = 16  # the counts of copies are halved when their expected misses exceed this
 NUM_PLACES = 4  # ranks by estimate among a context's candidates; all ranks from the fourth on count as one
 NUM_SHARES = 2 * NUM_PLACES * NUM_LEVELS  # twice: at the root, and below it
 LEVEL_BITS = 8  # low bits of an estimate that do not decide its level
@@ -54,6 +63,7 @@ class Rates(NamedTuple):
             agreeing features.
         observed: [NUM_CALIBRATIONS] int64 how many of these candidates came.
         factor: [NUM_CALIBRATIONS] int64 factor that calibrates estimates.
+        copies: [2] int64 expected and observed misses of recent copies: tokens that a match in the text proposes.
         calibrated: [MAX_AGREEING, F] int64 calibrated estimate.
         highest: [F] int64 highest probability that a candidate with each feature may have.
         share_start: [NUM_SHARES] int64 see `start`.
@@ -72,6 +82,7 @@ class Rates(NamedTuple):
     expected: np.ndarray
     observed: np.ndarray
     factor: np.ndarray
+    copies: np.ndarray
     calibrated: np.ndarray
     highest: np.ndarray
     share_start: np.ndarray
@@ -88,7 +99,8 @@ def make_rates() -> Rates:
     calibrated = np.zeros((MAX_AGREEING, NUM_FEATURES), np.int64)
     share_start, share_expected, share_observed, share = (np.zeros(NUM_SHARES, np.int64) for _ in range(4))
     shares = (share_start, share_expected, share_observed, share, np.zeros(NUM_LEVELS, np.int64))
-    return Rates(tried, accepted, rate, prior, start, expected, observed, factor, calibrated, highest, *shares)
+    copies = np.zeros(2, np.int64)
+    return Rates(tried, accepted, rate, prior, start, expected, observed, factor, copies, calibrated, highest, *shares)
 
 
 @inlined
@@ -116,6 +128,8 @@ def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
         rates.highest_share[cell % NUM_LEVELS] = max(rates.highest_share[cell % NUM_LEVELS], share)
     for cell in range(NUM_CALIBRATIONS):
         rates.factor[cell] = factor_of(rates.expected[cell], rates.observed[cell], rates.start[cell])
+    weight = COPY_WEIGHT * ONE
+    missing = min(((rates.copies[1] + weight) << ONE_BITS) // (rates.copies[0] + weight), np.int64(ONE))
     best = np.int64(0)
     for feature in range(num_features):
         rate, highest = rates.rate[feature], np.int64(0)
@@ -123,12 +137,20 @@ def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
         for agreeing in range(MAX_AGREEING):
             factor = rates.factor[agreeing * NUM_LEVELS + level]
             calibrated = min(rate * factor >> ONE_BITS, ONE)
+            if is_copy(feature):
+                calibrated = ONE - ((ONE - calibrated) * missing >> ONE_BITS)
             rates.calibrated[agreeing, feature] = calibrated
             share = rates.highest_share[level_of(calibrated)]
             highest = max(highest, min(calibrated * share >> ONE_BITS, np.int64(ONE)))
         rates.highest[feature] = highest
         best = max(best, highest)
     return best
+
+
+@inlined
+def is_copy(feature: Int) -> bool:
+    """Return whether a feature is that of a long match in the text."""
+    return COPY_FEATURES <= feature < LONGEST_FEATURES
 
 
 @inlined
@@ -273,6 +295,20 @@ def count_levels(rates: Rates, candidates: Candidates, num: Int, token: Int) -> 
         calibration = calibration_of(rate, candidates.agreeing[i])
         rates.expected[calibration] += rate
         rates.observed[calibration] += candidates.merged[i] == token
+
+
+@inlined
+def count_copies(rates: Rates, candidates: Candidates, num: Int, token: Int) -> None:
+    """Count whether a long match's token among `num` merged candidates was the one that came, `token`."""
+    for i in range(num):
+        if is_copy(candidates.best[i]):
+            rate = rates.rate[candidates.best[i]]
+            factor = rates.factor[calibration_of(rate, candidates.agreeing[i])]
+            rates.copies[0] += ONE - min(rate * factor >> ONE_BITS, ONE)
+            rates.copies[1] += ONE * (candidates.merged[i] != token)
+            if rates.copies[0] > COPY_MEMORY * ONE:
+                rates.copies[0] >>= 1
+                rates.copies[1] >>= 1
 
 
 @inlined

@@ -10,6 +10,7 @@ import numpy as np
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.estimates import (
     Rates,
+    count_copies,
     count_features,
     count_levels,
     count_shares,
@@ -151,6 +152,7 @@ def advance(
         num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
         count_features(rates, candidates, num_rows, committed[i])
         num_merged = merge(rates, candidates, num_rows, 0)
+        count_copies(rates, candidates, num_merged, committed[i])
         count_levels(rates, candidates, num_merged, committed[i])
         count_shares(rates, candidates, num_merged, path[i] == root, committed[i])
         estimate(rates, candidates, num_rows)
