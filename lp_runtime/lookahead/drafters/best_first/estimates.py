@@ -150,7 +150,7 @@ def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
 @inlined
 def is_copy(feature: Int) -> bool:
     """Return whether a feature is that of a long match in the text."""
-    return COPY_FEATURES <= feature < LONGEST_FEATURES
+    return bool(COPY_FEATURES <= feature < LONGEST_FEATURES)
 
 
 @inlined
