@@ -63,7 +63,7 @@ def code_edits(data: Path) -> Iterator[Task]:
     codes = [text for texts in zip_longest(*sources) for text in texts if text is not None]
     kinds = list(EDITS)
     for number, code in enumerate(codes):
-        names = [name for name in re.findall(r"def (\w+)\(", code) if not name.startswith("_")]
+        names = re.findall(r"def ([^\W_]\w+)\(", code)
         if not names:
             continue
         kind, name = kinds[number // 2 % len(kinds)], names[-1]

@@ -109,7 +109,7 @@ def num_cores() -> int:
 
 def must_sleep(num_local: int, owns_device: bool) -> bool:
     """Whether a process should sleep while it waits for its GPU, because there are too few cores to poll."""
-    is_pinned = owns_device and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)  # to cores of its own, as by srun
+    is_pinned = owns_device and len(os.sched_getaffinity(0)) < (os.cpu_count() or 1)  # to its own cores, as by srun
     # Waking up takes an estimated 20 to 50 us.
     return num_cores() < CORES_PER_REPLICA * (1 if is_pinned else num_local)
 
