@@ -7,13 +7,13 @@ from common import Value
 from peers import SamDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.model.capacity import STEP_TOKENS
 from studies.drafting_bench import GREEDY
 from studies.drafting_peers import SAM, peers, peers_kept, peers_sampled
 from studies.drafting_table import (
     PROMPT_LOOKUP,
     RECYCLING,
     Study,
-    add_by_kind,
     full,
     paper,
     step_tokens,
@@ -84,6 +84,15 @@ def degrees(study: Study) -> None:
         study.add(f"paper ({W}, 5, {W})", paper(W, 5, W), degree, line=line, x=degree * 120)
 
 
+def replicas(study: Study) -> None:
+    """S of 64 tokens a replica, by number of replicas, and of a single replica that feeds as many tokens."""
+    for degree in DEGREES:
+        study.add("full, 64 a replica", full(64), degree, x=64 * degree)
+    for degree in DEGREES[1:]:
+        tokens = min(64 * degree, STEP_TOKENS)
+        study.add(f"full, {tokens}", full(tokens), line="full, one replica", x=tokens)
+
+
 def chains(study: Study) -> None:
     """S by number of replicas if each follows one path of the tree, compared with trees of as many tokens."""
     for as_chains in (True, False):
@@ -133,7 +142,8 @@ def categories(study: Study) -> None:
         ("full, 54", full(54)),
         ("full, 83", full(83)),
     )
-    add_by_kind(study, methods, GREEDY)
+    for label, settings in methods:
+        study.add(label, settings)
 
 
 def sources(study: Study) -> None:
@@ -220,6 +230,7 @@ STUDIES = (
     drafters,
     headline,
     degrees,
+    replicas,
     chains,
     ablation,
     sampling,

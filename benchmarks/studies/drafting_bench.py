@@ -27,6 +27,7 @@ from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.top_k import K
+from lp_runtime.model.capacity import STEP_TOKENS
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, encode, encode_chat
@@ -76,6 +77,13 @@ class Run:
         return 1 - len(set(ngrams)) / max(1, len(ngrams))
 
 
+class AnySize(Calibration):
+    """Calibration for steps of fixed sizes: any size is fed, however long this machine takes for it."""
+
+    def max_step_tokens(self) -> int:
+        return STEP_TOKENS
+
+
 class EqualReplicas(Calibration):
     """Calibration of one replica, used for all replicas.
 
@@ -119,7 +127,7 @@ class Bench:
             args.record.mkdir(parents=True, exist_ok=True)
         self._cache = None if args.record is None else str(args.record)
         self._measured = Measured()
-        self.calibration = Calibration(self.model, Group.alone(), self._cache, self._measured)
+        self.calibration = AnySize(self.model, Group.alone(), self._cache, self._measured)
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)

@@ -12,8 +12,8 @@ from suffix_decoding import SuffixDrafter
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
-from studies.drafting_bench import GREEDY, Drafting
-from studies.drafting_table import PROMPT_LOOKUP, Study, add_by_kind, full, paper
+from studies.drafting_bench import Drafting
+from studies.drafting_table import PROMPT_LOOKUP, Study, full, paper
 
 SAM = "SAM decoding with a recycling tree"
 SUFFIX = "SuffixDecoding"
@@ -55,16 +55,19 @@ def kept_peers() -> list[tuple[str, Drafting]]:
 def peers(study: Study) -> None:
     """S compared with published draft-free methods at 64, 16 and 83 nodes, by kind, greedy; tables reset."""
     for budget in (64, 16, 83):
-        add_by_kind(study, reset_peers(budget), GREEDY)
+        for label, drafting in reset_peers(budget):
+            study.add(label, drafting)
 
 
 def peers_sampled(study: Study) -> None:
     """S of the methods of `peers` at temperature 1.0 and 0.7."""
     for budget in (83, 64, 16):
         for temperature in (1.0, 0.7):
-            add_by_kind(study, reset_peers(budget), {"temperature": temperature})
+            for label, drafting in reset_peers(budget):
+                study.add(label, drafting, sampling={"temperature": temperature})
 
 
 def peers_kept(study: Study) -> None:
     """S of the methods of `peers` at 64 nodes, greedy, with tables that are kept from prompt to prompt."""
-    add_by_kind(study, kept_peers(), GREEDY)
+    for label, drafting in kept_peers():
+        study.add(label, drafting)

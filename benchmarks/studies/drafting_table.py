@@ -69,7 +69,7 @@ class Study:
         x: float | None = None,
         as_chains: bool = False,
     ) -> list[Run]:
-        """Decode all prompts, and add a row.
+        """Decode all prompts, and add a row; several kinds of prompts have a column of S each.
 
         Args:
             label: label of the row.
@@ -86,8 +86,9 @@ class Study:
         self._points.setdefault(line or label, []).append((x or step_tokens(runs), compression_ratio(runs)))
         return runs
 
-    @staticmethod
-    def row(label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, Any] = GREEDY) -> dict[str, Value]:
+    def row(
+        self, label: str, runs: Sequence[Run], degree: int = 1, sampling: Mapping[str, Any] = GREEDY
+    ) -> dict[str, Value]:
         """Return the columns that most studies share, from the runs of all prompts; see `add` for the rest."""
         shown = (
             ", ".join(f"{name} {value:g}" for name, value in sampling.items()) if sampling["temperature"] else "greedy"
@@ -95,7 +96,11 @@ class Study:
         row: dict[str, Value] = {"drafter": label, "replicas": degree, "sampling": shown}
         row |= {"step tokens": step_tokens(runs), "S": compression_ratio(runs)}
         row |= {"S, least repetitive": compression_ratio(least_repetitive(runs))}
-        return row | {"4-grams repeated": statistics.mean(run.repeated for run in runs)}
+        row |= {"4-grams repeated": statistics.mean(run.repeated for run in runs)}
+        kinds = [kind for kind, _ in self.bench.prompts]
+        for kind in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
+            row[kind] = compression_ratio([run for run, of in zip(runs, kinds, strict=True) if of == kind])
+        return row
 
     def add_row(self, row: Mapping[str, Value]) -> None:
         """Add a row of any columns."""
@@ -116,17 +121,6 @@ class Study:
 
 
 _RATIOS = ("S", "S, least repetitive", "4-grams repeated")
-
-
-def add_by_kind(study: Study, methods: Sequence[tuple[str, Drafting]], sampling: Mapping[str, Any]) -> None:
-    """Decode all prompts by each method, and add a row per method, with S by kind of prompt."""
-    kinds = [kind for kind, _ in study.bench.prompts]
-    for label, drafting in methods:
-        runs = study.bench.decode_all(drafting, sampling=sampling)
-        row = study.row(label, runs, sampling=sampling) | {"outputs equal": f"{len(runs)} of {len(runs)}"}
-        for kind in dict.fromkeys(kinds):
-            row[kind] = compression_ratio([run for run, of in zip(runs, kinds, strict=True) if of == kind])
-        study.add_row(row)
 
 
 def plot(lines: Mapping[str, Sequence[tuple[float, float]]], x_label: str, path: Path) -> None:
