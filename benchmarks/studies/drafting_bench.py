@@ -127,7 +127,7 @@ class Bench:
             args.record.mkdir(parents=True, exist_ok=True)
         self._cache = None if args.record is None else str(args.record)
         self._measured = Measured()
-        self.calibration = AnySize(self.model, Group.alone(), self._cache, self._measured)
+        self.calibration: Calibration = AnySize(self.model, Group.alone(), self._cache, self._measured)
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)

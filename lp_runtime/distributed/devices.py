@@ -13,12 +13,12 @@ import torch
 
 from lp_runtime.distributed.context import NO_GPUS, visible_gpus
 from lp_runtime.errors import ConfigError
+from lp_runtime.utils.cores import num_cores
 
 log = logging.getLogger(__name__)
 
 DRIVER_VERSION = Path("/proc/driver/nvidia/version")  # also visible in containers without access to the GPUs
 DRIVER_CONTROL = Path("/dev/nvidiactl")  # only visible with access to the GPUs
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds of CPU time, or "max", in each period
 CORES_PER_REPLICA = 2  # to poll for the end of a pass: one polls, one is for the process's other threads
 MIN_DRIVERS = {12: 525, 13: 580}  # minimum driver major version, by CUDA major version
 WHEELS = "https://download.pytorch.org/whl"
@@ -95,16 +95,6 @@ def check_one_each(numbers: Sequence[int]) -> None:
                 f"replicas {first} and {rank} have the same GPU, and each sees one alone: give each process its own"
                 " (srun --gpus-per-task=1), or let them share it with launcher.backend=shared"
             )
-
-
-def num_cores() -> int:
-    """Return the number of CPU cores this process may use: affinity, limited by the container's quota."""
-    found = len(os.sched_getaffinity(0))
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return min(found, max(1, int(quota) // int(period)))  # int("max") raises ValueError
-    except (OSError, ValueError):
-        return found
 
 
 def must_sleep(num_local: int, owns_device: bool) -> bool:

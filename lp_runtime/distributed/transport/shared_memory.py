@@ -17,6 +17,7 @@ import contextlib
 import functools
 import mmap
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,6 +30,7 @@ import torch
 from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
+from lp_runtime.utils.cores import num_cores
 from lp_runtime.utils.jit import bound, compiled, compiles
 
 FOLDER = Path("/dev/shm")  # an in-memory file system on Linux
@@ -38,7 +40,8 @@ ROUND, PROCESS, HAS_LEFT = range(3)  # words of a line: number of the latest rou
 JOINED = 1  # number of the round in which a replica joins
 SPINS = 200  # polls of the lines before the CPU is yielded; about 1 us
 YIELD_SECONDS = 5e-4  # a wait yields the CPU between polls for this long, and sleeps between them later
-# A patient wait sleeps only briefly for this long: in a request, the next announcement comes within a step.
+# A patient wait yields for this long, or sleeps only briefly where cores are few: in a request, the next announcement
+# comes within a step.
 ALERT_SECONDS = 0.02
 SHORT_SLEEP_SECONDS = 1e-5  # about 60 us with Linux's timer slack; leaves the core to busy peers, unlike yielding
 MAX_SLEEP_SECONDS = 1e-3
@@ -92,6 +95,7 @@ class SharedMemoryTransport(Transport):
         self._step_timeout = step_timeout
         self._buffer_words = buffer_words
         self._is_aborted = False
+        self._has_cores = num_cores() >= num_replicas  # enough for all replicas to poll at once
         path = FOLDER / name
         try:
             # The map is never closed explicitly: views may outlive the group. It is unmapped with the last view.
@@ -157,15 +161,18 @@ class SharedMemoryTransport(Transport):
         return _reported(self._exchange(np.empty(0, np.int64), count=-1 - number))
 
     def broadcast(self, data: bytes | None, is_patient: bool) -> bytes:
-        nothing = np.empty(0, np.int64)
-        mine = nothing if data is None else np.array([len(data)], np.int64)
-        num_bytes = int(self._exchange(mine, is_patient)[0, 1])
-        padded = b"" if data is None else data + bytes(-len(data) % 8)
-        words, found = np.frombuffer(padded, np.int64), np.empty(-(-num_bytes // 8), np.int64)
-        for first in range(0, len(found), self._buffer_words):
+        # The first round has the length and what fits after it: a second one would double a short message's latency.
+        words = np.empty(0, np.int64)
+        if data is not None:
+            words = np.frombuffer(len(data).to_bytes(8, sys.byteorder) + data + bytes(-len(data) % 8), np.int64)
+        received = self._exchange(words[: self._buffer_words], is_patient)[0, 1:]
+        num_bytes = int(received[0])
+        found = np.empty(1 + -(-num_bytes // 8), np.int64)
+        found[: self._buffer_words] = received[: len(found)]
+        for first in range(self._buffer_words, len(found), self._buffer_words):
             end = min(first + self._buffer_words, len(found))
             found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
-        return found.tobytes()[:num_bytes]
+        return found[1:].tobytes()[:num_bytes]
 
     def _exchange(self, row: np.ndarray, is_patient: bool = False, count: int | None = None) -> np.ndarray:
         """Publish a row, [n] int64 with n <= buffer_words, and wait for the rows of all peers.
@@ -203,7 +210,7 @@ class SharedMemoryTransport(Transport):
                 raise self._lost(f"rank {rank} is gone")
             if timeout is not None and waited > timeout:
                 raise self._lost(f"rank {rank} did not answer within {timeout:g} s")
-            _pause(waited, alert_seconds)
+            _pause(waited, alert_seconds, self._has_cores)
 
     def _has_ended(self, rank: int) -> bool:
         """Whether a replica's process has ended; False if the process is not visible from here."""
@@ -231,9 +238,12 @@ def _reported(rows: np.ndarray) -> list[int]:
     return [-1 - count if count < 0 else first for count, first in rows[:, :2].tolist()]
 
 
-def _pause(waited: float, alert_seconds: float = 0.0) -> None:
-    """Yield the CPU, or sleep if `waited` seconds exceed YIELD_SECONDS: briefly up to `alert_seconds`."""
-    if waited < YIELD_SECONDS:
+def _pause(waited: float, alert_seconds: float = 0.0, has_cores: bool = False) -> None:
+    """Yield the CPU, or sleep if `waited` seconds exceed YIELD_SECONDS.
+
+    Up to `alert_seconds` it yields, too, if each replica has a core to poll on, else sleeps only briefly.
+    """
+    if waited < YIELD_SECONDS or (has_cores and waited < alert_seconds):
         os.sched_yield()
     elif waited < alert_seconds:
         time.sleep(SHORT_SLEEP_SECONDS)

@@ -274,13 +274,23 @@ def test_rows_in_wrong_order_raise():
 
 
 @pytest.mark.parametrize(
-    ("announced", "latest", "most_polls"), [(2e-3, 1e-4, 200), (7e-3, 1e-4, 300), (0.019, 1e-4, 500), (1.0, 2e-3, 2000)]
+    ("cores", "announced", "latest", "most_polls"),
+    [
+        (1, 2e-3, 1e-4, 200),
+        (1, 7e-3, 1e-4, 300),
+        (1, 0.019, 1e-4, 500),
+        (1, 1.0, 2e-3, 2000),
+        (2, 2e-3, 1e-5, 500),
+        (2, 0.019, 1e-5, 4000),
+        (2, 1.0, 2e-3, 5000),
+    ],
 )
-def test_patient_wait_responds_quickly_and_polls_rarely(announced, latest, most_polls, monkeypatch):
-    """Long waits poll rarely.
+def test_patient_wait_responds_quickly_and_polls_rarely(cores, announced, latest, most_polls, monkeypatch):
+    """Long waits poll rarely, and short ones, too, if two replicas share a core.
 
     The clock is simulated: a yield takes 5 us, and a sleep takes 55 us longer than requested.
     """
+    monkeypatch.setattr(shared_memory, "num_cores", lambda: cores)
     transports: dict[int, Transport] = {}
     ready = threading.Barrier(3)
     done = threading.Event()
