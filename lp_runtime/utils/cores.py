@@ -10,9 +10,9 @@ CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")  # of this container: microseconds of
 
 def num_cores() -> int:
     """Return the number of CPU cores this process may use: affinity, limited by the container's quota."""
-    found = len(os.sched_getaffinity(0))
+    num_allowed = len(os.sched_getaffinity(0))
     try:
         quota, period = CPU_QUOTA.read_text().split()
-        return min(found, max(1, int(quota) // int(period)))  # int("max") raises ValueError
+        return min(num_allowed, max(1, int(quota) // int(period)))  # int("max") raises ValueError
     except (OSError, ValueError):
-        return found
+        return num_allowed

@@ -167,12 +167,12 @@ class SharedMemoryTransport(Transport):
             words = np.frombuffer(len(data).to_bytes(8, sys.byteorder) + data + bytes(-len(data) % 8), np.int64)
         received = self._exchange(words[: self._buffer_words], is_patient)[0, 1:]
         num_bytes = int(received[0])
-        found = np.empty(1 + -(-num_bytes // 8), np.int64)
-        found[: self._buffer_words] = received[: len(found)]
-        for first in range(self._buffer_words, len(found), self._buffer_words):
-            end = min(first + self._buffer_words, len(found))
-            found[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
-        return found[1:].tobytes()[:num_bytes]
+        message = np.empty(1 + -(-num_bytes // 8), np.int64)
+        message[: self._buffer_words] = received[: len(message)]
+        for first in range(self._buffer_words, len(message), self._buffer_words):
+            end = min(first + self._buffer_words, len(message))
+            message[first:end] = self._exchange(words[first:end])[0, 1 : 1 + end - first]
+        return message[1:].tobytes()[:num_bytes]
 
     def _exchange(self, row: np.ndarray, is_patient: bool = False, count: int | None = None) -> np.ndarray:
         """Publish a row, [n] int64 with n <= buffer_words, and wait for the rows of all peers.
