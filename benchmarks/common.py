@@ -239,14 +239,14 @@ def totals(generations: Sequence[Generation]) -> tuple[float, float]:
 
 def replica_processes() -> list[psutil.Process]:
     """Return the running replica processes that this process has spawned."""
-    found = []
+    replicas = []
     for child in psutil.Process().children():
         try:
             if any(REPLICA_MODULE in word for word in child.cmdline()):  # part of the code after `python -c`
-                found.append(child)
+                replicas.append(child)
         except psutil.Error:  # it has just ended
             continue
-    return found
+    return replicas
 
 
 class Results:

@@ -85,8 +85,8 @@ class Branches:
 
     def after(self, token: int, previous: int | None) -> Candidates:
         """Return the candidates after a token; empty if it was never seen."""
-        found = None if previous is None else self._by_two.get((previous, token))
-        return self._by_last.get(token, []) if found is None else found
+        candidates = None if previous is None else self._by_two.get((previous, token))
+        return self._by_last.get(token, []) if candidates is None else candidates
 
 
 class Matcher:

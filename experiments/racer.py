@@ -159,18 +159,18 @@ class Automaton(Trie):
         Only states of MIN_MATCH tokens or more are returned. The longest match of any length becomes the current state;
         without a match the current state does not change.
         """
-        found: list[State] = []
+        states: list[State] = []
         state = self.current
         while True:
             child = state.children.get(token)
             if child is not None:
-                found.append(child)
+                states.append(child)
             if state is self.root:
                 break
             state = state.fail
-        if found:
-            self.current = found[0]
-        borders = [state for state in found if state.depth >= MIN_MATCH]
+        if states:
+            self.current = states[0]
+        borders = [state for state in states if state.depth >= MIN_MATCH]
         for border in borders:
             self._touch_path(border)
         return borders
@@ -278,7 +278,7 @@ class RacerDrafter(Peer):
         self,
         tokens: Sequence[int],
         tree: TokenTree,
-        found: VerificationResult,
+        result: VerificationResult,
         committed: Sequence[int],
         path: Sequence[int],
     ) -> None:

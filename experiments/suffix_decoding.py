@@ -62,8 +62,8 @@ class SuffixTree:
                 node = node.children.get(token) if node is not None else None
             if node is None:
                 break
-            found = _continue(node, min(length, MAX_DEPTH))
-            best = found if found[0] >= best[0] else best  # at equal scores prefer the longer suffix
+            continuation = _continue(node, min(length, MAX_DEPTH))
+            best = continuation if continuation[0] >= best[0] else best  # at equal scores prefer the longer suffix
         return best
 
 

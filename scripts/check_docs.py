@@ -100,16 +100,16 @@ def code_spans(line: Line) -> list[str]:
 
 def anchors(text: str) -> set[str]:
     """Return the anchors that GitHub gives a page's headings."""
-    found: set[str] = set(re.findall(r'<a (?:name|id)="([^"]+)"', text))
+    slugs: set[str] = set(re.findall(r'<a (?:name|id)="([^"]+)"', text))
     for line in read_lines(text):
         heading = re.match(r"#{1,6} +(.+?) *#*$", line.text)
         if line.is_code or not heading:
             continue
         title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading[1]).replace("`", "")
         slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        count = sum(1 for other in found if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other))
-        found.add(f"{slug}-{count}" if count else slug)
-    return found
+        count = sum(1 for other in slugs if re.fullmatch(rf"{re.escape(slug)}(-\d+)?", other))
+        slugs.add(f"{slug}-{count}" if count else slug)
+    return slugs
 
 
 def check_links(page: Path, lines: list[Line]) -> Iterator[tuple[int, str]]:
@@ -209,14 +209,14 @@ def check_tables(lines: list[Line]) -> Iterator[tuple[int, str]]:
 def check_page(page: Path, root: Path = ROOT) -> list[str]:
     """Return the complaints about a page, each with its file and line."""
     lines = read_lines(page.read_text())
-    found = [*check_links(page, lines), *check_paths(lines, root)]
+    complaints = [*check_links(page, lines), *check_paths(lines, root)]
     if page.name != "CHANGELOG.md":
-        found += check_settings(lines)
+        complaints += check_settings(lines)
     if "results" in page.relative_to(root).parts:
-        found += check_tables(lines)
+        complaints += check_tables(lines)
     if page == root / "README.md" and len(lines) > MAX_README_LINES:
-        found.append((len(lines), f"{len(lines)} lines; at most {MAX_README_LINES}: the rest belongs in docs/"))
-    return [f"{page.relative_to(root)}:{number}: {complaint}" for number, complaint in sorted(found)]
+        complaints.append((len(lines), f"{len(lines)} lines; at most {MAX_README_LINES}: the rest belongs in docs/"))
+    return [f"{page.relative_to(root)}:{number}: {complaint}" for number, complaint in sorted(complaints)]
 
 
 def pages(root: Path = ROOT) -> list[Path]:

@@ -176,8 +176,10 @@ def draw_request() -> None:
 
     drawing.text(22, 28, "Life of a request", "ink large", "start")
     drawing.text(22, 52, "caller's process", "dim", "start")
-    drawing.room(xs[0], top, width, height, "1  runtime", ("generate, stream:", "receives a prompt"), "runtime.py")
-    drawing.room(
+    drawing.titled_box(
+        xs[0], top, width, height, "1  runtime", ("generate, stream:", "receives a prompt"), "runtime.py"
+    )
+    drawing.titled_box(
         xs[1],
         top,
         width,
@@ -186,8 +188,12 @@ def draw_request() -> None:
         ("tokens, defaults,", "checks: a Request"),
         "request_builder.py",
     )
-    drawing.room(xs[2], top, width, height, "3  launcher", ("hands the Request", "to every replica"), "launchers/")
-    drawing.room(xs[6], top, width, height, "8  stream", ("token ids to text:", "a Delta per step"), "generation.py")
+    drawing.titled_box(
+        xs[2], top, width, height, "3  launcher", ("hands the Request", "to every replica"), "launchers/"
+    )
+    drawing.titled_box(
+        xs[6], top, width, height, "8  stream", ("token ids to text:", "a Delta per step"), "generation.py"
+    )
     drawing.text(xs[4] + 60, top + 44, "for delta in runtime.stream(prompt):", "ink code")
     drawing.text(xs[4] + 60, top + 64, "print(delta.text)", "ink code")
     drawing.arrow((xs[6] - 2, top + 84), (xs[3] + 40, top + 84))
@@ -203,7 +209,7 @@ def draw_request() -> None:
         ("7  delivery", ("tokens to the caller,", "once a step"), "delivery.py"),
     )
     for column, (title, lines, file) in zip(columns, rooms, strict=True):
-        drawing.room(column, bottom, width, height, title, lines, file)
+        drawing.titled_box(column, bottom, width, height, title, lines, file)
     for left in (0, 1):
         drawing.arrow((xs[left] + width, top + 50), (xs[left + 1] - GAP + 4, top + 50))
     for left in (0, 1, 2):
@@ -239,8 +245,8 @@ def draw_step() -> None:
     for first, last, label in bands:
         drawing.path(f"M{xs[first]:g} 66 v-6 H{xs[last] + width:g} v6", "line")
         drawing.text((xs[first] + xs[last] + width) / 2, 54, label, "dim")
-    drawing.room(xs[0], middle, width, height, "propose", ("the drafter grows", "one token tree"), "lookahead/")
-    drawing.room(
+    drawing.titled_box(xs[0], middle, width, height, "propose", ("the drafter grows", "one token tree"), "lookahead/")
+    drawing.titled_box(
         xs[1], middle, width, height, "partition", ("a share for each replica,", "all done at one time"), "partition.py"
     )
     for y, kind, rank in ((upper, "first", 0), (lower, "second", 1)):
@@ -261,10 +267,12 @@ def draw_step() -> None:
             (xs[2] + width + 18, middle + 50),
             (xs[3] - 2, middle + 50),
         )
-    drawing.room(
+    drawing.titled_box(
         xs[3], middle, width, height, "exchange", ("one gather of integers:", "successors of all nodes"), "exchange.py"
     )
-    drawing.room(xs[4], middle, width, height, "advance", ("accept, commit, learn:", "1 token or more"), "decoder.py")
+    drawing.titled_box(
+        xs[4], middle, width, height, "advance", ("accept, commit, learn:", "1 token or more"), "decoder.py"
+    )
     drawing.arrow((xs[0] + width, middle + 50), (xs[1] - 2, middle + 50))
     drawing.arrow((xs[3] + width, middle + 50), (xs[4] - 2, middle + 50))
     drawing.arrow(

@@ -21,8 +21,8 @@ def notes_of(version: str, changelog: str, source: str) -> str:
     Args:
         source: text of lp_runtime/__init__.py, which is not imported because torch may not be installed.
     """
-    found = re.search(r'^__version__ = "(.*)"$', source, re.M)
-    is_now = found[1] if found else None
+    match = re.search(r'^__version__ = "(.*)"$', source, re.M)
+    is_now = match[1] if match else None
     if is_now != version:
         sys.exit(f"error: version {version}: lp_runtime.__version__ is {is_now}; the tag must be v{is_now}")
     section = re.search(rf"^## \[{re.escape(version)}\] - (.*)\n((?:(?!## ).*\n?)*)", changelog, re.M)

@@ -66,22 +66,22 @@ def read_faults(root: Path = ROOT) -> list[Fault]:
 
 def problems(fault: Fault, root: Path = ROOT) -> list[str]:
     """Return a line for each reason why a fault is out of date; none if it applies and its tests exist."""
-    found = []
+    complaints = []
     file = root / fault.file
     text = file.read_text() if file.is_file() else ""
     if (count := text.count(fault.old)) != 1:
-        found.append(f"{fault.name}: {fault.file} has the old text {count} times; give a text that it has once")
+        complaints.append(f"{fault.name}: {fault.file} has the old text {count} times; give a text that it has once")
     else:
         try:
             ast.parse(text.replace(fault.old, fault.new))
         except SyntaxError as error:
-            found.append(f"{fault.name}: the new text is not Python: {error}")
+            complaints.append(f"{fault.name}: the new text is not Python: {error}")
     for test in fault.tests:
         path, *names = test.partition("[")[0].split("::")
         is_there = (root / path).is_file()
         if not is_there or not all(f"def {name}(" in (root / path).read_text() for name in names):
-            found.append(f"{fault.name}: there is no test {test}; name one that catches the fault")
-    return found
+            complaints.append(f"{fault.name}: there is no test {test}; name one that catches the fault")
+    return complaints
 
 
 def copy_repository(source: Path, target: Path) -> None:
@@ -160,8 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return 2
         num_missed = 0
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda fault: catcher(fault, clean, options.all_tests), faults)
-            for fault, test in zip(faults, found, strict=True):
+            catchers = pool.map(lambda fault: catcher(fault, clean, options.all_tests), faults)
+            for fault, test in zip(faults, catchers, strict=True):
                 print(f"| {fault.name} | {fault.file} | {test or 'NOT CAUGHT'} |", flush=True)
                 num_missed += test is None
     print(f"{len(faults) - num_missed} of {len(faults)} faults are caught")

@@ -79,7 +79,7 @@ class Drawing:
         left, right = (x - 8 * dx - 4 * dy, y - 8 * dy + 4 * dx), (x - 8 * dx + 4 * dy, y - 8 * dy - 4 * dx)
         self.path(f"M{x:g} {y:g} L{left[0]:g} {left[1]:g} L{right[0]:g} {right[1]:g} Z", "head")
 
-    def room(
+    def titled_box(
         self, x: float, y: float, width: float, height: float, title: str, lines: tuple[str, ...], where: str
     ) -> None:
         """Draw a box with a title, some lines and the name of its file."""

@@ -140,11 +140,11 @@ def try_langchain_structure(url: str, model: str) -> str:
     chat = ChatOpenAI(model=model, base_url=f"{url}/v1", api_key="none", temperature=0)
     schema = schema_of_a_record() | {"title": "save", "description": "Save."}
     for method in ("json_schema", "function_calling"):
-        found = checked(chat.with_structured_output(schema, method=method).invoke("Who is Ada?"))
+        answer = checked(chat.with_structured_output(schema, method=method).invoke("Who is Ada?"))
     bound = chat.bind_tools([schema], tool_choice="required", parallel_tool_calls=False)
     (call,) = bound.invoke("Who is Ada?").tool_calls
     assert call["name"] == "save" and checked(call["args"])
-    return json.dumps(found)
+    return json.dumps(answer)
 
 
 def try_litellm_tools(url: str, model: str) -> str:
@@ -175,16 +175,16 @@ def try_instructor(url: str, model: str) -> str:
         name: str = Field(max_length=12)
         age: int = Field(le=120)
 
-    found = []
+    answers = []
     for mode in (instructor.Mode.TOOLS, instructor.Mode.JSON_SCHEMA):
         client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key="none"), mode=mode)
         messages = [{"role": "user", "content": "Who is Ada?"}]
-        found.append(
+        answers.append(
             client.chat.completions.create(
                 model=model, temperature=0, messages=messages, response_model=Record, max_retries=0
             )
         )
-    return " and ".join(repr(each) for each in found)
+    return " and ".join(repr(each) for each in answers)
 
 
 def try_lm_eval(url: str, model: str, folder: str) -> str:

@@ -66,9 +66,9 @@ def check(file: Path, expected: str) -> None:
         UnpackError: the file has a different checksum.
     """
     with open(file, "rb") as content:
-        found = hashlib.file_digest(content, "sha256").hexdigest()
-    if found != expected:
-        raise UnpackError(f"{file.name}: its SHA-256 is {found}, and must be {expected}")
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != expected:
+        raise UnpackError(f"{file.name}: its SHA-256 is {digest}, and must be {expected}")
 
 
 def load(where: dict[str, Any], out: Path) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import tokenize
 from pathlib import Path
 
 import lp_runtime
@@ -40,6 +41,10 @@ LIBRARY_PRIVATE = {
     "_replace",
     "_exit",  # os._exit
 }
+# Words that no name may contain: they say how a value came about, or where it is, and not what it is.
+RETIRED_WORDS = {"found", "told", "take", "taken", "draw", "drawn", "room", "price"}
+RETIRED_WORDS |= {"behind", "beside", "anew", "alike", "nobody", "whoever"}
+NAMES_OF_OTHERS = {"found_by", "take_along_axis"}  # a field of traces that clients read; numpy
 BRANCHES = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.IfExp, ast.comprehension, ast.Assert)
 
 
@@ -67,25 +72,25 @@ def self_attributes(node: ast.AST) -> set[str]:
 
 def declared(kind: ast.ClassDef) -> set[str]:
     """Return a class's attributes after `__init__`: fields, slots, class and instance attributes."""
-    found: set[str] = set()
+    results: set[str] = set()
     for node in kind.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            found.add(node.target.id)
+            results.add(node.target.id)
         elif isinstance(node, ast.Assign):
-            found |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+            results |= {target.id for target in node.targets if isinstance(target, ast.Name)}
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name in MAKERS:
-            found |= self_attributes(node)
-    return found
+            results |= self_attributes(node)
+    return results
 
 
 def inherited(kind: ast.ClassDef) -> set[str]:
     bases = {base.id for base in kind.bases if isinstance(base, ast.Name)}
-    found: set[str] = set()
+    results: set[str] = set()
     for name in NAMES:
         for other in classes(name):
             if other.name in bases and other is not kind:
-                found |= declared(other) | inherited(other)
-    return found
+                results |= declared(other) | inherited(other)
+    return results
 
 
 def complexity(function: ast.AST) -> int:
@@ -105,6 +110,16 @@ def complexity(function: ast.AST) -> int:
 def test_files_are_short():
     lengths = {name: len((PACKAGE / name).read_text().splitlines()) for name in NAMES}
     assert not {name: length for name, length in lengths.items() if length > MAX_LINES}
+
+
+def test_names_contain_no_retired_words():
+    findings = []
+    for name, path in zip(NAMES, FILES, strict=True):
+        with tokenize.open(path) as source:
+            words = {token.string for token in tokenize.generate_tokens(source.readline) if token.type == tokenize.NAME}
+        wrong = {word for word in words - NAMES_OF_OTHERS if RETIRED_WORDS & set(word.lower().split("_"))}
+        findings += [f"{name}: {word}" for word in sorted(wrong)]
+    assert not findings
 
 
 def test_functions_have_low_complexity():

@@ -172,12 +172,12 @@ def counts_of(gpu: Gpu, loop: Engine, request: Request) -> Counts:
 
 
 def check(
-    found: Counts, expected: list[int], name: str, place: str = "exchange.py: finish", exchange: Counter = NOTHING
+    result: Counts, expected: list[int], name: str, place: str = "exchange.py: finish", exchange: Counter = NOTHING
 ) -> None:
     """Check the counts of a request: the host waits at `place`, and the exchange launches `exchange`."""
-    assert found.tokens == expected and found.num_steps > 2
-    assert found.waits == {place: found.num_steps}  # also in the step of the prefill
-    launches = found.launches - exchange
+    assert result.tokens == expected and result.num_steps > 2
+    assert result.waits == {place: result.num_steps}  # also in the step of the prefill
+    launches = result.launches - exchange
     assert all(each.startswith(SAMPLING) for each in launches)  # sampling outside of captured passes
     if name in GREEDY:
         assert not launches
@@ -189,16 +189,16 @@ def test_slot_growth_between_captured_passes_keeps_output(gpu, model, expected, 
     growths: list[int] = []
     grow = TreeCache.grow
     monkeypatch.setattr(TreeCache, "grow", lambda cache, capacity: growths.append(capacity) or grow(cache, capacity))
-    monkeypatch.setattr(running_request, "ROOM_TOKENS", 3)
-    monkeypatch.setattr(runner, "ROOM_TOKENS", 3)
+    monkeypatch.setattr(running_request, "GROWTH_TOKENS", 3)
+    monkeypatch.setattr(runner, "GROWTH_TOKENS", 3)
     monkeypatch.setattr(runner, "CAPACITY_UNIT", 8)
     model.slots.clear()
-    found = counts_of(gpu, loop_of(model), replace(REQUESTS["one token a step"], max_new_tokens=32))
-    assert growths and found.waits == {"exchange.py: finish": found.num_steps}
+    actual = counts_of(gpu, loop_of(model), replace(REQUESTS["one token a step"], max_new_tokens=32))
+    assert growths and actual.waits == {"exchange.py: finish": actual.num_steps}
     model.slots.clear()
-    assert found.tokens[:8] == expected["one token a step"]
+    assert actual.tokens[:8] == expected["one token a step"]
     monkeypatch.undo()
-    assert found.tokens == decode_alone(model, replace(REQUESTS["one token a step"], max_new_tokens=32))[0]
+    assert actual.tokens == decode_alone(model, replace(REQUESTS["one token a step"], max_new_tokens=32))[0]
 
 
 @pytest.mark.parametrize(
@@ -239,8 +239,8 @@ def test_host_waits_once_per_step_without_captured_passes(gpu, expected):
     model, _ = ready_model(RuntimeConfig(dtype="float32", compile="off"), CUDA)
     assert model.graphs is None
     for name in FEW:
-        found = counts_of(gpu, loop_of(model), REQUESTS[name])
-        assert found.tokens == expected[name] and found.waits == {"exchange.py: finish": found.num_steps}
+        actual = counts_of(gpu, loop_of(model), REQUESTS[name])
+        assert actual.tokens == expected[name] and actual.waits == {"exchange.py: finish": actual.num_steps}
 
 
 @pytest.mark.slow
@@ -295,8 +295,8 @@ def test_strict_passes_of_any_size_replay_one_graph(gpu, expected, monkeypatch):
         assert gpu.launches["graph"] == report.num_steps - 1 and (report.num_steps > len(outputs)) == (size == 8)
         num_replays += gpu.launches["graph"]
     gpu.launches.clear()
-    found = decode_batch(loop, {1: [Arrival(*each) for each in requests.items()]})
-    assert [found[size][0] for size in requests] == [expected["fixed"]] * 2
+    actual = decode_batch(loop, {1: [Arrival(*each) for each in requests.items()]})
+    assert [actual[size][0] for size in requests] == [expected["fixed"]] * 2
     assert gpu.launches["graph"] < num_replays  # sequences share passes
     assert len(Graph.captured) == num_captures + 1
 
@@ -338,8 +338,8 @@ def test_prompt_chunks_are_attended_without_mask(gpu, dtype, kernel):
             logits.append(model.prefill(slot, range(60)).cpu())
             counts = gpu.launches.copy()
         num_layers = model.model.config.num_hidden_layers
-        num_behind = 2 if model is chunked else 0
-        assert counts[f"_scaled_dot_product_{kernel}_attention"] == (1 + 2 * num_behind) * num_layers
+        num_later = 2 if model is chunked else 0
+        assert counts[f"_scaled_dot_product_{kernel}_attention"] == (1 + 2 * num_later) * num_layers
         assert counts["scaled_dot_product_attention"] == 0  # may choose a kernel that is planned for every length
     tolerance = 1e-4 if dtype == "float32" else 0.1
     torch.testing.assert_close(*logits, rtol=tolerance, atol=tolerance)
@@ -353,9 +353,9 @@ def test_batched_requests_wait_only_for_exchange_and_keep_outputs(gpu, model, ex
     for request in REQUESTS.values():
         loop.prepare(request.lookahead)
     gpu.waits.clear()
-    found = decode_batch(loop, arrivals)
+    actual = decode_batch(loop, arrivals)
     assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}
-    assert {name: tokens for name, (tokens, _, _) in found.items()} == expected
+    assert {name: tokens for name, (tokens, _, _) in actual.items()} == expected
 
 
 def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
@@ -372,10 +372,10 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
 )
 def test_ranks_exchange_results_with_one_wait_per_step(expected, backend, device, place):
     """Ranks exchange over the host, or on the device: gloo receives GPU tensors, as NCCL would."""
-    for found in run_ranks(on_a_rank, 2, device, backend=backend):
+    for actual in run_ranks(on_a_rank, 2, device, backend=backend):
         for name in FEW:
-            on_device = {"exchange.py: start": found[name].num_steps - 1} if backend == "gloo" else {}
-            check(found[name], expected[name], name, place, Counter(on_device))
+            on_device = {"exchange.py: start": actual[name].num_steps - 1} if backend == "gloo" else {}
+            check(actual[name], expected[name], name, place, Counter(on_device))
 
 
 @pytest.mark.slow
@@ -475,14 +475,14 @@ def test_batch_of_eight_waits_once_per_step_and_launches_only_graphs(gpu, model,
     for requests in ([Arrival(each.key, replace(each.request, max_new_tokens=1)) for each in arrivals], arrivals):
         gpu.launch_places.clear()
         gpu.waits.clear()
-        found = decode_batch(loop, {1: requests})
+        actual = decode_batch(loop, {1: requests})
         launches.append(gpu.launch_places.copy())
     assert all(place.startswith("hf_settings.py") for place in launches[1] - launches[0])  # once per request
-    for number, (tokens, _, _) in found.items():
+    for number, (tokens, _, _) in actual.items():
         assert tokens == expected["fixed"][: 20 + number]
     waits = [each for each in gpu.waits if each not in ONCE]
     assert set(waits) == {"exchange.py: finish"}
-    num_steps = max(report.num_steps for _, _, report in found.values())
+    num_steps = max(report.num_steps for _, _, report in actual.values())
     assert len(waits) <= num_steps + 8  # and one for each prompt
 
 
@@ -498,7 +498,7 @@ def test_mixed_server_load_captures_no_further_graphs(gpu, model):
         sampling = SamplingConfig(temperature=0.7, top_p=0.9, seed=number) if number % 3 == 0 else SamplingConfig()
         arrivals[number] = [Arrival(number, Request(tokens, FIXED, rng.choice((0, 1, 50)) + 1, sampling=sampling))]
     gpu.waits.clear()
-    found = decode_batch(loop, arrivals)
-    assert all(len(tokens) > 0 and isinstance(report, Report) for tokens, _, report in found.values())
+    actual = decode_batch(loop, arrivals)
+    assert all(len(tokens) > 0 and isinstance(report, Report) for tokens, _, report in actual.values())
     assert len(Graph.captured) == num_captures
     assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}

@@ -58,23 +58,23 @@ def imports_of(name: str) -> list[tuple[str, bool]]:
 
     An import is lazy inside a function, or if it is for type checkers only.
     """
-    found = []
+    results = []
 
     def visit(node: ast.AST, lazy: bool) -> None:
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.expr):
                 continue
             if isinstance(child, ast.Import):
-                found.extend((alias.name, lazy) for alias in child.names)
+                results.extend((alias.name, lazy) for alias in child.names)
             elif isinstance(child, ast.ImportFrom):
                 assert child.level == 0, f"{name}: a relative import"
-                found.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
+                results.extend((f"{child.module}.{alias.name}", lazy) for alias in child.names)
             is_typing = isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING"  # never run
             is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
             visit(child, lazy or is_function or is_typing)
 
     visit(parsed(name), False)
-    return found
+    return results
 
 
 @functools.cache
@@ -156,7 +156,7 @@ def import_graph() -> dict[str, set[str]]:
         return next((each for each in (dotted_name, dotted_name.rpartition(".")[0]) if each in modules), None)
 
     return {
-        module: {found for imported, _ in imports_of(name) if (found := target(imported))} - {module, "lp_runtime"}
+        module: {actual for imported, _ in imports_of(name) if (actual := target(imported))} - {module, "lp_runtime"}
         for module, name in modules.items()
         if module != "lp_runtime"
     }

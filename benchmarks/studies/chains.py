@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
             ties = [number for number, pair in different if _is_near_tie(model, *pair[1:], pair[0][0])]
             wrong = [number for number, _ in different if number not in ties]
             wrong += [
-                number for rank in ranks[1:] for number, found in enumerate(rank) if found[0] != ranks[0][number][0]
+                number for rank in ranks[1:] for number, output in enumerate(rank) if output[0] != ranks[0][number][0]
             ]
             num_wrong += len(wrong)
             if wrong:

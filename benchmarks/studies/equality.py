@@ -62,12 +62,12 @@ class Reference:
         return outputs
 
     @torch.inference_mode()
-    def gap(self, prompt: Prompt, expected: Sequence[int], found: Sequence[int]) -> float:
+    def gap(self, prompt: Prompt, expected: Sequence[int], actual: Sequence[int]) -> float:
         """Return the gap between the logits of two outputs' tokens where the outputs first differ."""
-        place = next(index for index, pair in enumerate(zip(expected, found, strict=True)) if pair[0] != pair[1])
+        place = next(index for index, pair in enumerate(zip(expected, actual, strict=True)) if pair[0] != pair[1])
         ids = [*self._tokenizer(prompt.value).input_ids, *expected[:place]]
         logits = self._model(torch.tensor([ids], device=self._model.device)).logits[0, -1]
-        return float(logits[expected[place]] - logits[found[place]])
+        return float(logits[expected[place]] - logits[actual[place]])
 
 
 def run(args: argparse.Namespace) -> int:

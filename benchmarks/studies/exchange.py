@@ -119,9 +119,9 @@ def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, r
     if args.regroup:
         for backend in args.backends:
             options = GroupOptions(TIMEOUT_SECONDS, backend=backend)
-            found, num_files, num_maps = regroup_times(context, options, args.regroup + NUM_WARM_UPS)
+            seconds, num_files, num_maps = regroup_times(context, options, args.regroup + NUM_WARM_UPS)
             if rank == 0:
-                results.put(("regroup", backend, num_files, num_maps, found))
+                results.put(("regroup", backend, num_files, num_maps, seconds))
 
 
 def _quartiles(times: Sequence[float]) -> Row:

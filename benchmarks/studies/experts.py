@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
             continue
         num_wrong += text != "the same"
         captured = "yes" if model.graphs else "no"
-        found = measure(model, args.tokens, args.context, args.rounds)
-        for tokens, (step, issued) in found.items():
+        times = measure(model, args.tokens, args.context, args.rounds)
+        for tokens, (step, issued) in times.items():
             row = {"compile": mode, "captured": captured, "text": text, "tokens": tokens}
             results.add(row | {"step ms": step, "issued ms": issued})
         del model

@@ -141,8 +141,8 @@ def measure(
                 tree = drafted_tree(size, model.vocabulary_size)
                 synchronize(model.device)
                 started = time.perf_counter()
-                found = model.forward(StepInputs.whole(slot, tree))
-                values, _ = sampler.sample(found, tree, range(size), text)
+                logits = model.forward(StepInputs.whole(slot, tree))
+                values, _ = sampler.sample(logits, tree, range(size), text)
                 issued = time.perf_counter()
                 values.cpu()
                 ended = time.perf_counter()
@@ -195,13 +195,13 @@ def measure_model(
     model, _ = prepare_model(loaded, config, device)
     size = weight_bytes(model.model)
     floor = 1e3 * size / bandwidth
-    found = measure(model, args.tokens, args.context, args.rounds)
+    times = measure(model, args.tokens, args.context, args.rounds)
     rows = []
-    for tokens, (step, issued) in found.items():
+    for tokens, (step, issued) in times.items():
         row: Row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
         row |= {"sums": "yes" if args.sums else "no"}
         row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
-        rows.append(row | {"over the first": step / found[args.tokens[0]][0], "issued ms": issued})
+        rows.append(row | {"over the first": step / times[args.tokens[0]][0], "issued ms": issued})
     return rows
 
 

@@ -73,11 +73,11 @@ def run(args: argparse.Namespace) -> int:
                 served(runtime, **cast(dict[str, Any], settings)) as (url, scheduler),
             ):
                 expected, started = tokens(url), time.perf_counter()
-                seen, found = fuzz_requests(url, cases)
+                seen, new = fuzz_requests(url, cases)
                 seconds = time.perf_counter() - started
                 health, _ = answer(url, request("/health", b"", "GET"))
                 is_same, num_left = tokens(url) == expected, scheduler.num_running + scheduler.num_waiting
-        faults += found
+        faults += new
         is_well &= health == 200 and is_same and not num_left
         compared = "unchanged" if is_same else "CHANGED"
         after = f"afterwards /health {health}, a good request's tokens {compared}, {num_left} requests left"

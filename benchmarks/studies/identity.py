@@ -147,9 +147,9 @@ def decode_all(group: Group, cases: Sequence[Case]) -> list[Output]:
 def decode_on_replicas(cases: Sequence[Case], num_replicas: int) -> list[list[Output]]:
     """Decode the cases on a group of processes; return [ranks][cases] outputs."""
     outputs = run_ranks(decode_all, num_replicas, cases)
-    for found in outputs:
-        if isinstance(found, Exception):
-            raise found
+    for output in outputs:
+        if isinstance(output, Exception):
+            raise output
     return outputs
 
 

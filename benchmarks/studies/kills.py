@@ -89,8 +89,8 @@ def wait_for_all(runtime: LookaheadRuntime, lost: psutil.Process) -> None:
     num_processes = runtime.num_replicas * runtime.gpus_per_replica
 
     def are_all_there() -> bool:
-        found = replica_processes()  # includes a killed process until its loss is noticed
-        return lost not in found and len(found) >= num_processes and runtime.num_ready == runtime.num_replicas
+        alive = replica_processes()  # includes a killed process until its loss is noticed
+        return lost not in alive and len(alive) >= num_processes and runtime.num_ready == runtime.num_replicas
 
     while not are_all_there():
         time.sleep(0.05)

@@ -92,14 +92,14 @@ def run(args: argparse.Namespace) -> int:
             for number, task in enumerate(tasks):
                 sampling = SamplingConfig(temperature=temperature, seed=number if temperature else None)
                 order.append(order.pop(0))
-                found = {setting: decode(task, setting, sampling) for setting in order}
-                plain = found.pop(None)
-                num_wrong += sum(each.token_ids != plain.token_ids for each in found.values())
+                decoded = {setting: decode(task, setting, sampling) for setting in order}
+                plain = decoded.pop(None)
+                num_wrong += sum(each.token_ids != plain.token_ids for each in decoded.values())
                 for measured in (kinds[task.kind], kinds[ALL]):
                     measured.plain.append(decode_seconds(plain))
                     for name in args.settings:
-                        measured.seconds.setdefault(name, []).append(decode_seconds(found[name]))
-                    measured.step_tokens.append(found[args.settings[0]].step_tokens)
+                        measured.seconds.setdefault(name, []).append(decode_seconds(decoded[name]))
+                    measured.step_tokens.append(decoded[args.settings[0]].step_tokens)
             for kind, measured in kinds.items():
                 results.add({"temperature": temperature, "kind": kind} | measured.row())
     about = f"{len(tasks)} prompts, {args.max_new_tokens} new tokens each, {args.gpus} replica(s)"

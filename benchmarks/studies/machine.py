@@ -35,20 +35,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def versions() -> dict[str, str]:
     """Return the versions of the packages that results depend on, and of the driver."""
-    found = {"Python": platform.python_version(), "CUDA": torch.version.cuda or "none"}
+    versions = {"Python": platform.python_version(), "CUDA": torch.version.cuda or "none"}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "none"
+            versions[name] = "none"
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.max.sm", "--format=csv,noheader"]
     try:
-        found["GPU"] = (
+        versions["GPU"] = (
             subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().replace(",", ";")
         )
     except (OSError, subprocess.CalledProcessError):
-        found["GPU"] = "no nvidia-smi"
-    return found
+        versions["GPU"] = "no nvidia-smi"
+    return versions
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:

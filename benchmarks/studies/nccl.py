@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
     parts: dict[str, Callable[[], None]] = {
         "form": one.form,
         "gather": one.gather,
-        "capture beside it": one.capture,
+        "capture next to it": one.capture,
         "replays between gathers": one.replay_between_gathers,
         "abort from another thread": one.abort_from_another_thread,
         "form again": one.form,

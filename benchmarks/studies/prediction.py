@@ -33,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def edits(classes: Iterable[str], num: int) -> list[tuple[str, str]]:
     """Return (question, class) of the shortest classes that have a method to rename."""
-    found = []
+    edits = []
     for code in sorted(classes, key=len):
         methods = [name for name in re.findall(r"def (\w+)\(", code) if not name.startswith("_")]
         if methods:
-            found.append((TASK.format(old=methods[0], new=f"{methods[0]}_checked", code=code), code))
-    return found[:num]
+            edits.append((TASK.format(old=methods[0], new=f"{methods[0]}_checked", code=code), code))
+    return edits[:num]
 
 
 def run(args: argparse.Namespace) -> int:

@@ -78,12 +78,12 @@ def device_times(work: Callable[[], object], device: torch.device) -> list[Kerne
             work()
             synchronize(device)
     kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    found = []
+    times = []
     for event in profiler.key_averages():
         total = event.self_device_time_total if on_gpu else event.self_cpu_time_total
         if event.device_type == kind and total > 0:
-            found.append(KernelTime(event.key, event.count / NUM_STEPS, total / NUM_STEPS))
-    return sorted(found, key=lambda each: -each.microseconds)
+            times.append(KernelTime(event.key, event.count / NUM_STEPS, total / NUM_STEPS))
+    return sorted(times, key=lambda each: -each.microseconds)
 
 
 class OneStep:
@@ -106,8 +106,8 @@ class OneStep:
     def __call__(self) -> None:
         """Run the step; its token is not committed."""
         tree = self._tree
-        found = self._model.forward(StepInputs.whole(self._slot, tree), commit=False)
-        values, _ = self._sampler.sample(found, tree, range(len(tree)), self._text)
+        logits = self._model.forward(StepInputs.whole(self._slot, tree), commit=False)
+        values, _ = self._sampler.sample(logits, tree, range(len(tree)), self._text)
         values.cpu()
 
     def close(self) -> None:

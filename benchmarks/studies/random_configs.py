@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     results = Results("random_configs", args.output)
-    found: dict[str, Counter[str]] = {family: Counter() for family in FAMILIES}
+    outcomes: dict[str, Counter[str]] = {family: Counter() for family in FAMILIES}
     rng = random.Random(args.seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of transformers
@@ -42,13 +42,13 @@ def run(args: argparse.Namespace) -> int:
             family = list(FAMILIES)[number % len(FAMILIES)]
             fields, seed = random_fields(family, rng), rng.randrange(1 << 30)
             outcome = outcome_of(family, fields, seed=seed)
-            found[family][outcome.kind] += 1
+            outcomes[family][outcome.kind] += 1
             if outcome.kind != "exact":
                 print(f"{outcome.kind}: {family} {fields} seed {seed}: {outcome.reason}", file=sys.stderr, flush=True)
-    for family, counts in found.items():
+    for family, counts in outcomes.items():
         others = sum(counts.values()) - counts["exact"] - counts["near tie"]
         results.add({"family": family, "exact": counts["exact"], "near tie": counts["near tie"], "other": others})
     results.finish(
         f"{args.number} random configurations, seed {args.seed}, prompts of 1, 12 and 70 tokens, 48 new ones"
     )
-    return 1 if any(set(counts) - {"exact", "near tie"} for counts in found.values()) else 0
+    return 1 if any(set(counts) - {"exact", "near tie"} for counts in outcomes.values()) else 0

@@ -31,7 +31,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
 
-ROOM = 1200  # tokens of a slot in addition to the prompt's: the new ones, and the largest tree
+SPARE_TOKENS = 1200  # tokens of a slot in addition to the prompt's: the new ones, and the largest tree
 
 
 class Recording:
@@ -181,7 +181,7 @@ class RecordedModel:
         """Return the prompt's slot; it is filled when first needed."""
         if self._slot is None:
             self._slot = self._model.slots.acquire()
-            self._model.begin(self._slot, len(self._prompt) + ROOM)
+            self._model.begin(self._slot, len(self._prompt) + SPARE_TOKENS)
             self._last_logits = self._model.prefill(self._slot, self._prompt)
         return self._slot
 
@@ -238,8 +238,8 @@ class RecordedModel:
             assert added is not None
             index[node] = added
         wanted = np.array([index[node] for node in nodes])
-        found = self._model.forward(StepInputs(slot, fed, np.arange(len(fed)), wanted))
-        return _rows(found.logits, tree, nodes, tokens, sampler)
+        logits = self._model.forward(StepInputs(slot, fed, np.arange(len(fed)), wanted))
+        return _rows(logits.logits, tree, nodes, tokens, sampler)
 
 
 def _rows(

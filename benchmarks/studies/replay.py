@@ -243,12 +243,12 @@ class ReplayTransport(Transport):
     def __init__(self, num_replicas: int, device: ReplayDevice):
         super().__init__("replay", CPU)
         self._num_replicas, self._replay_device = num_replicas, device
-        self._told: list[int] = []
+        self._clocks_sent: list[int] = []
         self._shares: Shares | None = None
 
-    def expect(self, shares: Shares, told: list[int]) -> None:
+    def expect(self, shares: Shares, clocks: list[int]) -> None:
         """Note the next exchange: the shares and the reported times of all replicas."""
-        self._shares, self._told = shares, told
+        self._shares, self._clocks_sent = shares, clocks
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         """Fill in all rows, and wait for the device."""
@@ -257,7 +257,7 @@ class ReplayTransport(Transport):
         rows[0] = mine
         for rank in range(1, self._num_replicas):
             values = self._replay_device.values[self._shares.owner == rank]
-            rows[rank, :HEADER] = mine[0] + (rank << DIGEST_BITS), mine[1], self._told[rank]
+            rows[rank, :HEADER] = mine[0] + (rank << DIGEST_BITS), mine[1], self._clocks_sent[rank]
             rows[rank, HEADER : HEADER + values.size] = values.reshape(-1)
         self._replay_device.wait()
 
@@ -291,9 +291,9 @@ class ReplayExchange(Exchange):
 
     def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:
         """Begin an exchange with an assumed clock instead of `clock`; arguments are those of Exchange."""
-        told = self._clocks(shares)
-        self._transport.expect(shares, told)
-        super().start(shares, values, digest, control, told[0])
+        clocks = self._clocks(shares)
+        self._transport.expect(shares, clocks)
+        super().start(shares, values, digest, control, clocks[0])
 
     def finish(self) -> Outcome:
         """Wait for the device, and for the rows of the simulated replicas."""

@@ -110,15 +110,15 @@ def decode_all(group: Group, requests: Sequence[Request]) -> list[tuple[list[int
     return [decode(runner(), request, group, grammars()) for request in requests]
 
 
-def compare(found: Sequence[Case], num_replicas: int) -> Counter[str]:
+def compare(batch: Sequence[Case], num_replicas: int) -> Counter[str]:
     """Decode cases on a number of replicas; return counts, including those of errors."""
-    counts: Counter[str] = Counter(cases=len(found))
-    requests = [case.request for case in found]
+    counts: Counter[str] = Counter(cases=len(batch))
+    requests = [case.request for case in batch]
     ranks = run_ranks(decode_all, num_replicas, requests) if num_replicas > 1 else [decode_all(Group.alone(), requests)]
     for rank in ranks:
         if isinstance(rank, Exception):
             raise rank
-    for place, case in enumerate(found):
+    for place, case in enumerate(batch):
         tokens, steps, reason = ranks[0][place]
         counts.update(tokens=len(tokens), steps=steps, sampled=case.request.sampling.seed is not None)
         expected = masked_decoding(runner().model, case.request, grammars(), tokens)
@@ -160,9 +160,9 @@ def run(args: argparse.Namespace) -> int:
     counts = {num_replicas: Counter[str]() for num_replicas in sorted(set(NUM_REPLICAS))}
     for start in range(0, args.schemas, BATCH):
         numbers = range(start, min(start + BATCH, args.schemas))
-        found = list(cases(args.seed, numbers, args.max_new_tokens))
+        batch = list(cases(args.seed, numbers, args.max_new_tokens))
         for num_replicas in counts:
-            counts[num_replicas] += compare([each for each in found if each.num_replicas == num_replicas], num_replicas)
+            counts[num_replicas] += compare([each for each in batch if each.num_replicas == num_replicas], num_replicas)
         done = sum(each["cases"] for each in counts.values())
         num_wrong = sum(each["mismatches"] + each["invalid"] for each in counts.values())
         print(f"{numbers.stop} schemas, {done} texts, {num_wrong} wrong", file=sys.stderr, flush=True)

@@ -66,10 +66,10 @@ def run(args: argparse.Namespace) -> int:
     results = Results("shards", args.output, dict.fromkeys(COLUMNS, ".0f"))
     for num_shards in args.shards:
         empty_page_cache(Path(config.location))
-        found = in_processes(num_shards, config, args.dtype, args.tokens)
+        measured = in_processes(num_shards, config, args.dtype, args.tokens)
         row = {"shards": num_shards}
-        for name in found[0]:
-            row[name] = max(each[name] for each in found)
+        for name in measured[0]:
+            row[name] = max(each[name] for each in measured)
         results.add(row)
     results.finish(f"{config.location}, {args.dtype}; sums and samples in us")
     return 0
@@ -91,10 +91,10 @@ def in_processes(num_shards: int, *arguments: object) -> list[dict[str, float]]:
     processes = [context.Process(target=_measure, args=(each, results, *arguments), daemon=True) for each in places]
     for process in processes:
         process.start()
-    found = [results.get(timeout=TIMEOUT_SECONDS) for _ in processes]
+    measured = [results.get(timeout=TIMEOUT_SECONDS) for _ in processes]
     for process in processes:
         process.join()
-    return found
+    return measured
 
 
 def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens: list[int]) -> None:
@@ -127,13 +127,13 @@ def _measure(place: ShardPlace, results, config: ModelConfig, dtype: str, tokens
     weights = {each.data_ptr(): each.numel() * each.element_size() for each in model.parameters()}
     own, whole = (max(each) - start for each, start in zip(zip(*peaks, strict=True), before, strict=True))
     numbers = (sum(weights.values()), own, whole, process.io_counters().read_bytes - read)
-    found = dict(zip(COLUMNS, (number / 2**20 for number in numbers), strict=True))
+    row = dict(zip(COLUMNS, (number / 2**20 for number in numbers), strict=True))
     if link is not None:
-        found |= sums(link, model.config.get_text_config().hidden_size, tokens)
-        found |= samples(place, model.get_output_embeddings(), tokens)
+        row |= sums(link, model.config.get_text_config().hidden_size, tokens)
+        row |= samples(place, model.get_output_embeddings(), tokens)
         link.smallest(0)  # no shard leaves before all have finished
         link.close()
-    results.put(found)
+    results.put(row)
 
 
 def sums(link: ShardLink, size: int, tokens: list[int]) -> dict[str, float]:
@@ -186,9 +186,9 @@ def sample_slices(
     place: ShardPlace, head: GatheredLinear, vocabulary: VocabularySlice, part: torch.Tensor, draw: SampleRequest
 ) -> None:
     """Find candidates of the sampler in each slice, and merge them on the first shard."""
-    found = head.gather(vocabulary.find(part, draw))
+    candidates = head.gather(vocabulary.find(part, draw))
     if place.is_leader:
-        vocabulary.pack(found, draw)
+        vocabulary.pack(candidates, draw)
 
 
 def in_turns(tasks: Mapping[str, Callable[[], object]]) -> dict[str, float]:

@@ -102,8 +102,8 @@ class Calls:
             ours: [B, L] token ids, or an output object, of lookahead_generate.
             theirs: output of transformers for equal arguments.
         """
-        found = difference(ours, theirs)
-        self.differences += [found] if found else []
+        text = difference(ours, theirs)
+        self.differences += [text] if text else []
 
 
 class Outcome(NamedTuple):
@@ -253,10 +253,10 @@ def with_routed_models(case: type[Any], calls: Calls, max_new_tokens: int) -> ty
         @property
         def all_generative_model_classes(self) -> tuple[type[PreTrainedModel], ...]:
             """The parent's classes, routed."""
-            found = tuple(routed(each) for each in super().all_generative_model_classes)
-            for each in found:
+            classes = tuple(routed(each) for each in super().all_generative_model_classes)
+            for each in classes:
                 each.calls = calls  # type: ignore[attr-defined]
-            return found
+            return classes
 
     WithRoutedModels.max_new_tokens = max_new_tokens  # type: ignore[attr-defined]
     return WithRoutedModels
@@ -327,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
     mixin = importlib.import_module("tests.generation.test_utils").GenerationTesterMixin
     names = [name for name in dir(mixin) if name.startswith("test_") and args.only in name]
     setting = dict(zip("WNG", map(int, args.setting.split(",")), strict=True))
-    found: dict[tuple[str, Outcome], list[str]] = {}  # families by test and outcome
+    families_by_test: dict[tuple[str, Outcome], list[str]] = {}  # families by test and outcome
     for family, case in test_cases(args.families, mixin):
         for name in names:
             if not callable(getattr(case, name, None)):  # parameterized tests leave None under their own names
@@ -338,10 +338,10 @@ def run(args: argparse.Namespace) -> int:
             else:
                 key = f"{beginning}*", Outcome("left out", NO_SENSE[beginning])
             print(family, *key, file=sys.stderr, flush=True)
-            found.setdefault(key, []).append(family)
+            families_by_test.setdefault(key, []).append(family)
     results = Results("transformers_tests", args.output)
     counts: Counter[str] = Counter()
-    for (name, outcome), families in sorted(found.items(), key=lambda item: (item[0][1].kind, item[0])):
+    for (name, outcome), families in sorted(families_by_test.items(), key=lambda item: (item[0][1].kind, item[0])):
         counts[outcome.kind] += len(families)
         shown = ", ".join(dict.fromkeys(families))
         about: dict[str, str | int] = {"test": name, "outcome": outcome.kind, "times": len(families)}

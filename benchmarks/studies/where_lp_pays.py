@@ -146,11 +146,11 @@ def critical_paths(
         runner, path = CriticalPathRunner(model, calibration, max(1, degree)), Path()
         lookahead = LookaheadConfig(tokens=args.budget) if degree else PLAIN
         for prompt in prompts:
-            found = runner.run(Request(prompt, lookahead, args.max_new_tokens, sampling=GREEDY))
-            decode = found.forward_seconds + found.other_seconds
+            output = runner.run(Request(prompt, lookahead, args.max_new_tokens, sampling=GREEDY))
+            decode = output.forward_seconds + output.other_seconds
             if degree:
-                decode += 1e-6 * args.exchange_us * (found.num_steps - 1)
-            path.add(found.token_ids, found.num_steps, found.step_tokens, found.forward_seconds, decode)
+                decode += 1e-6 * args.exchange_us * (output.num_steps - 1)
+            path.add(output.token_ids, output.num_steps, output.step_tokens, output.forward_seconds, decode)
         yield (f"LP {degree}" if degree else "one token a step"), path
 
 
@@ -159,11 +159,11 @@ def processes(config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence
     path = Path()
     with LookaheadRuntime.from_config(config) as runtime:
         for prompt in prompts:
-            found = runtime.generate(
+            output = runtime.generate(
                 prompt, args.max_new_tokens, eos=False, lookahead=LookaheadConfig(tokens=args.budget), sampling=GREEDY
             )
-            decode = found.seconds - found.prefill_seconds
-            path.add(found.token_ids, found.steps, found.step_tokens, 0.0, decode)
+            decode = output.seconds - output.prefill_seconds
+            path.add(output.token_ids, output.steps, output.step_tokens, 0.0, decode)
     return path
 
 

@@ -57,7 +57,7 @@ class Load:
         """Return counts, throughput, and percentiles in milliseconds of the latencies that were measured."""
         good = [answer for answer in self.answers if answer.error is None]
         num_tokens = sum(answer.num_tokens for answer in good)
-        found: dict[str, object] = {
+        entries: dict[str, object] = {
             "requests": len(self.answers),
             "errors": len(self.answers) - len(good),
             "seconds": self.seconds,
@@ -71,8 +71,8 @@ class Load:
             ("request ms", [each.seconds for each in good]),
         ):
             if known := sorted(1000 * value for value in values if value is not None):
-                found[name] = {f"p{each}": percentile(known, each) for each in PERCENTILES}
-        return found
+                entries[name] = {f"p{each}": percentile(known, each) for each in PERCENTILES}
+        return entries
 
     def markdown(self) -> str:
         """Return the summary as Markdown tables, and the number of each distinct error."""

@@ -44,11 +44,11 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
         if config.turns == "all":
             check_conversations(of_file, path, name)
         prompts += of_file
-    taken: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     chosen = []
     for prompt in prompts:
-        if config.each is None or taken[prompt.task] < config.each:
-            taken[prompt.task] += 1
+        if config.each is None or counts[prompt.task] < config.each:
+            counts[prompt.task] += 1
             chosen.append(prompt)
     return chosen
 

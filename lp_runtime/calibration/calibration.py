@@ -79,12 +79,12 @@ class Calibration:
         The steps follow a context of `num_committed` tokens.
         """
         num_more = max(0, num_committed - num_context_tokens(self._model))
-        found = []
+        lines = []
         for steps in self._all_steps():
             points = steps.tokens.tolist(), steps.nanoseconds.tolist()
             times = interpolate(*points, num_tokens, int(steps.num_padded))
-            found.append(times_at_length(times, steps.prefix_ns, num_more))
-        return np.stack(found)
+            lines.append(times_at_length(times, steps.prefix_ns, num_more))
+        return np.stack(lines)
 
     def max_step_tokens(self) -> int:
         """Return M, the largest number of tokens of a step that all replicas have measured."""

@@ -251,6 +251,6 @@ class _StepMeter:
         tree = dummy_tree(size, size if model.feeds_chains else BRANCH_TOKENS, model.vocabulary_size)
         inputs = StepInputs(self._slot, tree, list(range(size)), list(range(size)))
         start = time.perf_counter_ns()
-        found = model.forward(inputs)
-        self._sampler.sample(found, tree, inputs.nodes, self._context)[0].cpu()
+        logits = model.forward(inputs)
+        self._sampler.sample(logits, tree, inputs.nodes, self._context)[0].cpu()
         return time.perf_counter_ns() - start

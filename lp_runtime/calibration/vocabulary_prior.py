@@ -173,6 +173,6 @@ def _candidates_after(model: ModelRunner, sampler: Sampler, first: int, tokens: 
     """Return [m, WIDTH] packed top-k candidates after each two-token text (`first`, token)."""
     with model.slots.borrowed() as slot:
         model.begin(slot, 1 + len(tokens))
-        found = model.logits_after_each(slot, tokens.tolist(), [first])
-        packed, _ = sampler.sample(found, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
+        logits = model.logits_after_each(slot, tokens.tolist(), [first])
+        packed, _ = sampler.sample(logits, TokenTree([0], max_depth=1), [0] * len(tokens), [0])
         return packed.cpu().numpy()

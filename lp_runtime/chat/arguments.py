@@ -47,10 +47,10 @@ def parameter_of(schema: Mapping[str, Any] | None, key: str, is_string: str | No
     known = properties.get(key) if isinstance(properties, Mapping) else None
     if known is None:
         known = root.get("additionalProperties")
-    found, values = _types(known, root, MAX_REFERENCES), tuple(_values(known))
+    types, values = _types(known, root, MAX_REFERENCES), tuple(_values(known))
     if is_string == "false":
-        return Parameter(found - {"string"}, values)
-    return Parameter(found, values)
+        return Parameter(types - {"string"}, values)
+    return Parameter(types, values)
 
 
 def _values(schema: object) -> list[object]:
@@ -80,10 +80,10 @@ def _types(schema: object, root: Mapping[str, Any], num_references: int) -> froz
 
 def resolved(reference: str, root: Mapping[str, Any]) -> object:
     """Return the schema that a reference such as #/$defs/NAME names; None if there is none."""
-    found: object = root
+    node: object = root
     for part in reference.removeprefix("#").split("/")[1:]:
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
-    return found
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
+    return node
 
 
 def json_of(raw: str, parameter: Parameter) -> str:
@@ -95,8 +95,8 @@ def json_of(raw: str, parameter: Parameter) -> str:
         return dumped(text)
     # Python's literals only if the schema asks for what they give: models write True, and lists with '.
     readers = (_from_json, _from_python) if parameter.types else (_from_json,)
-    found = (_fitting(text, read, parameter.types) for read in readers)
-    return next((written for written in found if written is not None), dumped(raw))
+    candidates = (_fitting(text, read, parameter.types) for read in readers)
+    return next((written for written in candidates if written is not None), dumped(raw))
 
 
 def _fitting(text: str, read: Callable[[str], tuple[Any, str]], types: frozenset[str]) -> str | None:

@@ -67,9 +67,9 @@ class ChatFormat:
 
     def __init__(self, template: str | ChatTemplate, tool_format: str = "auto", reasoning: str = "auto"):
         self._template = template if isinstance(template, ChatTemplate) else ChatTemplate(template)
-        found = recognize(self._template)
-        self.takes_tools, self._wants_text = found.takes_tools, found.wants_text
-        name = found.tool_format if tool_format == "auto" else tool_format
+        recognized = recognize(self._template)
+        self.takes_tools, self._wants_text = recognized.takes_tools, recognized.wants_text
+        name = recognized.tool_format if tool_format == "auto" else tool_format
         if name == "mistral" and "[ARGS]" in self._template.source:
             name = "mistral_args"
         self.tool_format = name if name in FORMATS else None
@@ -77,8 +77,8 @@ class ChatFormat:
         self.reasoning = REASONINGS.get(reasoning)
         if reasoning == "auto" and not self.is_harmony:
             self.reasoning = reasoning_of(self._template.source)
-        if tool_format == "auto" and found.takes_tools:
-            self._report(found.is_certain)
+        if tool_format == "auto" and recognized.takes_tools:
+            self._report(recognized.is_certain)
 
     def _may_use_own_parser(self, name: str | None) -> bool:
         """Whether the model's response template reads answers; refuse one that transformers cannot read."""

@@ -128,10 +128,10 @@ class AnswerParser(ChatParser):
             yield from self._calls(form, "")
         elif form is not None and "" in self._loose:
             yield from self._loose_calls(form, "")
-        while (found := (yield from self._text.until(self._marks, self._content))) is not None:
+        while (mark := (yield from self._text.until(self._marks, self._content))) is not None:
             assert form is not None
-            read = self._loose_calls if found.group() in self._loose else self._calls
-            yield from read(form, found.group())
+            read = self._loose_calls if mark.group() in self._loose else self._calls
+            yield from read(form, mark.group())
 
     def _think(self) -> Steps[None]:
         if self._reasoning is None:
@@ -186,16 +186,16 @@ class AnswerParser(ChatParser):
             self._content(mark)
 
     def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
-        found = yield from self._text.match(head)
-        if found is None:
+        opening = yield from self._text.match(head)
+        if opening is None:
             raise NotACallError
         if form.style is not None:
-            yield from self._keyed(form, form.style, found["name"])
+            yield from self._keyed(form, form.style, opening["name"])
             return
         if form.is_object:
             yield from self._object(form)
         else:
-            self._begin_call(found["name"], new_call_id(form.call_id, found.groupdict()))
+            self._begin_call(opening["name"], new_call_id(form.call_id, opening.groupdict()))
             yield from self._text.json(self._arguments)
         yield from self._text.match_all(call_patterns(form).tail)
 
@@ -243,21 +243,21 @@ class AnswerParser(ChatParser):
     def _keyed(self, form: CallFormat, style: ParameterStyle, name: str) -> Steps[None]:
         """Read arguments that are written one after another, up to and including the call's tail."""
         text, patterns, tail = self._text, argument_patterns(style), call_patterns(form).tail
-        found = yield from text.match(patterns.key)
-        is_ended = found is None and (yield from text.match_all(tail))
-        if found is None and not is_ended:
+        key = yield from text.match(patterns.key)
+        is_ended = key is None and (yield from text.match_all(tail))
+        if key is None and not is_ended:
             raise NotACallError
         self._begin_call(name, new_call_id(form.call_id))
         self._arguments("{")
-        while found is not None:
-            self._arguments(dumped(found["key"]) + ": ")
-            parameter = parameter_of(self._schemas.get(name), found["key"], found.groupdict().get("string"))
+        while key is not None:
+            self._arguments(dumped(key["key"]) + ": ")
+            parameter = parameter_of(self._schemas.get(name), key["key"], key.groupdict().get("string"))
             if patterns.close is not None:
                 yield from text.plain(patterns.close, parameter, self._arguments)
             else:
                 yield from text.literal(patterns, parameter, self._arguments)
-            found = yield from text.match(patterns.key)
-            if found is not None:
+            key = yield from text.match(patterns.key)
+            if key is not None:
                 self._arguments(", ")
             else:
                 is_ended = yield from text.match_all(tail)

@@ -59,8 +59,8 @@ class CallFormat:
     @property
     def mark(self) -> str:
         """Beginning of `begin` or `call` that tells calls from text; empty if calls come first in an answer."""
-        found = MARK.match(self.begin + self.call)
-        return found.group() if found else ""
+        match = MARK.match(self.begin + self.call)
+        return match.group() if match else ""
 
     @property
     def is_object(self) -> bool:

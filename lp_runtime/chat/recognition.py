@@ -104,8 +104,10 @@ def _rest(form: CallFormat, answer: str, reasoning: ReasoningFormat | None, is_t
 def _marked(template: ChatTemplate) -> str | None:
     """Return the format most of whose marks occur in a template's text or vocabulary, and none is missing."""
     text = "\n".join([template.source, *template.tokens])
-    found = {name: tags for name, form in FORMATS.items() if (tags := _tags(form)) and all(tag in text for tag in tags)}
-    return max(found, key=lambda name: len(found[name]), default=None)
+    candidates = {
+        name: tags for name, form in FORMATS.items() if (tags := _tags(form)) and all(tag in text for tag in tags)
+    }
+    return max(candidates, key=lambda name: len(candidates[name]), default=None)
 
 
 def _tags(form: CallFormat) -> list[str]:

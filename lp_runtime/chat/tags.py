@@ -90,9 +90,9 @@ def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: i
     if (choices := _choices(schema, style)) is not None:
         tags = [text(each) if isinstance(each, str) else _value(each, root, style, depth - 1) for each in choices]
         return _one_of(tags)
-    found = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
+    quoted = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
     definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return found or {"type": "json_schema", "json_schema": {**definitions, **schema}}
+    return quoted or {"type": "json_schema", "json_schema": {**definitions, **schema}}
 
 
 def _quoted(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag | None:

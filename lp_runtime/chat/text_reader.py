@@ -59,34 +59,34 @@ class TextReader:
     def match(self, pattern: Pattern) -> Steps[Any]:
         """Consume and return a match at the start of the text, once it cannot grow; None if there is none."""
         while True:
-            found = pattern.match(self._text, self._at, partial=not self._is_end)
-            if found is None or (found.partial and len(self._text) - self._at > MAX_MATCH_CHARS):
+            match = pattern.match(self._text, self._at, partial=not self._is_end)
+            if match is None or (match.partial and len(self._text) - self._at > MAX_MATCH_CHARS):
                 return None
-            if self._is_end or not (found.partial or found.end() == len(self._text)):
-                self._at = found.end()
-                return found
+            if self._is_end or not (match.partial or match.end() == len(self._text)):
+                self._at = match.end()
+                return match
             yield
 
     def match_all(self, patterns: Sequence[Pattern]) -> Steps[bool]:
         """Consume a match of each pattern that has one, also one that is cut; return whether the first has."""
         first = None
         for pattern in patterns:
-            found = yield from self.match(pattern)
-            first = found if pattern is patterns[0] else first
-            if found is None and self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
+            match = yield from self.match(pattern)
+            first = match if pattern is patterns[0] else first
+            if match is None and self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
                 self._at = len(self._text)
         return first is not None
 
     def until(self, pattern: Pattern, out: Out) -> Steps[Any]:
         """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text."""
         while True:
-            found = pattern.search(self._text, self._at, partial=not self._is_end)
-            start, self._at = self._at, len(self._text) if found is None else found.start()
+            match = pattern.search(self._text, self._at, partial=not self._is_end)
+            start, self._at = self._at, len(self._text) if match is None else match.start()
             if self._at > start:
                 out(self._text[start : self._at])
-            if found is not None and not found.partial:
-                self._at = found.end()
-                return found
+            if match is not None and not match.partial:
+                self._at = match.end()
+                return match
             if self._is_end:
                 return None
             yield
@@ -94,21 +94,21 @@ class TextReader:
     def json(self, out: Out) -> Steps[None]:
         yield from self.match(SPACE)
         depth = 0
-        while (found := (yield from self.until(JSON_INNER if depth else JSON_START, out))) is not None:
-            out(found.group())
-            depth += BRACKETS.get(found.group(), 0)
-            if found.group() == '"':
+        while (mark := (yield from self.until(JSON_INNER if depth else JSON_START, out))) is not None:
+            out(mark.group())
+            depth += BRACKETS.get(mark.group(), 0)
+            if mark.group() == '"':
                 yield from self._json_string(out)
             if not depth:
                 return
 
     def _json_string(self, out: Out) -> Steps[None]:
         while True:
-            found = REST_OF_STRING.match(self._text, self._at)
-            start, self._at = self._at, len(self._text) if self._is_end and not found["end"] else found.end()
+            rest = REST_OF_STRING.match(self._text, self._at)
+            start, self._at = self._at, len(self._text) if self._is_end and not rest["end"] else rest.end()
             if self._at > start:
                 out(self._text[start : self._at])
-            if found["end"] or self._is_end:
+            if rest["end"] or self._is_end:
                 return
             yield
 
@@ -127,14 +127,14 @@ class TextReader:
         """Pass a literal to `out` as JSON; a text is read as another type if the parameter takes no texts."""
         raw, depth = list[str](), 0
         write = out if parameter.may_be_text else raw.append
-        while (found := (yield from self.match(patterns.inner if depth else patterns.value))) is not None:
-            if (quote := found["quote"]) is not None:
+        while (part := (yield from self.match(patterns.inner if depth else patterns.value))) is not None:
+            if (quote := part["quote"]) is not None:
                 yield from self._quoted(patterns.quotes[quote], quote, write)
-            elif (word := found["word"]) is not None:
+            elif (word := part["word"]) is not None:
                 write(dumped(word) if parameter.is_text and not depth else _word(word))
             else:
-                depth += BRACKETS.get(found["mark"], 0)
-                write(IN_JSON.get(found["mark"], found["mark"]))
+                depth += BRACKETS.get(part["mark"], 0)
+                write(IN_JSON.get(part["mark"], part["mark"]))
             if not depth:
                 break
         text = "".join(raw)
@@ -143,11 +143,11 @@ class TextReader:
     def _quoted(self, close: Pattern, quote: str, out: Out) -> Steps[None]:
         """Pass a text after its quotation mark to `out` as JSON."""
         out('"')
-        while (found := (yield from self.until(close, lambda text: out(dumped(text)[1:-1])))) is not None:
-            if found.group() == quote:
+        while (mark := (yield from self.until(close, lambda text: out(dumped(text)[1:-1])))) is not None:
+            if mark.group() == quote:
                 out('"')
                 return
-            out(_escape(found.group()))
+            out(_escape(mark.group()))
 
 
 def _word(word: str) -> str:

@@ -130,10 +130,10 @@ def _reader_of(schema: type, key: str, override: str) -> Callable[[str], Any] | 
 
 def _type_of(schema: type, key: str) -> object:
     """Return the type of a setting, str for an optional str; None for an unknown key."""
-    found: Any = schema
+    hint: Any = schema
     for name in key.split("."):
-        found = get_type_hints(found).get(name) if is_dataclass(found) else None
-    return str if found == (str | None) else found
+        hint = get_type_hints(hint).get(name) if is_dataclass(hint) else None
+    return str if hint == (str | None) else hint
 
 
 def _is_odd_text(override: str) -> bool:

@@ -88,12 +88,12 @@ def exact_ebnf(grammar: str) -> str:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    found, start = [], 0
+    gaps, start = [], 0
     for first, last in sorted(ranges):
         if first > start:
-            found.append((start, first - 1))
+            gaps.append((start, first - 1))
         start = max(start, last + 1)
-    return [*found, (start, MAX_CODE_POINT)] if start <= MAX_CODE_POINT else found
+    return [*gaps, (start, MAX_CODE_POINT)] if start <= MAX_CODE_POINT else gaps
 
 
 def intersection(one: Ranges, other: Ranges) -> Ranges:
@@ -109,7 +109,7 @@ def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
     items = list(tokens[place + 1 + is_negated : end])
     if not items:
         raise ValueError("an empty character class is not supported")
-    found: list[tuple[int, int]] = []
+    members: list[tuple[int, int]] = []
     is_wide = is_negated or {r"\s", r"\S"} <= {each[0] for each in items}
     while items:
         item = items.pop(0)
@@ -120,16 +120,16 @@ def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
                 raise ValueError(f"the range {item[0]}-{items[1][0]} of a character class is not valid")
             ranges = [(ranges[0][0], last[0][0])]
             del items[:2]
-        found += ranges
-    return (complement(found) if is_negated else found), end
+        members += ranges
+    return (complement(members) if is_negated else members), end
 
 
 def _class_item(token: re.Match[str], is_wide: bool) -> Ranges:
     if token[0] in (".", r"\b"):
         return [(0x2E, 0x2E)] if token[0] == "." else [(0x08, 0x08)]
-    if (found := _ranges(token, is_wide)) is None:
+    if (ranges := _ranges(token, is_wide)) is None:
         raise ValueError(f"{token[0]} is not supported in a character class")
-    return found
+    return ranges
 
 
 def _ranges(token: re.Match[str], is_wide: bool = False) -> Ranges | None:

@@ -54,17 +54,17 @@ def _rewritten(
         if not isinstance(schema, Mapping):
             return schema
         check(place, schema)
-        found = dict(schema)
-        for name in found:
-            value, here = found[name], f"{place}/{name}"
+        copy = dict(schema)
+        for name in copy:
+            value, here = copy[name], f"{place}/{name}"
             if name in MAPPINGS and isinstance(value, Mapping):
-                found[name] = {key: inner(each, f"{here}/{key}", depth + 1) for key, each in value.items()}
+                copy[name] = {key: inner(each, f"{here}/{key}", depth + 1) for key, each in value.items()}
             elif name in LISTS and isinstance(value, list):
-                found[name] = [inner(each, f"{here}/{number}", depth + 1) for number, each in enumerate(value)]
+                copy[name] = [inner(each, f"{here}/{number}", depth + 1) for number, each in enumerate(value)]
             elif name in SINGLES:
-                found[name] = inner(value, here, depth + 1)
-        rewrite(found)
-        return found
+                copy[name] = inner(value, here, depth + 1)
+        rewrite(copy)
+        return copy
 
     return inner(schema, "#", 0)
 

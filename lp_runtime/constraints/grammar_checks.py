@@ -85,7 +85,7 @@ class GrammarParts:
 
     def _parsed_regexes(self, grammar: Any) -> dict[int, GrammarParts]:
         """Analyze each embedded regular expression, except those that xgrammar cannot convert to a grammar."""
-        found = {}
+        parts = {}
         for expression, (code, values) in enumerate(self._expressions):
             if code != REGEX:
                 continue
@@ -94,8 +94,8 @@ class GrammarParts:
                 parsed = type(grammar).from_regex(exact_regex(pattern, UNESCAPED_IN_JSON if in_json else UNICODE))
             except (RuntimeError, ValueError):  # xgrammar's automata support more than its grammars, such as (?i)
                 continue
-            found[expression] = GrammarParts(parsed)
-        return found
+            parts[expression] = GrammarParts(parsed)
+        return parts
 
     def _users(self) -> list[list[int]]:
         """Return for each rule the rules whose bodies refer to it."""

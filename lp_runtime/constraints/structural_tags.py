@@ -39,16 +39,16 @@ def _exact(value: Any) -> Any:
         return [_exact(each) for each in value]
     if not isinstance(value, Mapping):
         return value
-    found = {name: each if name == "json_schema" else _exact(each) for name, each in value.items()}
+    tag = {name: each if name == "json_schema" else _exact(each) for name, each in value.items()}
     kind = value.get("type")  # xgrammar guesses the format if there is none
     if "json_schema" in value:
         rewrite = exact_schema if _is_json(value) else with_exact_patterns
-        found["json_schema"] = rewrite(value["json_schema"])
+        tag["json_schema"] = rewrite(value["json_schema"])
     if kind in ("regex", None) and isinstance(value.get("pattern"), str):
-        found["pattern"] = exact_regex(value["pattern"])
+        tag["pattern"] = exact_regex(value["pattern"])
     if kind in ("grammar", None) and isinstance(value.get("grammar"), str):
-        found["grammar"] = exact_ebnf(value["grammar"])
-    return found
+        tag["grammar"] = exact_ebnf(value["grammar"])
+    return tag
 
 
 def _is_json(value: Format) -> bool:

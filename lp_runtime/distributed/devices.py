@@ -67,19 +67,19 @@ def _why_too_old(driver: str | None) -> str | None:
 
 
 def _why_unseen(driver: str | None, has_control: bool, visible: list[str] | None) -> str:
-    found = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
+    reason = f"torch sees no GPU, although the NVIDIA driver {f'{driver} ' if driver else ''}is loaded"
     if not has_control:
-        return f"{found}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
+        return f"{reason}: {DRIVER_CONTROL} is missing; start the container with its GPUs (docker run --gpus all)"
     hidden = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={','.join(visible)})"
-    return f"{found}{hidden}: run nvidia-smi to see why"
+    return f"{reason}{hidden}: run nvidia-smi to see why"
 
 
 def _driver_version() -> str | None:
     try:
-        found = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
+        match = re.search(r"\s(\d+\.\d[\d.]*)\s", DRIVER_VERSION.read_text())
     except OSError:
         return None
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def gpu_number(device: torch.device) -> int:
@@ -106,11 +106,11 @@ def must_sleep(num_local: int, owns_device: bool) -> bool:
 
 def warn_of_few_cores(num_local: int) -> None:
     """Warn if this process may use fewer CPU cores than there are GPU processes on this machine."""
-    found = num_cores()
-    if found < num_local:  # a replica that waits for a core delays every replica's step
+    cores = num_cores()
+    if cores < num_local:  # a replica that waits for a core delays every replica's step
         log.warning(
             "%d cores for %d processes that each keep one busy: steps will be slow; allow %d or more (4 for each GPU)",
-            found,
+            cores,
             num_local,
             num_local,
         )

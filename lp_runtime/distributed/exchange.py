@@ -157,7 +157,7 @@ class Exchange:
         self.bytes_sent += 8 * pending.num_sent
         words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         ranks = [word >> DIGEST_BITS for word in words]
-        if any(found != self._rank_bits(rank) for rank, found in enumerate(ranks)):
+        if any(bits != self._rank_bits(rank) for rank, bits in enumerate(ranks)):
             raise ReplicaError(f"rank {self.group.rank} received the replicas' rows in the order {ranks}")
         digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
         if any(each != pending.digest for each in digests):

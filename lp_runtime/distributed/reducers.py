@@ -62,10 +62,10 @@ class SharedMemoryReducer(Reducer):
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         words = _as_words(tensor)
-        found = torch.empty((self._num_shards, len(words)), dtype=torch.int64)
+        gathered = torch.empty((self._num_shards, len(words)), dtype=torch.int64)
         for first, rows in self._rounds(words):
-            found[:, first : first + rows.shape[1]] = torch.from_numpy(rows)
-        return found.view(tensor.dtype)[:, : tensor.numel()].view(self._num_shards, *tensor.shape)
+            gathered[:, first : first + rows.shape[1]] = torch.from_numpy(rows)
+        return gathered.view(tensor.dtype)[:, : tensor.numel()].view(self._num_shards, *tensor.shape)
 
 
 class HostReducer(Reducer):
@@ -97,11 +97,11 @@ class CollectiveReducer(Reducer):
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        found, tensor = tensor.new_empty((self._num_shards, *tensor.shape)), tensor.contiguous()
+        gathered, tensor = tensor.new_empty((self._num_shards, *tensor.shape)), tensor.contiguous()
         self.num_calls += 1
         with peers():
-            self._group.allgather([list(found.unbind())], [tensor]).wait()
-        return found
+            self._group.allgather([list(gathered.unbind())], [tensor]).wait()
+        return gathered
 
 
 class OneShotReducer(Reducer):

@@ -75,10 +75,10 @@ class ShardLink:
     def _device_reducer(self, device: torch.device, timeout: float) -> Reducer:
         """Return the reducer for GPUs: NCCL, or the host if two shards share a GPU (NCCL refuses that)."""
         mine = torch.tensor([gpu_number(device)])
-        found = torch.empty(self.place.num_shards, dtype=torch.int64)
+        gathered = torch.empty(self.place.num_shards, dtype=torch.int64)
         with peers():
-            self._transport.all_gather(found, mine)
-        if len(found.unique()) < len(found):
+            self._transport.all_gather(gathered, mine)
+        if len(gathered.unique()) < len(gathered):
             return HostReducer(self.reducer)
         group = shard_group(self.place, "nccl", timeout)
         return CollectiveReducer(group, self.place.num_shards, can_capture=True)
@@ -95,9 +95,9 @@ class ShardLink:
 
     def smallest(self, number: int) -> int:
         with peers():
-            found = torch.empty(self.place.num_shards, dtype=torch.int64)
-            self._transport.all_gather(found, torch.tensor([number]))
-            return int(found.min())
+            gathered = torch.empty(self.place.num_shards, dtype=torch.int64)
+            self._transport.all_gather(gathered, torch.tensor([number]))
+            return int(gathered.min())
 
     def end_pass(self) -> None:
         """Wait until every shard ends the pass on its host; PassFailedError if it has failed on another shard."""
@@ -161,12 +161,12 @@ def said_by_first(
         key = f"{key}/{(store.add(f'{key}/came', 1) - 1) // num_ranks}"
         if rank == 0:
             store.set(key, value())
-        found = store.get(key).decode()
+        stored = store.get(key).decode()
         store.add(f"{key}/read", 1)
         wait_for_all(store, f"{key}/read", num_ranks, timeout, never_abandoned)  # one of the ranks may host the store
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
-    return found
+    return stored
 
 
 def shard_group(place: ShardPlace, backend: str, timeout: float) -> dist.ProcessGroup:

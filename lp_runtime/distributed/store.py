@@ -42,17 +42,17 @@ def host_store(host: str, port: int, timeout: float) -> TCPStore:
 
 def address_of(interface: str) -> str:
     """Return the address of a network interface of this machine, such as eth0; IPv4 is preferred."""
-    found = {}
+    by_name = {}
     for name, entries in psutil.net_if_addrs().items():
         addresses = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
         if addresses:
-            found[name] = min(addresses, key=lambda entry: entry.family != socket.AF_INET).address
-    if interface not in found:
+            by_name[name] = min(addresses, key=lambda entry: entry.family != socket.AF_INET).address
+    if interface not in by_name:
         raise ConfigError(
             f"launcher.interface={interface}: must be an interface of {socket.gethostname()} that has an address:"
-            f" {', '.join(found)}"
+            f" {', '.join(by_name)}"
         )
-    return found[interface]
+    return by_name[interface]
 
 
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
@@ -106,8 +106,8 @@ class StoreConnection:
 def wait_for_all(store: Store, key: str, count: int, timeout: float, is_abandoned: Callable[[], bool]) -> None:
     """Wait up to `timeout` seconds, or until `is_abandoned`, for a store's counter to reach `count`."""
     deadline = time.monotonic() + timeout
-    while (num_found := store.add(key, 0)) < count:
+    while (num_arrived := store.add(key, 0)) < count:
         if is_abandoned() or time.monotonic() > deadline:
             why = "" if is_abandoned() else f" within {timeout:g} s"
-            raise PeersMissingError(f"{count - num_found} of them did not join{why}")
+            raise PeersMissingError(f"{count - num_arrived} of them did not join{why}")
         time.sleep(POLL_SECONDS)

@@ -23,7 +23,7 @@ from lp_runtime.engine.memory import memory_error, unshared_error
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
-from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot
+from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
@@ -329,5 +329,5 @@ def _error_of(result: object) -> RequestMemoryError | None:
 def capacity_of(request: Request, decoder: Decoder) -> int:
     """Return how many tokens a slot must hold at first: prompt, committed, some output, one step's."""
     one_step = decoder.max_owned + decoder.drafter.max_committed
-    num_new = min(request.max_new_tokens, len(request.committed) + ROOM_TOKENS)
+    num_new = min(request.max_new_tokens, len(request.committed) + GROWTH_TOKENS)
     return len(request.prompt_ids) + num_new + one_step

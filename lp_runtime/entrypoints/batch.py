@@ -204,8 +204,8 @@ def check_output(path: Path) -> None:
 
 def check_prompts(path: str) -> None:
     """Raise ConfigError if prompts are not a regular file: they are read again for the settings' digest."""
-    found = Path(path)
-    if found.exists() and not (found.is_file() or found.is_dir()):
+    file = Path(path)
+    if file.exists() and not (file.is_file() or file.is_dir()):
         raise ConfigError(f"prompts={path}: must be a regular file, which can be read twice, if output is given")
 
 

@@ -33,21 +33,21 @@ def examine(config: DoctorConfig) -> None:
     is_well = True
     parts: list[Callable[[DoctorConfig], Iterator[Finding]]] = [_versions, _machine, _gpus, _memory, _caches, _model]
     for part in parts:
-        for what, found, is_wrong in part(config):
-            print(f"{what:<14}{'PROBLEM: ' if is_wrong else ''}{found}")
+        for what, finding, is_wrong in part(config):
+            print(f"{what:<14}{'PROBLEM: ' if is_wrong else ''}{finding}")
             is_well &= not is_wrong
     if not is_well:
         sys.exit(1)
 
 
 def _versions(config: DoctorConfig) -> Iterator[Finding]:
-    found = []
+    versions = []
     for name in PACKAGES:
         try:
-            found.append(f"{name} {version(name)}")
+            versions.append(f"{name} {version(name)}")
         except PackageNotFoundError:
-            found.append(f"no {name}")
-    yield "packages", ", ".join(found), False
+            versions.append(f"no {name}")
+    yield "packages", ", ".join(versions), False
     yield "python", f"{platform.python_version()}, {platform.platform()}, CUDA of torch: {torch.version.cuda}", False
 
 

@@ -121,12 +121,12 @@ def _try_kernels() -> None:
     cos, sin = np.array([[[[0, 0]]], [[[1, 1]]]], np.float32)
     cache = np.zeros((2, 1, 1, 1, 2), np.float32)
     rotated = rotate_and_write(states, states, states, (0, 1, 2), (1, 1), cos, sin, 0, cache[0], cache[1])
-    found = torch.cat(
+    ours = torch.cat(
         [*(each.view(-1) for each in (normed, *added)), rotated.view(-1), torch.from_numpy(cache).view(-1)]
     )
     right = torch.cat([expected, sums, expected, torch.tensor([-2.0, 1.0, -4.0, 3.0, 5.0, 6.0])])
-    if not torch.allclose(found, right):
-        raise ArithmeticError(f"{found.tolist()} instead of {right.tolist()}")
+    if not torch.allclose(ours, right):
+        raise ArithmeticError(f"{ours.tolist()} instead of {right.tolist()}")
 
 
 @compiled(fastmath=ORDER_IS_FREE)

@@ -22,7 +22,7 @@ from lp_runtime.kernels.triton_cut import can_cut as can_cut
 from lp_runtime.kernels.triton_cut import cut_scores as cut_scores
 from lp_runtime.kernels.triton_cut import find_cut as find_cut
 from lp_runtime.kernels.triton_sampling import find_in_slice as find_in_slice
-from lp_runtime.kernels.triton_sampling import pack_found as pack_found
+from lp_runtime.kernels.triton_sampling import pack_candidates as pack_candidates
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack
 from lp_runtime.kernels.triton_strict import attend_strictly as attend_strictly
 

@@ -116,11 +116,11 @@ def _pack_rows(
         chunk = tl.min(tl.where(bests == tl.max(bests, 0), chunks, BLOCK_CHUNKS), 0)
         successor = tl.load(best_ids + row * num_chunks + tl.minimum(chunk, num_chunks - 1))
     if NUM > 0:
-        num_found = num_chunks * NUM
+        num_scanned = num_chunks * NUM
         places = tl.arange(0, BLOCK)
-        is_found = places < num_found
-        left = tl.load(values + row * num_found + places, mask=is_found, other=float("-inf"))
-        tokens = tl.load(ids + row * num_found + places, mask=is_found, other=NO_TOKEN)
+        is_scanned = places < num_scanned
+        left = tl.load(values + row * num_scanned + places, mask=is_scanned, other=float("-inf"))
+        tokens = tl.load(ids + row * num_scanned + places, mask=is_scanned, other=NO_TOKEN)
         top = tl.max(left, 0)
         if not HAS_BEST:
             top_place = tl.min(tl.where(left == top, places, BLOCK), 0)
@@ -136,8 +136,8 @@ def _pack_rows(
                     best = tl.max(left, 0)
                     place = tl.min(tl.where(left == best, places, BLOCK), 0)
                     is_there = best > float("-inf")
-                    found = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
-                    token = tl.where(is_there, found, token)
+                    chosen = tl.min(tl.where(places == place, tokens, NO_TOKEN), 0).to(tl.int64)
+                    token = tl.where(is_there, chosen, token)
                     below = tl.minimum(tl.floor((top - best) * UNITS_PER_NAT + 0.5), MAX_MARGIN)
                     below = tl.where(best == top, 0.0, below)  # both may be infinite, and their difference NaN
                     margin = tl.where(is_there, below, MAX_MARGIN).to(tl.int64)
@@ -156,8 +156,8 @@ def sample_and_pack(
 ) -> torch.Tensor:
     """Sample each row's successor; pack it with the top-k candidates scored above -inf: [n, width] int64."""
     num_chunks = triton.cdiv(logits.shape[1], CHUNK)
-    found = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
-    return _pack(found, packing, noise, logits.shape[1])
+    candidates = _scan(logits, packing, noise, inverse_temperature, cut, num_chunks)
+    return _pack(candidates, packing, noise, logits.shape[1])
 
 
 def find_in_slice(
@@ -168,7 +168,7 @@ def find_in_slice(
     first: int,
     num_tokens: int,
 ) -> torch.Tensor:
-    """Scan a slice of the vocabulary, [n, v] from id `first` on; `pack_found` combines all slices.
+    """Scan a slice of the vocabulary, [n, v] from id `first` on; `pack_candidates` combines all slices.
 
     Returns [n, C (1 + max(K, 1))] int64 for C chunks: each integer holds a score (upper half) and a token id (lower
     half). `num_tokens` is the size of the largest slice, so that all slices have the same number of chunks.
@@ -179,12 +179,14 @@ def find_in_slice(
     return (values.view(torch.int32).long() << 32) | ids.long()
 
 
-def pack_found(found: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int) -> torch.Tensor:
+def pack_candidates(
+    candidates: torch.Tensor, packing: Packing, noise: Noise | None, vocabulary_size: int
+) -> torch.Tensor:
     """Combine P results of `find_in_slice`, [P, n, width], ordered by token id, as `sample_and_pack` does."""
-    num_slices, num_rows, width = found.shape
+    num_slices, num_rows, width = candidates.shape
     num = max(1, packing.num)
     num_chunks = width // (1 + num)
-    values, ids = (found >> 32).int().view(torch.float32), (found & 0xFFFFFFFF).int()
+    values, ids = (candidates >> 32).int().view(torch.float32), (candidates & 0xFFFFFFFF).int()
     parts = []
     for each in (values, ids):
         each = each.transpose(0, 1)  # [n, P, width]

@@ -51,16 +51,16 @@ class Booking:
         return {"num_cpus": CPU_SHARE, "num_gpus": self._shard.get("GPU", 0), "scheduling_strategy": strategy}
 
     def nodes(self) -> list[str]:
-        found = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
-        return [found[index] for index in sorted(found)]
+        nodes = self._ray.util.placement_group_table(self._group)["bundles_to_node_id"]
+        return [nodes[index] for index in sorted(nodes)]
 
     @staticmethod
     def placement_here(shard: ShardPlace = ShardPlace()) -> Placement:  # noqa: B008 (it is frozen)
         """Return the placement of the calling actor: which of the visible GPUs Ray assigned to it."""
         import ray
 
-        found = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
-        num_local = shard.num_shards * list(found.values()).count(ray.get_runtime_context().get_node_id())
+        nodes = ray.util.placement_group_table(ray.util.get_current_placement_group())["bundles_to_node_id"]
+        num_local = shard.num_shards * list(nodes.values()).count(ray.get_runtime_context().get_node_id())
         assigned = ray.get_gpu_ids()
         if not assigned:
             return Placement(0, num_local, shard=shard)

@@ -152,15 +152,15 @@ def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
 
 def fastest_split(config: RuntimeConfig, gpus: int) -> int:
     """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total."""
-    found = CalibrationFiles(config.cache_dir).load(_speeds_file(config, gpus), SPEEDS_KEYS)
-    if found is None:
+    speeds = CalibrationFiles(config.cache_dir).load(_speeds_file(config, gpus), SPEEDS_KEYS)
+    if speeds is None:
         path = "" if config.model.path is None else f" model.path={config.model.path}"
         kept = "" if config.cache_dir is not None else " with a cache_dir"
         raise ConfigError(
             f"gpus_per_replica=fastest: nothing was measured of this model on {gpus} GPUs of this machine;"
             f" run lp-bench splits=auto gpus={gpus}{path}{kept}"
         )
-    return int(found[SPEEDS_KEYS[0]][found[SPEEDS_KEYS[1]].argmax()])
+    return int(speeds[SPEEDS_KEYS[0]][speeds[SPEEDS_KEYS[1]].argmax()])
 
 
 def _speeds_file(config: RuntimeConfig, gpus: int) -> str:

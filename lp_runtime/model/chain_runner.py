@@ -119,7 +119,7 @@ class ChainRunner(ModelRunner):
         if not slot.tokens or num_known < len(slot.tokens):
             self.begin(slot, capacity, prompt_length=len(prompt))
         else:
-            _states(slot).take_back()
+            _states(slot).roll_back()
             slot.undecided, slot.prompt_length = [], len(prompt)
             if slot.capacity < self.padded_capacity(capacity):
                 slot.cache.grow(self.padded_capacity(capacity))
@@ -153,7 +153,7 @@ class ChainRunner(ModelRunner):
         if are_certain:
             _keep(slot)
         elif not commit:
-            cache.take_back()
+            cache.roll_back()
         return StepLogits(logits)
 
     def _settle(self, slot: CacheSlot, cache: StateCache, start: int) -> None:
@@ -161,7 +161,7 @@ class ChainRunner(ModelRunner):
         if slot.undecided and start == len(slot.tokens) + len(slot.undecided):
             _keep(slot)
         elif slot.undecided:
-            cache.take_back()
+            cache.roll_back()
             slot.undecided = []
         assert start == len(slot.tokens), f"{start} tokens are committed, and {len(slot.tokens)} held"
 

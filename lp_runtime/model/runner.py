@@ -36,7 +36,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.hf.config import context_length
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.kv_cache.slots import ROOM_TOKENS, CacheSlot, SlotPool
+from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot, SlotPool
 from lp_runtime.model.support import check_family
 from lp_runtime.utils.generators import result_of
 
@@ -256,7 +256,7 @@ class ModelRunner:
         """Grow a slot that is too small for the nodes that a step feeds; all tokens in it are committed."""
         needed = len(slot.tokens) + num_nodes
         if slot.capacity < self.padded_capacity(needed):
-            self.slots.grow(slot, needed, spare=max(ROOM_TOKENS, needed // 2))
+            self.slots.grow(slot, needed, spare=max(GROWTH_TOKENS, needed // 2))
 
     def _refeed(self, batch: Sequence[StepInputs]) -> int:
         """Re-prefill slots whose text exceeds, with the tree's root, the length at which `generate` re-feeds.

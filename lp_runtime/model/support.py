@@ -116,19 +116,19 @@ def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
     These are sliding windows, chunks, and any field whose name is not known to mean something else: an unknown field
     makes the self-check longer, not shorter.
     """
-    found: dict[str, int] = {}
-    _collect(config.to_dict(), "", found)
-    return found
+    thresholds: dict[str, int] = {}
+    _collect(config.to_dict(), "", thresholds)
+    return thresholds
 
 
-def _collect(fields: dict[str, Any], before: str, found: dict[str, int]) -> None:
-    """Add the thresholds of these fields and of nested ones to `found`, their names prefixed by `before`."""
+def _collect(fields: dict[str, Any], before: str, thresholds: dict[str, int]) -> None:
+    """Add the thresholds of these fields and of nested ones to `thresholds`, their names prefixed by `before`."""
     is_fixed_rope = fields.get("rope_type", "none") in FIXED_ROPES and fields.keys() <= ROPE_FIELDS
     for name, value in fields.items():
         if isinstance(value, dict) and not OTHER_MODELS.search(name):
-            _collect(value, f"{before}{name}.", found)
+            _collect(value, f"{before}{name}.", thresholds)
         elif _is_integer(value) and value >= MIN_THRESHOLD and not is_fixed_rope and _may_be_length(name):
-            found[before + name] = int(value)
+            thresholds[before + name] = int(value)
 
 
 def _is_integer(value: object) -> bool:

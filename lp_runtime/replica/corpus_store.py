@@ -122,14 +122,14 @@ class CorpusStore:
 
     def _signatures(self) -> Signatures:
         """Return the signatures of the regular files of all paths, in order."""
-        found = {}
+        signatures = {}
         for path in self._paths:
             if not path.is_file() and not path.is_dir():
                 raise ConfigError(f"{self._given}: {path}: no such file or folder")
             for file in [path] if path.is_file() else _files_below(path):
                 status = file.stat()
-                found[str(file)] = [status.st_size, status.st_mtime_ns]
-        return found
+                signatures[str(file)] = [status.st_size, status.st_mtime_ns]
+        return signatures
 
 
 def open_corpus(
@@ -145,23 +145,23 @@ def open_corpus(
     paths = config.lookahead.corpus
     if paths is None:
         return NO_CORPUS
-    found: CorpusIndex | ConfigError
+    opened: CorpusIndex | ConfigError
     try:
         tokenizer = load()
         encode_text = partial(encode, tokenizer, add_special_tokens=False)
         store = CorpusStore(paths, config.cache_dir, encode_text, tokenizer_key(tokenizer), vocabulary_size)
-        found = store.open()
-        digest = int.from_bytes(hashlib.blake2b(found.tokens.tobytes(), digest_size=7).digest(), "big")
+        opened = store.open()
+        digest = int.from_bytes(hashlib.blake2b(opened.tokens.tobytes(), digest_size=7).digest(), "big")
     except ConfigError as error:
-        found, digest = error, -1
+        opened, digest = error, -1
     digests = gather_rows(np.array([digest]), group)[:, 0].tolist()
-    if isinstance(found, ConfigError):
-        raise found
+    if isinstance(opened, ConfigError):
+        raise opened
     if -1 in digests:
         raise ConfigError(f"lookahead.corpus: cannot be opened by rank {digests.index(-1)}")
     if len(set(digests)) > 1:
         raise ConfigError("lookahead.corpus: its files differ between machines; all replicas need the same")
-    return found
+    return opened
 
 
 def _files_below(folder: Path) -> Iterator[Path]:

@@ -109,5 +109,5 @@ class _Meter:
         model, nodes = self._model, range(self._num_step)
         sampler = make_sampler_spec(model, SAMPLING).build(K)
         tree = dummy_tree(len(nodes), BRANCH_TOKENS, model.vocabulary_size)
-        found = model.forward(StepInputs(self._slot, tree, nodes, nodes), any_size=True)
-        sampler.sample(found, tree, nodes, [0] * self._length)
+        logits = model.forward(StepInputs(self._slot, tree, nodes, nodes), any_size=True)
+        sampler.sample(logits, tree, nodes, [0] * self._length)

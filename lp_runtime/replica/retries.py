@@ -66,7 +66,7 @@ class RetriedBatch:
     def __init__(self) -> None:
         self._unfinished: dict[Hashable, tuple[RetriedRequest, Callable[[], bool]]] = {}
         self._waiting: list[Hashable] = []  # unfinished requests whose next attempt has not begun
-        self._has_room = False  # whether a request has ended since the last of them began again
+        self._has_free_memory = False  # whether a request has ended since the last of them began again
 
     @property
     def is_waiting(self) -> bool:
@@ -74,8 +74,8 @@ class RetriedBatch:
 
     def arrive(self, arrivals: Iterable[BatchedRequest]) -> Iterator[BatchedRequest]:
         """Yield what to decode: the request that waits longest if there is room for it, then the arrivals."""
-        if self._waiting and (self._has_room or len(self._waiting) == len(self._unfinished)):
-            self._has_room = False
+        if self._waiting and (self._has_free_memory or len(self._waiting) == len(self._unfinished)):
+            self._has_free_memory = False
             key = self._waiting.pop(0)
             retried, should_cancel = self._unfinished[key]
             yield key, retried.rest, should_cancel
@@ -94,5 +94,5 @@ class RetriedBatch:
             return None
         if isinstance(event, Report | LookaheadError):
             del self._unfinished[key]
-            self._has_room = True
+            self._has_free_memory = True
         return event if isinstance(event, LookaheadError) else retried.handle(event)

@@ -58,7 +58,7 @@ def find_top_k(scores: np.ndarray, num: int, ids: np.ndarray, values: np.ndarray
 
 
 @compiled(makes_arrays=True)
-def pack_found(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray) -> None:
+def pack_candidates(ids: np.ndarray, values: np.ndarray, num: int, packed: np.ndarray) -> None:
     """Pack the likeliest of the tokens found in all slices of the vocabulary, like `pack_top_k`.
 
     `ids` are [n, m] int64, of equal scores the lower id first; `values` are [n, m] float32 scores, -inf for none.

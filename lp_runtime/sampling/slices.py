@@ -18,7 +18,7 @@ import torch
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import Noise, Packing
 from lp_runtime.sampling.gumbel import GumbelNoise
-from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, find_top_k, pack_found
+from lp_runtime.sampling.packing import HALF_BITS, HALF_MASK, find_top_k, pack_candidates
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sampling.truncation import Truncation
 from lp_runtime.utils.jit import compiles
@@ -78,24 +78,26 @@ class VocabularySlice:
             ids[:, 0] = noisy.argmax(axis=-1)
             values[:, 0] = np.take_along_axis(noisy, ids[:, :1], axis=-1)[:, 0]
         if num:
-            found = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
-            find_top_k(np.ascontiguousarray(scores), num, *found)
-            ids[:, 1:], values[:, 1:] = found
+            top_k = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
+            find_top_k(np.ascontiguousarray(scores), num, *top_k)
+            ids[:, 1:], values[:, 1:] = top_k
         return torch.from_numpy((values.view(np.int32).astype(np.int64) << HALF_BITS) | (ids + self._first))
 
-    def pack(self, found: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
+    def pack(self, candidates: torch.Tensor, wanted: SampleRequest) -> torch.Tensor:
         """Merge results of `find` for all slices, [P, n, width], into packed ones without log-probabilities."""
         if kernels := kernels_for(self.device):
             with on(self.device):
-                return kernels.pack_found(found, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size)
-        words, num = found.transpose(0, 1).numpy(), wanted.packing.num  # [n, P, width]
+                return kernels.pack_candidates(
+                    candidates, wanted.packing, self._kernel_noise(wanted), self._vocabulary_size
+                )
+        words, num = candidates.transpose(0, 1).numpy(), wanted.packing.num  # [n, P, width]
         ids, values = words & HALF_MASK, (words >> HALF_BITS).astype(np.int32).view(np.float32)
         packed = np.zeros((len(words), wanted.packing.width), np.int64)
         winners = values[:, :, 0].argmax(axis=-1)  # on ties the first slice, which has the lowest ids
         packed[:, 0] = ids[np.arange(len(words)), winners, 0]
         if num:
             flat = (len(words), num * words.shape[1])
-            pack_found(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
+            pack_candidates(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
         return torch.from_numpy(packed)
 
     def _noise(self, key: tuple[int, int]) -> GumbelNoise:
@@ -113,7 +115,7 @@ class VocabularySlice:
 def compile_slices() -> None:
     ids, values = np.zeros((1, 2), np.int64), np.zeros((1, 2), np.float32)
     find_top_k(np.zeros((1, 3), np.float32), 2, ids, values)
-    pack_found(ids, values, 2, np.zeros((1, 2), np.int64))
+    pack_candidates(ids, values, 2, np.zeros((1, 2), np.int64))
 
 
 class SlicedLogits(StepLogits):
@@ -151,8 +153,8 @@ class SlicedLogits(StepLogits):
         """Sample the n nodes' successors without gathering logits; see `VocabularySlice.pack`."""
         if not len(self):  # a replica may own no nodes of a step
             return torch.zeros((0, wanted.packing.width), dtype=torch.int64, device=self.device)
-        found = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, wanted)
-        return self._vocabulary.pack(found, wanted)
+        candidates = self._find(self._rows_of_pass.start, self._rows_of_pass.stop, wanted)
+        return self._vocabulary.pack(candidates, wanted)
 
     def part(self, start: int, stop: int) -> SlicedLogits:
         presampled = None if self.presampled is None else self.presampled[start:stop]

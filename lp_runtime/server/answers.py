@@ -107,8 +107,8 @@ class Answers:
         try:
             for each in form.opening(choices):
                 yield each
-            async for found in _with_waits(texts, self._ping_seconds):
-                for each in (form.waiting(),) if found is None else _grown(form, *found):
+            async for grown in _with_waits(texts, self._ping_seconds):
+                for each in (form.waiting(),) if grown is None else _grown(form, *grown):
                     yield each
             for each in form.closing(choices, with_usage):
                 yield each

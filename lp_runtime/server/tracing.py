@@ -89,8 +89,8 @@ class Tracing:
             "choice.count": body.n if body.n > 1 else None,
             "stop_sequences": body.stops(),
         }
-        found = {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
-        return {**found, "gen_ai.provider.name": "lp_runtime"}
+        attributes = {f"gen_ai.request.{name}": value for name, value in asked.items() if value is not None}
+        return {**attributes, "gen_ai.provider.name": "lp_runtime"}
 
     def _add_parts(self, span: Any, choices: Sequence[Choice], began: int) -> None:
         """Add the answer's results and child spans per choice; `began` is in nanoseconds since 1970."""

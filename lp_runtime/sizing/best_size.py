@@ -72,21 +72,21 @@ def _add_capacity(times, num_pending, max_tokens, capacity):
     `times` is [R, M + 1], in nanoseconds; `capacity`, [R] nodes in addition to the pending tokens, is updated in place.
     Returns the time in which all replicas finish, in nanoseconds; 0 if no capacity can be raised.
     """
-    room, most = max_tokens - num_pending, np.int64(-1)
+    limit, most = max_tokens - num_pending, np.int64(-1)
     for rank in range(len(times)):
-        if capacity[rank] < room:  # faster replicas may have reached the limit before slower ones
+        if capacity[rank] < limit:  # faster replicas may have reached the limit before slower ones
             most = max(most, capacity[rank])
     if most < 0:
         return np.int64(0)
-    size = min(max(most + 1, most * 5 // 4), room)
+    size = min(max(most + 1, most * 5 // 4), limit)
     time, plain_time = np.int64(-1), np.int64(0)
     for rank in range(len(times)):
         plain_time = max(plain_time, times[rank, num_pending])  # all replicas feed the pending tokens
-        if capacity[rank] < room and (time < 0 or times[rank, num_pending + size] < time):
+        if capacity[rank] < limit and (time < 0 or times[rank, num_pending + size] < time):
             time = times[rank, num_pending + size]
     time = max(time, plain_time)
     for rank in range(len(times)):
-        while capacity[rank] < room and times[rank, num_pending + capacity[rank] + 1] <= time:
+        while capacity[rank] < limit and times[rank, num_pending + capacity[rank] + 1] <= time:
             capacity[rank] += 1
     return time
 

@@ -103,6 +103,6 @@ def _expect(measured, means, slopes, offsets, times):
     for rank in range(len(slopes)):
         if not is_equal:
             slope, offset = slopes[rank], offsets[rank]
-        beside = offset * max(measured[rank, 1], 1)
+        fixed = offset * max(measured[rank, 1], 1)
         for place in range(measured.shape[1]):
-            times[rank, place] = max((slope * measured[rank, place] + beside) // FIXED_POINT_ONE, 1)
+            times[rank, place] = max((slope * measured[rank, place] + fixed) // FIXED_POINT_ONE, 1)

@@ -57,10 +57,10 @@ def decode(kind: type[T], data: bytes) -> T:
     if CHECKSUM.unpack(data[len(MAGIC) : start]) != (zlib.crc32(body),):
         raise ValueError("its checksum is wrong")
     try:
-        found = json.loads(body)
+        value = json.loads(body)
     except (UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ValueError("it is not JSON") from error
-    return _built(kind, found, kind.__name__)
+    return _built(kind, value, kind.__name__)
 
 
 def _built(kind: Any, value: Any, where: str) -> Any:

@@ -140,13 +140,13 @@ def _digest_of(folder: Path) -> str:
 
 
 def _sources(folder: Path) -> set[Path]:
-    found, pending = set(), list(folder.glob("*.py"))
+    files, pending = set(), list(folder.glob("*.py"))
     while pending:
         file = pending.pop()
-        if file not in found:
-            found.add(file)
+        if file not in files:
+            files.add(file)
             pending += _imported(file)
-    return found
+    return files
 
 
 @functools.cache

@@ -47,10 +47,10 @@ def test_report_contains_all_methods(tmp_path, capsys):
             *FIXED,
         ]  # fmt: skip
     )
-    found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
-    rows = {(row["method"], row["exchange_us"]): row for row in found["rows"]}
-    assert found["head"]["prompts"] == 2
-    assert {"device", "torch", "commit", "date"} <= found["head"].keys()
+    actual = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
+    rows = {(row["method"], row["exchange_us"]): row for row in actual["rows"]}
+    assert actual["head"]["prompts"] == 2
+    assert {"device", "torch", "commit", "date"} <= actual["head"].keys()
     assert [name for name, _ in rows] == [
         "hf", "hf_prompt_lookup", "plain", "paper", "default", *["critical path, 1"] * 2, *["critical path, 2"] * 2
     ]  # fmt: skip
@@ -106,18 +106,18 @@ def test_conversations_are_decoded_to_their_end_and_reported_by_task(tmp_path, c
             *FIXED,
         ]  # fmt: skip
     )
-    found = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
-    assert found["head"]["prompts"] == 3 and found["head"]["end of text"] == "respected"
-    assert list(found["tasks"]) == ["multi-turn", "qa"]
-    for row in found["tasks"]["qa"]:
+    actual = json.loads((out / "bench.json").read_text(), parse_constant=pytest.fail)
+    assert actual["head"]["prompts"] == 3 and actual["head"]["end of text"] == "respected"
+    assert list(actual["tasks"]) == ["multi-turn", "qa"]
+    for row in actual["tasks"]["qa"]:
         assert (row["num_tokens"], row["outputs_that_differ"]) == (end + 1, 0)
-    for row in found["rows"]:
+    for row in actual["rows"]:
         assert row["outputs_that_differ"] == 0
         assert row["num_tokens"] == sum(
-            each["num_tokens"] for rows in found["tasks"].values() for each in rows if each["method"] == row["method"]
+            each["num_tokens"] for rows in actual["tasks"].values() for each in rows if each["method"] == row["method"]
         )
         assert row["prefill_ms"] > 0 and row["decode_tokens_per_second"] > 0
-    assert found["rows"][0]["decode_over_hf"] == 1
+    assert actual["rows"][0]["decode_over_hf"] == 1
     printed = capsys.readouterr().out
     assert "| multi-turn | transformers, greedy | 1.00 |" in printed and "| qa | lp_runtime, default |" in printed
 

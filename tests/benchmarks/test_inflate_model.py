@@ -83,7 +83,7 @@ def test_inflated_mixture_of_experts_matches_the_small_model(small, tmp_path):
     ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
     chosen = []
     for layer in model.model.layers:
-        layer.mlp.gate.register_forward_hook(lambda _, args, found: chosen.append(found[2]))
+        layer.mlp.gate.register_forward_hook(lambda _, args, result: chosen.append(result[2]))
     torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
     sent = torch.cat(chosen)
     assert sent.shape == (shape.layers * ids.shape[1], 2)
@@ -107,7 +107,7 @@ def test_inflated_hybrid_matches_the_small_model(small, tmp_path):
     ids = AutoTokenizer.from_pretrained(DEMO_MODEL)(PROMPT, return_tensors="pt", add_special_tokens=False)["input_ids"]
     read = []
     for layer in model.model.layers[::2]:
-        layer.mamba.out_proj.register_forward_hook(lambda _, args, found: read.append(args[0]))
+        layer.mamba.out_proj.register_forward_hook(lambda _, args, result: read.append(args[0]))
     torch.testing.assert_close(model(ids).logits, small(ids).logits, rtol=1e-4, atol=1e-4)
     assert len(read) == 7 and all(each.isfinite().all() and each.std() > 0.1 for each in read)  # the states are in use
     assert generated(model, ids) == generated(small, ids)

@@ -32,7 +32,7 @@ FIGURE_9 = {
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
 
 
-def found(num_nodes: int, rows: list[list[int]]) -> VerificationResult:
+def verified(num_nodes: int, rows: list[list[int]]) -> VerificationResult:
     """Return a verification result with these top-k candidates: a row per node, from the root on.
 
     The successor of every node is token 0.
@@ -54,7 +54,7 @@ def test_recycling_proposes_the_last_candidates_of_every_token():
     drafter.begin([1])
     tree = drafter.propose([1, 2], 1, max_depth=50)
     assert tree.tokens == [2, *[0] * 6]  # the table starts as zeros, so the draft is a chain of zeros
-    drafter.advance([1, 2, 5], tree, found(7, [[10 + rank for rank in range(8)]] * 7), [5], [])
+    drafter.advance([1, 2, 5], tree, verified(7, [[10 + rank for rank in range(8)]] * 7), [5], [])
     tree = drafter.propose([1, 2, 5, 2], 3, max_depth=50)
     below_root = [tree.tokens[node] for node in range(1, len(tree)) if tree.parents[node] == 0]
     assert below_root == list(range(10, 18))
@@ -262,7 +262,7 @@ def test_goose_grows_a_spine_and_branches():
     drafter.begin([7, 8, 1, 2, 3])
     draft = drafter.draft([7, 8, 1, 2, 3, 7, 8, 1])
     assert draft.tokens[1 : 1 + draft.num_spine] == [2, 3]
-    found = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
+    paths = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
     forks = {(50,), (2, 51), (2, 3, 60), (2, 3, 61)}
     below = {
         (50, 70),
@@ -274,7 +274,7 @@ def test_goose_grows_a_spine_and_branches():
         (2, 3, 61, 76),
         (2, 3, 61, 77),
     }
-    assert found == {(2,), (2, 3)} | forks | below
+    assert paths == {(2,), (2, 3)} | forks | below
 
 
 def test_goose_grows_branches_by_score_without_a_spine():
@@ -285,8 +285,8 @@ def test_goose_grows_branches_by_score_without_a_spine():
     drafter = goose(ROWS, [0.0, 0.0], budget=6)
     drafter.begin([9])
     draft = drafter.draft([9, 1])
-    found = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
-    assert found == {(2,), (50,), (2, 3), (2, 51), (50, 70)}
+    paths = {tuple(_tokens_to(draft, node)) for node in range(1, len(draft.tokens))}
+    assert paths == {(2,), (50,), (2, 3), (2, 51), (50, 70)}
 
 
 def _tokens_to(draft, node: int) -> list[int]:
@@ -333,9 +333,9 @@ def test_suffix_decoding_continues_the_likeliest_suffix():
     drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert drafted(drafter, [1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
     assert drafted(drafter, [8, 3]) == [4]
-    drafter.advance_prefill([3, 6], found(1, []))
+    drafter.advance_prefill([3, 6], verified(1, []))
     for token in (7, 8):
-        drafter.advance([token], TokenTree([0], 0), found(1, []), [token], [])
+        drafter.advance([token], TokenTree([0], 0), verified(1, []), [token], [])
     drafter.begin([5])
     assert drafted(drafter, [0, 6, 7]) == [8], "of an earlier answer"
     assert drafted(drafter, [0, 1, 2]) == [], "of an earlier prompt"

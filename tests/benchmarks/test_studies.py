@@ -120,5 +120,5 @@ def test_every_study_has_a_smallest_run(name):
 
 def test_every_study_belongs_to_a_command():
     known = {module for name in STUDIES for module in command(name).STUDIES.values()}
-    found = {path.stem for path in (FOLDER / "studies").glob("*.py") if "def add_arguments(" in path.read_text()}
-    assert found == known
+    actual = {path.stem for path in (FOLDER / "studies").glob("*.py") if "def add_arguments(" in path.read_text()}
+    assert actual == known

@@ -170,10 +170,10 @@ def test_replicas_share_measurements_and_vocabulary_entries(model, tiny_model_di
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
     alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
-    for _, found, same, first, first_too, second, both, last in results:
-        assert (found[:, :K] == alone[:, :K]).mean() > 0.99
+    for _, actual, same, first, first_too, second, both, last in results:
+        assert (actual[:, :K] == alone[:, :K]).mean() > 0.99
         for vocabulary in (same, first, first_too):
             assert (vocabulary == 3).all()
         assert (second == 4).all()
         assert (both[:40] == 3).all() and (both[40:] == 4).all()
-        assert (last == found[:, :K]).all()
+        assert (last == actual[:, :K]).all()

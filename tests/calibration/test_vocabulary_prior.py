@@ -45,15 +45,15 @@ def num_known(entries: np.ndarray) -> int:
 
 
 def test_next_start_continues_prior_from_disk(folder, tmp_path, monkeypatch, one_slice):
-    model, found = model_of(folder), []
+    model, results = model_of(folder), []
     for _ in range(-(-SIZE // FIRST_SLICE_TOKENS)):
-        found.append(Calibration(model, Group.alone(), str(tmp_path)).vocabulary())
-    known = [FIRST_SLICE_TOKENS * (1 + start) for start in range(len(found) - 1)]
-    assert list(map(num_known, found)) == [*known, SIZE]
-    assert (found[0][: known[0], 0] >= 0).all()  # the lowest ids first
+        results.append(Calibration(model, Group.alone(), str(tmp_path)).vocabulary())
+    known = [FIRST_SLICE_TOKENS * (1 + start) for start in range(len(results) - 1)]
+    assert list(map(num_known, results)) == [*known, SIZE]
+    assert (results[0][: known[0], 0] >= 0).all()  # the lowest ids first
     monkeypatch.setattr(ModelRunner, "logits_after_each", None)
     complete = Calibration(model, Group.alone(), str(tmp_path)).vocabulary()
-    assert (complete == found[-1]).all()
+    assert (complete == results[-1]).all()
     monkeypatch.undo()
     monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 60.0)
     at_once = Calibration(model, Group.alone(), None).vocabulary()

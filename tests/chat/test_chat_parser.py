@@ -43,7 +43,7 @@ CASES = {
     "opened twice": (opened, "<think>hm</think>text", "hm", "text", []),
     "never closed": (opened, "hm", "hm", "", []),
     "hermes": (hermes, "<think>x</think>say " + hermes_text(CALLS), "x", "say ", CALLS),
-    "hermes, text behind": (hermes, hermes_text(CALLS[:1]) + "\nand so", "", "and so", CALLS[:1]),
+    "hermes, text after": (hermes, hermes_text(CALLS[:1]) + "\nand so", "", "and so", CALLS[:1]),
     "hermes, no call": (hermes, "<tool_call>nonsense</tool_call>", "", "nonsense</tool_call>", []),
     "hermes, no call, and one": (hermes, "<tool_call>no" + hermes_text(CALLS[:1]), "", "no", CALLS[:1]),
     "hermes, arguments first": (
@@ -70,7 +70,7 @@ CASES = {
         [],
     ),
     "hermes, bare": (known, f"<think>x</think>\n{F}\n{G}\n", "x", "", CALLS),
-    "hermes, bare, text behind": (known, f"{G}\nand so", "", "and so", CALLS[1:]),
+    "hermes, bare, text after": (known, f"{G}\nand so", "", "and so", CALLS[1:]),
     "hermes, a bare list": (known, f"[{F}, {G}]", "", "", CALLS),
     "hermes, fenced": (known, f"First:\n```json\n{F}\n```\nThen:\n```json\n{G}\n```", "", "First:\nThen:\n", CALLS),
     "hermes, in the tag of tools": (known, f"<tools>\n{F}\n{G}\n</tools>", "", "", CALLS),
@@ -83,7 +83,7 @@ CASES = {
     "llama, a type first": (llama, '{"type": "function", "name": "g", "parameters": {}}', "", "", CALLS[1:]),
     "llama, JSON of a name": (llama, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}', []),
     "llama, a name that is none": (llama, ' {"name": 1}', "", ' {"name": 1}', []),
-    "mistral, an id behind": (
+    "mistral, an id after": (
         mistral,
         f'[TOOL_CALLS][{{"name": "f", "arguments": {ARGUMENTS[0]}, "id": "123456789"}}, {{"id": "x", "name": "g",'
         ' "arguments": {}}]',
@@ -149,7 +149,7 @@ CASES = {
 }  # fmt: skip
 
 
-def taken_apart(parser, parts):
+def parsed(parser, parts):
     pieces = [piece for part in parts for piece in parser.add(part)] + parser.finish()
     texts = {kind: "".join(each.text for each in pieces if each.kind == kind) for kind in ("reasoning", "content")}
     names = {each.call: each.name for each in pieces if each.name is not None}
@@ -164,13 +164,13 @@ def taken_apart(parser, parts):
 @pytest.mark.parametrize("name", CASES)
 def test_parsed_parts_do_not_depend_on_the_chunks(name):
     make, text, *expected = CASES[name]
-    assert list(taken_apart(make(), [text])) == expected
+    assert list(parsed(make(), [text])) == expected
     rng = random.Random(name)
     for _ in range(8):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert list(taken_apart(make(), parts)) == expected, parts
-    assert list(taken_apart(make(), list(text))) == expected
+        assert list(parsed(make(), parts)) == expected, parts
+    assert list(parsed(make(), list(text))) == expected
 
 
 def test_json_without_a_call_is_streamed_at_once():

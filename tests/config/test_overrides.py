@@ -41,8 +41,8 @@ def test_renamed_settings_are_suggested(override, name):
 def test_text_values_are_not_parsed(key, text):
     """Hydra would read some texts as numbers and lose digits; an API key may look like a number."""
     config = load_config(ServeConfig, [f"{key}={text}"])
-    found = {"api_key": config.api_key, "model.revision": config.model.revision}
-    assert (found | {"launcher.interface": config.launcher.interface})[key] == text
+    actual = {"api_key": config.api_key, "model.revision": config.model.revision}
+    assert (actual | {"launcher.interface": config.launcher.interface})[key] == text
 
 
 def test_list_of_texts_is_parsed_as_a_list():

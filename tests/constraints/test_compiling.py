@@ -170,9 +170,9 @@ def test_compilation_wait_starts_with_the_request(compiler, monkeypatch):
         return tasks
 
     os.kill(child.pid, signal.SIGSTOP)
-    found = [task.exception() for task in asyncio.run(ask())]
-    assert found.count(None) == 1
-    assert {str(each) for each in found if each} == {
+    actual = [task.exception() for task in asyncio.run(ask())]
+    assert actual.count(None) == 1
+    assert {str(each) for each in actual if each} == {
         "other requests' constraints have been compiling for more than 0.2 s"
     }
 

@@ -97,9 +97,9 @@ def test_forced_tokens_are_drafted_and_forbidden_tokens_are_not(drafter):
     text = [token for output in outputs for token in output.token_ids]
     forced = report.counts.sources.index("forced")
     assert report.counts.accepted[forced].sum() >= 5, text
-    found = Counter(source for output in outputs for source in output.sources)
+    actual = Counter(source for output in outputs for source in output.sources)
     accepted = dict(zip(report.counts.sources, report.counts.accepted.sum(axis=1), strict=True))
-    assert found.pop(MODEL) >= len(outputs) - 1 and found == Counter(accepted)
+    assert actual.pop(MODEL) >= len(outputs) - 1 and actual == Counter(accepted)
     assert all(len(output.sources) == len(output.token_ids) for output in outputs)
     plain = decode(model, replace(request, lookahead=PLAIN), Group.alone())
     assert text == plain[0] and report.num_steps < 0.8 * plain[1]
@@ -167,12 +167,12 @@ def strict_request(seed: int) -> Request:
 
 
 def strict_on_rank(group: Group, seeds: list[int]) -> list[list[tuple[int, float]]]:
-    model, found = strict_runner(), []
+    model, results = strict_runner(), []
     for seed in seeds:
         engine = Engine(model, group, Calibration(model, group, cache_dir=None), grammars=grammars())
         *outputs, _ = engine.run(strict_request(seed))
-        found.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
-    return found
+        results.append([pair for output in outputs for pair in zip(output.token_ids, output.logprobs, strict=True)])
+    return results
 
 
 @pytest.mark.slow
@@ -196,9 +196,9 @@ def test_batched_requests_use_separate_constraints():
         2: record_request(constraint=None),
     }
     engine = Engine(model, Group.alone(), Calibration(model, Group.alone(), cache_dir=None), grammars=grammars())
-    found = decode_batch(engine, {1: [Arrival(key, request) for key, request in requests.items()]})
+    actual = decode_batch(engine, {1: [Arrival(key, request) for key, request in requests.items()]})
     for key, request in requests.items():
-        assert found[key][0] == decode(model, request, Group.alone())[0]
+        assert actual[key][0] == decode(model, request, Group.alone())[0]
 
 
 @pytest.mark.parametrize("drafter", ["full", "paper", "prompt_lookup"])

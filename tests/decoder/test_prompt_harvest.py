@@ -52,18 +52,18 @@ def harvest_on(group: Group, num_harvested: int) -> np.ndarray:
 
 def decode(group: Group, settings: LookaheadConfig) -> tuple[list[int], list[np.ndarray]]:
     """Return the tokens, and (length, candidates) of the prompts that drafters learned."""
-    model, told = make_model(), []
+    model, learned = make_model(), []
     learn = BestFirstDrafter.learn_prompt
 
     class Recorder(BestFirstDrafter):
         def learn_prompt(self, tokens, entries):
-            told.append((len(tokens), entries.copy()))
+            learned.append((len(tokens), entries.copy()))
             learn(self, tokens, entries)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lp_runtime.decoder.drafter_factory.BestFirstDrafter", Recorder)
         events = list(Engine(model, group).run(Request(PROMPT, settings, 24)))
-    return [token for event in events if not isinstance(event, Report) for token in event.token_ids], told
+    return [token for event in events if not isinstance(event, Report) for token in event.token_ids], learned
 
 
 @torch.inference_mode()
@@ -85,12 +85,12 @@ def test_replicas_get_same_candidates_as_single_replica(model, num_harvested):
 
 
 def test_drafter_learns_prompt_candidates_without_changing_output():
-    (plain, nothing), (alone, told) = decode(Group.alone(), PLAIN), decode(Group.alone(), FIXED)
-    assert not nothing and [size for size, _ in told] == [len(PROMPT)] and len(told[0][1]) == len(PROMPT)
+    (plain, nothing), (alone, learned) = decode(Group.alone(), PLAIN), decode(Group.alone(), FIXED)
+    assert not nothing and [size for size, _ in learned] == [len(PROMPT)] and len(learned[0][1]) == len(PROMPT)
     assert alone == plain
-    for tokens, told_there in run_ranks(decode, 2, FIXED):
+    for tokens, learned_there in run_ranks(decode, 2, FIXED):
         assert tokens == plain
-        assert (told_there[0][1][:, :K] == told[0][1][:, :K]).all()
+        assert (learned_there[0][1][:, :K] == learned[0][1][:, :K]).all()
 
 
 class LearningDrafter:

@@ -40,11 +40,11 @@ class Fails(LogitsProcessor):
 
 def errors_on_rank(group: Group) -> list[tuple[type[LookaheadError], str]]:
     """Return the errors that a rank learns of if some of the ranks have one."""
-    found = []
+    results = []
     for errors in ({2: RequestError("a" * 5000)}, {1: ConfigError("one"), 2: ConfigError("two")}, {0: OwnError("é")}):
         error = shared_error(errors.get(group.rank), group)
-        found.append((type(error), str(error)))
-    return found
+        results.append((type(error), str(error)))
+    return results
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -57,15 +57,15 @@ def decoded(group: Group, folder: str) -> list[object]:
     """Return the errors of failing requests on a rank, each followed by the tokens of a plain request."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     engine = engine_of(ModelRunner(model, 2048), group)
-    found: list[object] = []
+    results: list[object] = []
     for num_tokens in (len(REQUEST.prompt_ids), len(REQUEST.prompt_ids) + 5):
         try:
             list(engine.run(replace(REQUEST, processors=(Fails(num_tokens),))))
         except LookaheadError as error:
-            found.append((type(error), str(error)))
+            results.append((type(error), str(error)))
         outputs = engine.run(REQUEST)
-        found.append([token for each in outputs if isinstance(each, StepOutput) for token in each.token_ids])
-    return found
+        results.append([token for each in outputs if isinstance(each, StepOutput) for token in each.token_ids])
+    return results
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_failing_processor_ends_only_its_request_on_all_replicas(demo_model_dir)
     alone, *others = [decoded(Group.alone(), str(demo_model_dir)), *run_ranks(decoded, 2, str(demo_model_dir))]
     assert (alone[0][1], alone[2][1]) == ("no more than 7 tokens", "no more than 12 tokens")
     assert alone[1] == alone[3] and len(alone[1]) == REQUEST.max_new_tokens
-    kinds = [[each[0] for each in (found[0], found[2])] for found in (alone, *others)]
+    kinds = [[each[0] for each in (actual[0], actual[2])] for actual in (alone, *others)]
     assert kinds == [[OwnError] * 2, [RequestError] * 2, [RequestError] * 2]
-    for found in others:
-        assert [found[0][1], found[1], found[2][1], found[3]] == [alone[0][1], alone[1], alone[2][1], alone[3]]
+    for actual in others:
+        assert [actual[0][1], actual[1], actual[2][1], actual[3]] == [alone[0][1], alone[1], alone[2][1], alone[3]]

@@ -258,10 +258,10 @@ def test_shared_backend_across_machines_is_refused():
     processes = [forking().Process(target=refused, args=(rank, store.port, results)) for rank in range(2)]
     for process in processes:
         process.start()
-    found = [next_result(results, processes) for _ in processes]
+    actual = [next_result(results, processes) for _ in processes]
     for process in processes:
         process.join(TIMEOUT)
-    assert found == ["launcher.backend=shared: the replicas are on 2 machines"] * 2
+    assert actual == ["launcher.backend=shared: the replicas are on 2 machines"] * 2
 
 
 def without_shared_memory(rank: int, port: int, folder: str, results) -> None:
@@ -284,17 +284,17 @@ def test_missing_shared_memory_falls_back_to_gloo(tmp_path):
     ]
     for process in processes:
         process.start()
-    found = sorted(next_result(results, processes) for _ in processes)
+    actual = sorted(next_result(results, processes) for _ in processes)
     for process in processes:
         process.join(TIMEOUT)
     why = f"{folder}: No such file or directory"
     says = f"launcher.backend=auto: memory cannot be shared ({why}); using the network"
-    assert found == [(0, "gloo", [[0], [1]], [says]), (1, "gloo", [[0], [1]], [])]
+    assert actual == [(0, "gloo", [[0], [1]], [says]), (1, "gloo", [[0], [1]], [])]
 
 
 def find_the_group(group: Group):
-    with existing_or_new_group(CPU, TIMEOUT) as found:
-        return found.rank, found.size, found.connected.name, gather_rows(np.array([found.rank]), found).tolist()
+    with existing_or_new_group(CPU, TIMEOUT) as actual:
+        return actual.rank, actual.size, actual.connected.name, gather_rows(np.array([actual.rank]), actual).tolist()
 
 
 def test_existing_process_group_is_used():

@@ -49,16 +49,16 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
 @pytest.mark.parametrize("kind", ["shared", "gloo", "host"])
 @pytest.mark.parametrize(("dtype", "num_shards"), [(torch.float32, 2), (torch.bfloat16, 3)])
 def test_reductions_are_correct_and_equal_on_all_shards(kind, dtype, num_shards):
-    found = run_shards(reduce_all, num_shards, kind, dtype)
+    actual = run_shards(reduce_all, num_shards, kind, dtype)
     inputs = [tensors(shard, dtype) for shard in range(num_shards)]
     inputs = [[*each, each[1].t()] for each in inputs]
-    for sums, gathered, smallest in found:
+    for sums, gathered, smallest in actual:
         assert smallest == 10 - (num_shards - 1)
         for index, total in enumerate(sums):
             exact = sum(each[index].double() for each in inputs)
             tolerance = 1e-6 if dtype is torch.float32 else 3e-2
             assert total.dtype is dtype and torch.allclose(total.double(), exact, atol=tolerance, rtol=tolerance)
-            assert torch.equal(total, found[0][0][index])
+            assert torch.equal(total, actual[0][0][index])
         for index, rows in enumerate(gathered):
             assert torch.equal(rows, torch.stack([each[index] for each in inputs]))
 
@@ -82,11 +82,11 @@ def end_or_fail(place: ShardPlace, num_calls: list[int], failing: int) -> str:
     link.reducer = OnDevice(num_calls[place.shard])
     try:
         link.fail_pass() if place.shard == failing else link.end_pass()
-        found = "left"
+        actual = "left"
     except (PassFailedError, ShardError) as error:
-        found = str(error)
+        actual = str(error)
     link.smallest(0)  # all shards take part in the next exchange again
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(

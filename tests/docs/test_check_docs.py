@@ -94,8 +94,8 @@ def test_bad_links_are_reported(complaints, text, complaint):
     ],
 )
 def test_missing_paths_are_reported(complaints, text, missing):
-    found = [complaint.partition(": ")[2] for complaint in complaints(text)]
-    assert found == ([] if missing is None else [f"{missing}: is not there"])
+    actual = [complaint.partition(": ")[2] for complaint in complaints(text)]
+    assert actual == ([] if missing is None else [f"{missing}: is not there"])
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_missing_paths_are_reported(complaints, text, missing):
     ],
 )
 def test_unknown_settings_are_reported(complaints, text, wrong):
-    found = [complaint.partition(": ")[2] for complaint in complaints(text)]
-    assert found == ([] if wrong is None else [wrong])
+    actual = [complaint.partition(": ")[2] for complaint in complaints(text)]
+    assert actual == ([] if wrong is None else [wrong])
 
 
 def test_long_tables_of_results_are_reported(complaints):

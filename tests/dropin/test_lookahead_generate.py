@@ -95,20 +95,20 @@ def test_stop_string_criterion_matches_generate(model, tokenizer, inputs):
     criteria = [StopStringCriteria(tokenizer=tokenizer, stop_strings=["\n\n", "return"])]
     expected = model.generate(**inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
     assert expected.shape[1] < inputs.input_ids.shape[1] + 60
-    found = ours(model, **inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
-    assert torch.equal(found, expected)
+    actual = ours(model, **inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
+    assert torch.equal(actual, expected)
 
 
 def test_output_object_has_scores_and_logits_of_generate(model, inputs):
     options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3, "return_dict_in_generate": True}
     expected = model.generate(**inputs, output_scores=True, output_logits=True, **options)
-    found = ours(model, **inputs, output_scores=True, output_logits=True, **options)
-    assert type(found) is type(expected)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert (len(found.scores), len(found.logits)) == (20, 20)
-    for ours_, theirs in zip([*found.scores, *found.logits], [*expected.scores, *expected.logits], strict=True):
+    actual = ours(model, **inputs, output_scores=True, output_logits=True, **options)
+    assert type(actual) is type(expected)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert (len(actual.scores), len(actual.logits)) == (20, 20)
+    for ours_, theirs in zip([*actual.scores, *actual.logits], [*expected.scores, *expected.logits], strict=True):
         torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-4)
-    transitions = model.compute_transition_scores(found.sequences, found.scores)
+    transitions = model.compute_transition_scores(actual.sequences, actual.scores)
     assert transitions.shape == (1, 20)
     bare = ours(model, **inputs, **options)
     assert bare.scores is None and bare.logits is None
@@ -132,14 +132,14 @@ def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer, side):
     options["pad_token_id"] = tokenizer.pad_token_id
     tokenizer.padding_side = side
     batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    found = ours(model, **batch, **options)
+    actual = ours(model, **batch, **options)
     length = batch.input_ids.shape[1]
-    assert torch.equal(found[:, :length], batch.input_ids)
+    assert torch.equal(actual[:, :length], batch.input_ids)
     for row, text in enumerate(texts):
         alone = model.generate(**tokenizer(text, return_tensors="pt", return_token_type_ids=False), **options)
         new = alone[0, len(tokenizer(text).input_ids) :].tolist()
-        padded = new + [tokenizer.pad_token_id] * (found.shape[1] - length - len(new))
-        assert found[row, length:].tolist() == padded
+        padded = new + [tokenizer.pad_token_id] * (actual.shape[1] - length - len(new))
+        assert actual[row, length:].tolist() == padded
 
 
 @pytest.mark.parametrize(
@@ -159,11 +159,11 @@ def test_processors_do_not_count_padding_of_row(model, options, num_rows):
     row, other = [1, 266, 9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
     batch = torch.tensor([[0] * 7 + row, other][:num_rows])
     mask = torch.tensor([[0] * 7 + [1] * 3, [1] * 10][:num_rows])
-    found = ours(model, batch, attention_mask=mask, **options)
+    actual = ours(model, batch, attention_mask=mask, **options)
     alone = model.generate(torch.tensor([row]), attention_mask=torch.ones((1, 3), dtype=torch.long), **options)
     new = alone[0, 3:].tolist()
-    assert found[0, 10 : 10 + len(new)].tolist() == new
-    assert not found[0, 10 + len(new) :].any()
+    assert actual[0, 10 : 10 + len(new)].tolist() == new
+    assert not actual[0, 10 + len(new) :].any()
 
 
 def test_rows_that_end_early_are_padded_like_generate(model):
@@ -192,13 +192,13 @@ def test_rows_ended_by_criterion_continue_or_are_padded_like_generate(model, mon
     options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
     options |= {"stopping_criteria": [AtLength(lengths)], "repetition_penalty": 1.2}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
-    expected, found = model.generate(batch, **options), ours(model, batch, **options)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert bool(found.sequences[0, 8:].any()) == (eos_token_id is None)
-    assert len(found.scores) == len(found.logits) == len(expected.scores)
-    assert found.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    expected, actual = model.generate(batch, **options), ours(model, batch, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert bool(actual.sequences[0, 8:].any()) == (eos_token_id is None)
+    assert len(actual.scores) == len(actual.logits) == len(expected.scores)
+    assert actual.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     if eos_token_id is None:
-        for mine, theirs in zip([*found.scores, *found.logits], [*expected.scores, *expected.logits], strict=True):
+        for mine, theirs in zip([*actual.scores, *actual.logits], [*expected.scores, *expected.logits], strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
 
 
@@ -206,8 +206,8 @@ def test_sampled_rows_continue_unchanged_after_their_criterion(model):
     batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
     options = {"attention_mask": torch.ones_like(batch), "do_sample": True, "seed": 3, "eos_token_id": None}
     options |= {"max_new_tokens": 12, "pad_token_id": 0}
-    found = ours(model, batch, stopping_criteria=[AtLength({1: 6, 7: 11})], **options)
-    assert torch.equal(found, ours(model, batch, **options)[:, :11])
+    actual = ours(model, batch, stopping_criteria=[AtLength({1: 6, 7: 11})], **options)
+    assert torch.equal(actual, ours(model, batch, **options)[:, :11])
 
 
 def test_text_streamer_receives_whole_text(model, tokenizer, inputs):
@@ -237,11 +237,11 @@ class Recorder(BaseStreamer):
 
 def test_streamer_receives_same_tokens_as_in_generate_and_is_ended(model, inputs):
     options = {"max_new_tokens": 20, "do_sample": False}
-    found, expected = Recorder(), Recorder()
-    ours(model, **inputs, streamer=found, **options)
+    actual, expected = Recorder(), Recorder()
+    ours(model, **inputs, streamer=actual, **options)
     model.generate(**inputs, streamer=expected, **options)
-    assert found.token_ids == expected.token_ids
-    assert found.has_ended and expected.has_ended
+    assert actual.token_ids == expected.token_ids
+    assert actual.has_ended and expected.has_ended
 
 
 def test_generate_does_not_pass_streamer_or_assistant_to_custom_generate(model, inputs):
@@ -275,18 +275,18 @@ def test_sampling_is_reproducible_and_matches_runtime(model, tokenizer, inputs, 
 
 def test_repeated_rows_get_independent_samples(model, inputs):
     options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 10, "eos_token_id": -1, "seed": 5}
-    found = ours(model, **inputs, num_return_sequences=3, **options)
-    assert len({tuple(row) for row in found.tolist()}) == 3
+    actual = ours(model, **inputs, num_return_sequences=3, **options)
+    assert len({tuple(row) for row in actual.tolist()}) == 3
     different = torch.tensor([[1, 2, 3], [4, 5, 6]])
     flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 6}
     first, second = ours(model, different, do_sample=True, eos_token_id=-1, **flat)[:, 3:].tolist()
     assert first != second  # with a random seed all rows are independent
-    assert torch.equal(found[:1], ours(model, **inputs, **options))
+    assert torch.equal(actual[:1], ours(model, **inputs, **options))
 
 
 def test_time_limit_ends_generation(model, inputs):
-    found = ours(model, **inputs, do_sample=False, max_new_tokens=3000, max_time=0.2, eos_token_id=-1)
-    assert inputs.input_ids.shape[1] < found.shape[1] < 3000
+    actual = ours(model, **inputs, do_sample=False, max_new_tokens=3000, max_time=0.2, eos_token_id=-1)
+    assert inputs.input_ids.shape[1] < actual.shape[1] < 3000
 
 
 class Failing(LogitsProcessor):
@@ -387,8 +387,8 @@ def test_position_ids_that_do_not_count_from_0_are_refused(model, positions):
 def test_position_ids_that_count_from_0_may_be_broadcast(model, shape):
     batch = torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]])
     options = {"max_new_tokens": 4, "do_sample": False}
-    found = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
-    assert torch.equal(found, ours(model, batch, **options))
+    actual = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
+    assert torch.equal(actual, ours(model, batch, **options))
 
 
 def test_autocast_is_refused(model, inputs):

@@ -152,15 +152,15 @@ class Watches(StoppingCriteria):
 
 @pytest.mark.parametrize("with_scores", [True, False])
 def test_stopping_criteria_receive_same_scores_as_in_generate(model, with_scores):
-    found = []
+    results = []
     for custom in ({}, {"custom_generate": lookahead_generate}):
         watches = Watches()
         out = model.generate(
             torch.tensor(PROMPT), max_new_tokens=40, eos_token_id=None, stopping_criteria=[watches],
             return_dict_in_generate=True, output_scores=with_scores, **custom,
         )  # fmt: skip
-        found.append((out.sequences.tolist(), watches.given))
-    (expected, theirs), (sequences, ours) = found
+        results.append((out.sequences.tolist(), watches.given))
+    (expected, theirs), (sequences, ours) = results
     assert sequences == expected
     assert len(ours) == len(theirs)
     for mine, reference in zip(ours, theirs, strict=True):

@@ -90,12 +90,12 @@ class Streamer:
     """Makes another call during the first one, as another thread might."""
 
     def __init__(self, model):
-        self.model, self.found = model, None
+        self.model, self.actual = model, None
 
     def put(self, tokens) -> None:
-        if self.found is None and tokens.numel() == 1:
-            self.found = []
-            self.found = generate(self.model, 9, 12)
+        if self.actual is None and tokens.numel() == 1:
+            self.actual = []
+            self.actual = generate(self.model, 9, 12)
 
     def end(self) -> None:
         pass
@@ -106,7 +106,7 @@ def test_concurrent_calls_use_separate_runners(gpu):
     model = load_model(ModelConfig(), CUDA, "float32")
     expected = [generate(model, length, 12) for length in (9, 7)]
     streamer = Streamer(model)
-    assert generate(model, 7, 12, streamer=streamer) == expected[1] and streamer.found == expected[0]
+    assert generate(model, 7, 12, streamer=streamer) == expected[1] and streamer.actual == expected[0]
     assert len(SIZES) < len(Graph.captured) <= 2 * len(SIZES)
 
 

@@ -77,8 +77,8 @@ def model(loaded) -> ModelRunner:
 def test_single_request_matches_blocking_device(model, blocking, name):
     request = REQUESTS[name]
     expected, logprobs, before = decode_alone(blocking, request)
-    tokens, found, report = decode_alone(model, request)
-    assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
+    tokens, actual, report = decode_alone(model, request)
+    assert tokens == expected and actual == pytest.approx(logprobs, abs=1e-4)
     if request.lookahead.is_auto:  # the size of steps depends on measured times
         return
     assert report.num_steps == before.num_steps
@@ -107,9 +107,9 @@ def test_output_is_delivered_after_next_launch_if_receiver_is_fast(model, quick)
             launched.append(model.timer.num_started)
         time.sleep(0.0 if quick else 0.002)
     num_runs = len(launched)
-    behind = [0, *range(2, num_runs), num_runs - 1]
+    late_by_one = [0, *range(2, num_runs), num_runs - 1]
     assert num_runs > 5
-    assert launched == (behind if quick else list(range(num_runs)))
+    assert launched == (late_by_one if quick else list(range(num_runs)))
 
 
 def test_outputs_are_delivered_before_next_chunk_of_another_prompt(model, monkeypatch):
@@ -156,14 +156,14 @@ def test_committed_outputs_are_delivered_before_error_is_raised(model, monkeypat
 
     model.timer.num_started = 0
     monkeypatch.setattr(model, "forward", fails)
-    told = []
+    reported = []
     with pytest.raises(ModelError):
-        told.extend(loop.run(REQUESTS["fixed"]))
-    assert told == whole[:6]
-    model.timer.num_started, told = 3, []
+        reported.extend(loop.run(REQUESTS["fixed"]))
+    assert reported == whole[:6]
+    model.timer.num_started, reported = 3, []
     with pytest.raises(ModelError):
-        told.extend(loop.run_batch(iter([[Arrival("one", REQUESTS["fixed"])], [], [], []]).__next__))
-    assert [run for _, run in told] == whole[:3]
+        reported.extend(loop.run_batch(iter([[Arrival("one", REQUESTS["fixed"])], [], [], []]).__next__))
+    assert [run for _, run in reported] == whole[:3]
     assert not loop.draft_pool.num_in_use
 
 
@@ -192,18 +192,18 @@ def on_a_rank(group: Group):
     observe = StepBudget.observe
     StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
     loop = engine_of(model, group)
-    found = {}
+    results = {}
     for name in ("fixed", "auto", "sampled"):
         *runs, _ = loop.run(REQUESTS[name])
-        found[name] = [token for run in runs for token in run.token_ids]
-    return found, clocks, lateness
+        results[name] = [token for run in runs for token in run.token_ids]
+    return results, clocks, lateness
 
 
 @pytest.mark.slow
 def test_replicas_report_duration_of_previous_pass(blocking):
     results = run_ranks(on_a_rank, 2)
-    for rank, (found, clocks, lateness) in enumerate(results):
-        for name, tokens in found.items():
+    for rank, (actual, clocks, lateness) in enumerate(results):
+        for name, tokens in actual.items():
             assert tokens == decode_alone(blocking, REQUESTS[name])[0], name
         # Neither the prefill nor the first step, which has no step before it, sends a duration.
         assert clocks[:2] == [0, 0] and set(clocks[2:6]) == {100 * (1 + rank)}

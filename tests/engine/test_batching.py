@@ -45,11 +45,11 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def requests(tokenizer) -> dict[str, Request]:
-    found = {}
+    results = {}
     for number, (name, (settings, options)) in enumerate(CASES.items()):
         ids = tokenizer(PROMPTS[number % len(PROMPTS)], add_special_tokens=False).input_ids
-        found[name] = Request(tuple(ids), settings, max_new_tokens=10 + 4 * number, **options)
-    return found
+        results[name] = Request(tuple(ids), settings, max_new_tokens=10 + 4 * number, **options)
+    return results
 
 
 def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypatch):
@@ -62,15 +62,15 @@ def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypat
     for number, (name, request) in enumerate(requests.items()):
         arriving[(1, 3, 4)[number % 3]].append(Arrival(name, request))
     loop = engine_of(model)
-    found = decode_batch(loop, arriving)
+    actual = decode_batch(loop, arriving)
     assert max(sizes) >= len(requests) - 2 and sizes[-1] == 1
-    for name, (tokens, logprobs, report) in found.items():
+    for name, (tokens, logprobs, report) in actual.items():
         alone, alone_logprobs, _ = decode_alone(model, requests[name])
         assert tokens == alone, name
         assert logprobs == pytest.approx(alone_logprobs, abs=1e-4)
         assert report.finish_reason == "length" and report.num_steps <= len(tokens)
     again = decode_batch(loop, {1: [Arrival(name, request) for name, request in requests.items()]})
-    assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in found.items()}
+    assert {name: each[0] for name, each in again.items()} == {name: each[0] for name, each in actual.items()}
 
 
 def test_long_prompt_does_not_block_running_request(model, requests):
@@ -98,7 +98,7 @@ def test_batch_handles_resumed_stopped_and_cancelled_requests(model, tokenizer, 
     text = tokenizer.decode(decode_alone(model, requests["auto"])[0])
     ending = replace(requests["auto"], stop=(text[8:12],))
     stop = StopStrings(tokenizer, ending.stop)
-    found = decode_batch(
+    actual = decode_batch(
         engine_of(model),
         {
             1: [
@@ -108,10 +108,10 @@ def test_batch_handles_resumed_stopped_and_cancelled_requests(model, tokenizer, 
             ]
         },
     )
-    assert found["taken up"][0] == whole[9:]
-    tokens, _, report = found["stops"]
+    assert actual["taken up"][0] == whole[9:]
+    tokens, _, report = actual["stops"]
     assert report.finish_reason == "stop" and text[8:12] in tokenizer.decode(tokens)
-    assert found["cancelled"][2].finish_reason == "cancelled" and len(found["cancelled"][0]) == 1
+    assert actual["cancelled"][2].finish_reason == "cancelled" and len(actual["cancelled"][0]) == 1
 
 
 @pytest.mark.parametrize("num_committed", [0, 5])
@@ -156,9 +156,9 @@ class Refuses:
 def test_failing_request_does_not_affect_others_in_batch(model, requests, length, kind):
     bad = replace(requests["full"], processors=(Refuses(length, kind),), max_new_tokens=40)
     loop = engine_of(model)
-    found = decode_batch(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
-    assert isinstance(found["bad"][2], LookaheadError) and len(found["bad"][0]) < 40
-    assert found["good"][0] == decode_alone(model, requests["auto"])[0]
+    actual = decode_batch(loop, {1: [Arrival("good", requests["auto"])], 2: [Arrival("bad", bad)]})
+    assert isinstance(actual["bad"][2], LookaheadError) and len(actual["bad"][0]) < 40
+    assert actual["good"][0] == decode_alone(model, requests["auto"])[0]
     assert not loop.draft_pool.num_in_use
 
 

@@ -30,15 +30,15 @@ def test_drop_in_matches_generate(model_type):
 def test_outputs_do_not_depend_on_settings_or_replicas(num_replicas, model_type):
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
     plain = decode(Group.alone(), model_of(model_type), [replace(each, lookahead=PLAIN) for each in requests])
-    for found in run_ranks(decode_type, num_replicas, model_type, requests):
-        assert [tokens for tokens, _ in found] == [tokens for tokens, _ in plain]
+    for actual in run_ranks(decode_type, num_replicas, model_type, requests):
+        assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in plain]
 
 
 @pytest.mark.slow
 def test_accepted_chains_save_steps():
     requests = [request_of(number) for number in range(NUM_REQUESTS)]
-    found = decode(Group.alone(), model_of("lfm2_moe"), requests)
-    assert sum(report.num_steps for _, report in found) < 0.8 * sum(len(tokens) for tokens, _ in found)
+    actual = decode(Group.alone(), model_of("lfm2_moe"), requests)
+    assert sum(report.num_steps for _, report in actual) < 0.8 * sum(len(tokens) for tokens, _ in actual)
 
 
 def test_resumed_request_continues_after_committed_tokens():
@@ -63,7 +63,7 @@ def test_prompt_logprobs_match_plain_forward_pass():
     ids = torch.tensor([request.prompt_ids])
     with torch.inference_mode():
         expected = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])
-    found = output.logprobs[0].prompt
+    actual = output.logprobs[0].prompt
     torch.testing.assert_close(
-        torch.tensor(list(map(float, found[-len(expected) :]))), expected[:, 0], rtol=0, atol=1e-4
+        torch.tensor(list(map(float, actual[-len(expected) :]))), expected[:, 0], rtol=0, atol=1e-4
     )

@@ -46,27 +46,27 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
     """
     engine.prepare(SETTINGS)
     first = Request(PROMPT, SETTINGS, 24)
-    found = [decode(engine, model, first)]
+    actual = [decode(engine, model, first)]
     forget()
-    second = replace(first, prompt_ids=(*PROMPT, *found[0][0], 7, 8, 9))
-    found.append(decode(engine, model, second))
-    found += [decode(engine, model, replace(first, prompt_ids=(*PROMPT[:40], other, 1, 2))) for other in (3, 4, 6)]
-    return [*found, decode(engine, model, first), decode(engine, model, first)]
+    second = replace(first, prompt_ids=(*PROMPT, *actual[0][0], 7, 8, 9))
+    actual.append(decode(engine, model, second))
+    actual += [decode(engine, model, replace(first, prompt_ids=(*PROMPT[:40], other, 1, 2))) for other in (3, 4, 6)]
+    return [*actual, decode(engine, model, first), decode(engine, model, first)]
 
 
 @pytest.mark.parametrize("kind", thinned(4, KINDS))
 def test_prefix_ends_at_stored_state(kind):
     plain, model = make_model(kind, 0), make_model(kind)
-    expected, found = turns(engine_of(plain), plain), turns(engine_of(model), model)
-    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
-    first, second, *others, again, once_more = found
+    expected, actual = turns(engine_of(plain), plain), turns(engine_of(model), model)
+    assert [tokens for tokens, _, _ in actual] == [tokens for tokens, _, _ in expected]
+    first, second, *others, again, once_more = actual
     assert first[1:] == (0, 60)
-    assert 60 <= second[1] <= 60 + 24, "behind the prompt, or behind what the answer's last step had committed"
+    assert 60 <= second[1] <= 60 + 24, "after the prompt, or after what the answer's last step had committed"
     assert [each[1:] for each in others] == [(0, 43), (40, 3), (40, 3)], (
         "where the first of them parted from the prompt"
     )
     assert (again[1], once_more[1]) == (40, 59), "where a prompt ends it cannot be read: its last logits are wanted"
-    for _, num_read, num_fed in found:
+    for _, num_read, num_fed in actual:
         assert num_read + num_fed in (60, 43, 60 + 24 + 3)
 
 
@@ -82,8 +82,8 @@ def test_states_are_evicted_with_least_used_prefixes(kind):
     model.slots.prefixes = make_prefix_cache(model, num_bytes // 2, None)
     engine = engine_of(model)
     expected = turns(engine_of(make_model(kind, 0)), make_model(kind, 0))
-    found = turns(engine, model)
-    assert [tokens for tokens, _, _ in found] == [tokens for tokens, _, _ in expected]
+    actual = turns(engine, model)
+    assert [tokens for tokens, _, _ in actual] == [tokens for tokens, _, _ in expected]
     assert model.slots.prefixes.num_bytes <= num_bytes // 2
 
 

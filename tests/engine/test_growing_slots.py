@@ -24,7 +24,7 @@ from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 
 CPU = torch.device("cpu")
-ROOM = 3  # tokens
+SPACE = 3  # tokens
 LENGTH = 200  # of the output
 REQUEST = Request((336, 3422, 63, 2722, 8, 1298, 12, 1210), FIXED, LENGTH)
 
@@ -32,12 +32,12 @@ REQUEST = Request((336, 3422, 63, 2722, 8, 1298, 12, 1210), FIXED, LENGTH)
 @pytest.fixture
 def growths(monkeypatch) -> Iterator[list[int]]:
     """Capacities that caches grow to once this fixture is requested; slots then begin with little room."""
-    found: list[int] = []
+    results: list[int] = []
     grow = TreeCache.grow
-    monkeypatch.setattr(running_request, "ROOM_TOKENS", ROOM)
-    monkeypatch.setattr(runner, "ROOM_TOKENS", ROOM)
-    monkeypatch.setattr(TreeCache, "grow", lambda self, capacity: found.append(capacity) or grow(self, capacity))
-    yield found
+    monkeypatch.setattr(running_request, "GROWTH_TOKENS", SPACE)
+    monkeypatch.setattr(runner, "GROWTH_TOKENS", SPACE)
+    monkeypatch.setattr(TreeCache, "grow", lambda self, capacity: results.append(capacity) or grow(self, capacity))
+    yield results
 
 
 def load(strict_tokens: int | None = None) -> ModelRunner:
@@ -73,9 +73,9 @@ def test_youngest_request_leaves_batch_when_slots_cannot_grow(request):
     request.getfixturevalue("growths")
     model.slots.clear()
     model.slots.limit = 5 * (len(REQUEST.prompt_ids) + LENGTH) // 2  # for two texts and a half
-    found = decode_batch(engine_of(model), {1: [Arrival(name, REQUEST) for name in "abc"]})
-    ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in found.items()}
+    actual = decode_batch(engine_of(model), {1: [Arrival(name, REQUEST) for name in "abc"]})
+    ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in actual.items()}
     assert ended == {"a": False, "b": False, "c": True}
-    assert found["a"][0] == found["b"][0] == expected
-    tokens = found["c"][0]
+    assert actual["a"][0] == actual["b"][0] == expected
+    tokens = actual["c"][0]
     assert tokens == expected[: len(tokens)] and model.slots.capacity <= model.slots.limit

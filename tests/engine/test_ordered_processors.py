@@ -72,8 +72,8 @@ def test_samples_match_one_token_per_step_in_fewer_steps(model, name):
         request = replace(request, sampling=sampling)
         expected, report = decode(model, replace(request, lookahead=PLAIN))
         assert report.num_steps == len(expected) == 40
-        found, report = decode(model, request)
-        assert found == expected
+        actual, report = decode(model, request)
+        assert actual == expected
     greedy, report = decode(model, replace(request, sampling=SamplingConfig()))
     assert greedy == generated(model, PICKLED[name]())
     assert report.num_steps < 40
@@ -103,7 +103,7 @@ class Bans(LogitsProcessor):
 def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool]]:
     """Return (tokens, steps, whether rank 1 owned nodes) by processor."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = {}
+    results = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, SHARED, 16, processors=(make(),))
         owned: set[bool] = set()
@@ -111,8 +111,8 @@ def on_a_rank(group: Group, folder: str) -> dict[str, tuple[list[int], int, bool
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
         )
         *outputs, report = events
-        found[name] = [token for each in outputs for token in each.token_ids], report.num_steps, any(owned)
-    return found
+        results[name] = [token for each in outputs for token in each.token_ids], report.num_steps, any(owned)
+    return results
 
 
 def test_replicas_agree_and_share_nodes_unless_processors_are_ordered(model, demo_model_dir):

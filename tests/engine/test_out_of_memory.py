@@ -130,8 +130,8 @@ def test_failed_request_frees_slots_prefixes_and_pass_results(model):
     forward = ModelRunner.forward
 
     def fail(self, *args, **options):
-        found = forward(self, *args, **options)
-        computed.append(weakref.ref(found.rows))
+        actual = forward(self, *args, **options)
+        computed.append(weakref.ref(actual.rows))
         raise NO_MEMORY
 
     with pytest.MonkeyPatch.context() as patch:
@@ -199,11 +199,11 @@ def test_youngest_requests_leave_batch_when_memory_runs_out(strict_tokens, most)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelRunner, "forward_batch", limited)
-        found = batch_of(model, "a", "b", "c")
-    ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in found.items()}
+        actual = batch_of(model, "a", "b", "c")
+    ended = {key: isinstance(end, RequestMemoryError) for key, (_, _, end) in actual.items()}
     num_fed = 3 if strict_tokens else most  # without captured passes, strict sequences are fed one by one
     assert ended == {"a": False, "b": num_fed < 2, "c": num_fed < 3}
-    for tokens, _, end in found.values():
+    for tokens, _, end in actual.values():
         assert tokens == (expected[: len(tokens)] if isinstance(end, RequestMemoryError) else expected)
 
 

@@ -120,9 +120,9 @@ def test_rotary_factors_change_output_and_guesses_save_steps(models, kind):
     tokens, report = decode(engine_of(ModelRunner(model, CHUNK)), request)
     assert tokens == generated(model, request) and report.num_steps < 50
     rope = LONG["rope_parameters"]
-    alike = {"rope_parameters": rope | {"long_factor": rope["short_factor"]}}
+    same_factors = {"rope_parameters": rope | {"long_factor": rope["short_factor"]}}
     name, options = KINDS[kind]
-    options = options | ({"max_position_embeddings": 256} if kind == "dynamic" else alike)
+    options = options | ({"max_position_embeddings": 256} if kind == "dynamic" else same_factors)
     unlike = random_model(name, seed=5, initializer_range=0.2, **options)
     assert generated(unlike, request) != tokens
 
@@ -191,8 +191,8 @@ def test_batched_sequences_of_different_lengths_match_generate(models, kind):
     arrivals = [Arrival(number, each) for number, each in enumerate(asked)]
     runner = ModelRunner(view_of(model), CHUNK, own_attention=True)
     assert runner.supports_batching
-    found = decode_batch(engine_of(runner), {1: arrivals[:2], 4: arrivals[2:]})
-    assert [found[number][0] for number in range(4)] == [generated(model, each) for each in asked]
+    actual = decode_batch(engine_of(runner), {1: arrivals[:2], 4: arrivals[2:]})
+    assert [actual[number][0] for number in range(4)] == [generated(model, each) for each in asked]
 
 
 @pytest.mark.parametrize("kind", always("re-feeding"))
@@ -232,7 +232,7 @@ def test_chain_models_match_generate_and_read_prefixes():
             with runner.slots.borrowed() as slot:
                 states = slot.cache.states()
             num_bytes = 64 * runner.cache_bytes_per_token + states.num_bytes
-            assert runner.slots.prefixes.num_bytes == num_bytes, "states behind the prompt, and none beyond the length"
+            assert runner.slots.prefixes.num_bytes == num_bytes, "states after the prompt, and none beyond the length"
         read[length] = report.cached_tokens
         rest, _ = decode(engine, replace(request, committed=tuple(tokens[:4])))
         assert tokens[:4] + rest == tokens
@@ -240,11 +240,11 @@ def test_chain_models_match_generate_and_read_prefixes():
 
 
 def on_a_rank(group) -> dict[str, list[list[int]]]:
-    found = {}
+    results = {}
     for kind in ("dynamic", "re-feeding"):
         engine = engine_of(ModelRunner(model_for(kind), CHUNK), group)
-        found[kind] = [decode(engine, each)[0] for each in shared_requests()]
-    return found
+        results[kind] = [decode(engine, each)[0] for each in shared_requests()]
+    return results
 
 
 def shared_requests() -> list[Request]:

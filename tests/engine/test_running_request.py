@@ -216,7 +216,7 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
     logits = torch.zeros(1, 64)
     samples = Samples(logits.long(), StepLogits(logits), lambda: logits)  # not read: the gathered values are used
     fast, slow = (microseconds << 31 for microseconds in (100, 700))
-    found = []
+    results = []
     for rank in range(2):
         learned = LearnedCosts.initial(2)
         decoder = Decoder(
@@ -234,9 +234,9 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
             values = np.full((len(step.tree), 1), 5)  # each token's successor is 5
             decoder.advance(step, running.unpack(step, samples, Outcome(values, 0, [fast, slow])))
             step = decoder.propose()
-        found.append((sizes, learned.passes.slopes.tolist()))
-    assert found[0] == found[1]
-    _, (slope_of_fast, slope_of_slow) = found[0]
+        results.append((sizes, learned.passes.slopes.tolist()))
+    assert results[0] == results[1]
+    _, (slope_of_fast, slope_of_slow) = results[0]
     assert 2 * slope_of_fast < slope_of_slow
 
 
@@ -274,7 +274,7 @@ def decode_on_a_rank(group: Group, path: str) -> RankResult:
     rank, num_replicas = group.rank, group.size
     model = ModelRunner(load_model(ModelConfig(path=path), CPU, "float32"), 2048)
     loop = engine_of(model, group)
-    found = [decode(loop, request) for request in RANKS_REQUESTS]
+    actual = [decode(loop, request) for request in RANKS_REQUESTS]
     # only the last rank cancels, in the third step
     asked = iter([False, False, rank == num_replicas - 1])
     cancelled, _, cancel_report = decode(loop, RANKS_REQUESTS[0], should_cancel=lambda: next(asked))
@@ -300,7 +300,7 @@ def decode_on_a_rank(group: Group, path: str) -> RankResult:
         decode(loop, Request((1, 2, 3, 4, 5, 6, 7)[: 3 + 3 * (rank == 1)], LookaheadConfig(), 20))
     except StateMismatchError as caught:
         error = caught
-    outputs, reports = [f[0] for f in found], [f[2] for f in found]
+    outputs, reports = [f[0] for f in actual], [f[2] for f in actual]
     return RankResult(outputs, reports, cancelled, cancel_report, unread, read, found_by, found_here, error)
 
 

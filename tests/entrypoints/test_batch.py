@@ -116,8 +116,8 @@ def conversations(tmp_path):
 def test_turns_all_decodes_every_turn_and_resumes(conversations):
     settings = ["prompt_field=turns", "chat=true", "turns=all"]
     results = conversations.run(*settings)
-    found = [(result["index"], result["turn"], result["prompt"]) for result in results]
-    assert found == [(0, 0, "Write a loop."), (1, 0, "Write a class."), (0, 1, "And a test.")]
+    actual = [(result["index"], result["turn"], result["prompt"]) for result in results]
+    assert actual == [(0, 0, "Write a loop."), (1, 0, "Write a class."), (0, 1, "And a test.")]
     with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
         messages = [{"role": "user", "content": "Write a loop."}]
         for result in (results[0], results[2]):
@@ -201,8 +201,8 @@ def test_concurrent_prompts_give_the_same_lines(tmp_path, job, tiny_model_dir, p
     other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
     other.output = tmp_path / "other.jsonl"
     expected = [(line["index"], line["token_ids"]) for line in job.run("ids=true")]
-    found = other.run("ids=true", "gpus=2", f"policy={policy}")
-    assert [(line["index"], line["token_ids"]) for line in found] == expected
+    actual = other.run("ids=true", "gpus=2", f"policy={policy}")
+    assert [(line["index"], line["token_ids"]) for line in actual] == expected
 
 
 def test_finished_output_is_left_unchanged(job):

@@ -64,10 +64,10 @@ def test_rotate_and_write_matches_apply_rotary_pos_emb(num_queries, num_keys, si
         arrays, first = [states.numpy()] * 3, (0, num_queries, num_queries + num_keys)
     else:
         arrays, first = [array_of(each) for each in (query, key, value)], (0, 0, 0)
-    found = rotate_and_write(
+    actual = rotate_and_write(
         *arrays, first, (num_queries, num_keys), cos.numpy(), sin.numpy(), start, *(each.numpy() for each in cache)
     )
-    torch.testing.assert_close(found, expected_query)
+    torch.testing.assert_close(actual, expected_query)
     torch.testing.assert_close(cache, expected_cache)
 
 

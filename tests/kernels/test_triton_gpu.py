@@ -174,9 +174,9 @@ def test_decoding_with_kernels_gives_the_same_tokens(random_model, temperature, 
     use_kernels(monkeypatch, kernels)
     were_presampled, sample = [], sampler.Sampler.sample
 
-    def watched(self, found, *args):
-        packed, scores = sample(self, found, *args)
-        were_presampled.append(found.presampled is not None and packed.data_ptr() == found.presampled.data_ptr())
+    def watched(self, result, *args):
+        packed, scores = sample(self, result, *args)
+        were_presampled.append(result.presampled is not None and packed.data_ptr() == result.presampled.data_ptr())
         return packed, scores
 
     monkeypatch.setattr(sampler.Sampler, "sample", watched)

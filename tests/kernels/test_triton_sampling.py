@@ -80,8 +80,8 @@ def test_gumbel_noise_equals_the_cpus_bitwise(seed, size):
 
 def assert_same(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
     """Assert that the kernel samples the arg max of the scores and the CPU's noise."""
-    found = kernels.sample_and_pack(scores.to(DEVICE), Packing(0, 1), noise)[:, 0]
-    assert found.tolist() == (scores + expected).argmax(-1).tolist()
+    actual = kernels.sample_and_pack(scores.to(DEVICE), Packing(0, 1), noise)[:, 0]
+    assert actual.tolist() == (scores + expected).argmax(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -95,11 +95,11 @@ def test_vocabulary_slices_match_the_whole_vocabulary(sizes, num, draws):
     logits[2, 5:] = -torch.inf
     noise = Noise(9, 2, torch.tensor([0, 4, 77], device=DEVICE)) if draws else None
     packed = Packing(num, 1 + (num + 1) // 2)
-    found, first = [], 0
+    results, first = [], 0
     for each in logits.split(sizes, dim=1):
-        found.append(kernels.find_in_slice(each, packed, noise, 1.25, first, sizes[0]))
+        results.append(kernels.find_in_slice(each, packed, noise, 1.25, first, sizes[0]))
         first += each.shape[1]
-    actual = kernels.pack_found(torch.stack(found), packed, noise, size)
+    actual = kernels.pack_candidates(torch.stack(results), packed, noise, size)
     assert actual.tolist() == kernels.sample_and_pack(logits, packed, noise, 1.25).tolist()
 
 
@@ -126,9 +126,9 @@ def test_top_k_and_top_p_cut_matches_transformers(dtype, cut, temperature):
         ranks = torch.empty_like(order).scatter_(1, order, torch.arange(2500).expand(2, -1))
         scores = scores.masked_fill(ranks < 2500 - num_kept[:, None], -torch.inf)
     cut = kernels.find_cut(logits.to(DEVICE), 1 / temperature, top_k, top_p)
-    found = kernels.cut_scores(logits.to(DEVICE), 1 / temperature, cut).cpu()
-    assert (found > -torch.inf).sum(-1).tolist() == num_kept.tolist()
-    assert torch.equal(found, scores)
+    actual = kernels.cut_scores(logits.to(DEVICE), 1 / temperature, cut).cpu()
+    assert (actual > -torch.inf).sum(-1).tolist() == num_kept.tolist()
+    assert torch.equal(actual, scores)
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
@@ -142,8 +142,8 @@ def test_top_k_keeps_scores_that_scaling_makes_equal(temperature):
     logits = torch.stack(values)[None]
     expected = library.TopKLogitsWarper(10)(None, logits * inverse)
     logits = logits.to(DEVICE)
-    found = kernels.cut_scores(logits, inverse, kernels.find_cut(logits, inverse, 10, None))
-    assert torch.equal(found.cpu(), expected)
+    actual = kernels.cut_scores(logits, inverse, kernels.find_cut(logits, inverse, 10, None))
+    assert torch.equal(actual.cpu(), expected)
 
 
 def test_can_cut_rejects_top_p_near_one_and_float64():

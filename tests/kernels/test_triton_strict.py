@@ -123,13 +123,13 @@ def test_bits_depend_only_on_the_path(length, window, dtype):
     """
     size, groups, num_path = 32, 2, 3
     path = states_of(num_path, groups, size, dtype, seed=3)
-    found = []
+    results = []
 
     alone, _, _ = path_fed(length, [0], size, dtype, path, 0, length + 64)
     for number in range(num_path):
         layout = InputLayout(*(np.array([each]) for each in (0, length + number, -1, 0)))
         (parts,) = cut_into_passes([Part.whole(alone.cache, layout)], 1, 16)
-        found.append(attend(parts, [each[number : number + 1] for each in path], 1, 1, window)[0, 0])
+        results.append(attend(parts, [each[number : number + 1] for each in path], 1, 1, window)[0, 0])
         alone.cache.commit(1)
 
     for others, num_tokens, neighbours in (([2, 0], 24, 2), ([1], 5, 1)):
@@ -150,7 +150,7 @@ def test_bits_depend_only_on_the_path(length, window, dtype):
         output = torch.cat(outputs)
         assert start == len(joined[0]) and (len(outputs) > 1) == (num_tokens == 5)
         for number, place in enumerate(places):
-            assert torch.equal(output[first + place], found[number]), (others, number)
+            assert torch.equal(output[first + place], results[number]), (others, number)
 
 
 def test_pass_of_padding_only_returns_zeros():

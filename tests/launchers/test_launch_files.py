@@ -134,7 +134,7 @@ def test_torchrun_script_passes_options_from_variables(variables, expected):
     script = [ROOT / "launch" / "torchrun.sh", "prompt=x", "gpus=2"]
     words = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split()
     assert words[:2] == ["-m", "torch.distributed.run"]
-    told = vars(get_args_parser().parse_args(words[2:]))
-    assert {name: told[name] for name in expected} == expected
-    command = [told["training_script"], *told["training_script_args"]]
-    assert told["module"] and command == ["lp_runtime", "prompt=x", "gpus=2"]
+    options = vars(get_args_parser().parse_args(words[2:]))
+    assert {name: options[name] for name in expected} == expected
+    command = [options["training_script"], *options["training_script_args"]]
+    assert options["module"] and command == ["lp_runtime", "prompt=x", "gpus=2"]

@@ -38,8 +38,8 @@ def split_variables(words: list[str]) -> tuple[dict[str, str], list[str]]:
 
 @pytest.mark.slow
 def test_torchrun_commands_run_on_two_nodes():
-    found = [split_variables(words) for words in commands("torchrun.sh")]
-    two = [(variables, words) for variables, words in found if variables.get("NNODES") == "2"]
+    actual = [split_variables(words) for words in commands("torchrun.sh")]
+    two = [(variables, words) for variables, words in actual if variables.get("NNODES") == "2"]
     assert len(two) == 2
     here = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0]), "NPROC": "1", "PYTHON": sys.executable}
     with marked() as mark:

@@ -133,12 +133,12 @@ def test_replica_uses_the_gpu_assigned_by_ray(environment, device_indices):
         options = [booking.options(index) | {"runtime_env": {"env_vars": environment}} for index in range(2)]
         actors = [ray.remote(ReplicaActor).options(**each).remote(RuntimeConfig()) for each in options]
         try:
-            found = ray.get([actor.__ray_call__.remote(look) for actor in actors], timeout=PATIENCE)
+            actual = ray.get([actor.__ray_call__.remote(look) for actor in actors], timeout=PATIENCE)
         finally:
             for actor in actors:
                 ray.kill(actor)
-    assert sorted(each.device_index for each in found) == device_indices
-    assert all(each == Placement(each.device_index, 2, owns_device=True) for each in found)
+    assert sorted(each.device_index for each in actual) == device_indices
+    assert all(each == Placement(each.device_index, 2, owns_device=True) for each in actual)
 
 
 def test_gpu_hidden_by_cuda_visible_devices_is_refused():

@@ -58,7 +58,7 @@ from lp_runtime.errors import ConstraintError
 sys.path.insert(0, sys.argv[3])
 from support import reference
 
-def advance(guide, committed):  # on all ranks alike
+def advance(guide, committed):  # the same on all ranks
     raise ConstraintError("a dead end")
 
 GrammarGuide.advance = advance

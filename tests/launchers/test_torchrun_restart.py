@@ -19,7 +19,7 @@ NUM_PROMPTS = 16
 
 def ranks(mark: Marked) -> dict[tuple[int, int], int]:
     """Return the process ids of the ranks by (number of the restart, rank)."""
-    found = {}
+    results = {}
     for pid in mark.alive():
         try:
             pairs = Path(f"/proc/{pid}/environ").read_text().split("\0")
@@ -27,8 +27,8 @@ def ranks(mark: Marked) -> dict[tuple[int, int], int]:
             continue
         values = dict(pair.split("=", 1) for pair in pairs if "=" in pair)
         if "TORCHELASTIC_RUN_ID" in values:
-            found[int(values["TORCHELASTIC_RESTART_COUNT"]), int(values["RANK"])] = pid
-    return found
+            results[int(values["TORCHELASTIC_RESTART_COUNT"]), int(values["RANK"])] = pid
+    return results
 
 
 @pytest.mark.slow

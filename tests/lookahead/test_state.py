@@ -67,9 +67,9 @@ def greedy_text(prompt: list[int], rules: Rules, seed: int = 0) -> list[int]:
 
 def advance(state: DecodingState, proposal: Proposal, successors: list[int]) -> tuple[list[int], list[int]]:
     """Advance by a step in which all replicas have cached the pending tokens and no other tokens."""
-    found = state.advance(proposal, VerificationResult(successors))
+    actual = state.advance(proposal, VerificationResult(successors))
     state.num_cached += proposal.tree.root + 1
-    return found
+    return actual
 
 
 def decode(prompt: list[int], rules: Rules, seed: int = 0, state: DecodingState | None = None):

@@ -136,6 +136,6 @@ def test_uncommitted_share_does_not_change_the_slot(held):
 
 def test_logits_after_each_works_with_an_empty_slot():
     runner = ChainRunner(model_of("bamba"), 5)
-    found = runner.logits_after_each(CacheSlot(), [9, 10, 11]).logits
+    actual = runner.logits_after_each(CacheSlot(), [9, 10, 11]).logits
     expected = torch.cat([plain_logits(runner, [token]) for token in (9, 10, 11)])
-    assert difference_of(found, expected) < 1e-5
+    assert difference_of(actual, expected) < 1e-5

@@ -51,8 +51,8 @@ def test_tree_logits_match_plain_text_in_each_step(model):
         wanted = list(range(tree.root, len(tree)))
         logits = tree_model.forward(tree, range(len(tree)), wanted)
         assert logits.shape == (len(wanted), 64)
-        for node, found in zip(wanted, logits, strict=True):
-            assert_close(found, plain_logits(model, text + path_text(tree, node)))
+        for node, actual in zip(wanted, logits, strict=True):
+            assert_close(actual, plain_logits(model, text + path_text(tree, node)))
         text += tree.tokens[: tree.root + 1]
 
 
@@ -79,8 +79,8 @@ def test_separate_prefix_and_tree_attention_matches_plain_text(architecture, ran
     for num_pending in (1, 3, 1):
         tree = random_tree(rng, num_pending)
         logits = tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))
-        for node, found in zip(range(tree.root, len(tree)), logits, strict=True):
-            assert_close(found, plain_logits(model, text + path_text(tree, node)))
+        for node, actual in zip(range(tree.root, len(tree)), logits, strict=True):
+            assert_close(actual, plain_logits(model, text + path_text(tree, node)))
         text += tree.tokens[: tree.root + 1]
 
 
@@ -107,14 +107,14 @@ def test_tree_after_chunked_prefill_matches_single_prefill(model, chunk):
     rng = random.Random(4)
     prompt = draw(rng, 20)
     tree = random_tree(rng, 2)
-    found = []
+    results = []
     for size in (2048, chunk):
         tree_model = OneSlot(ModelRunner(model, prefill_chunk=size))
         tree_model.begin(100)
         last = tree_model.prefill(prompt)
         assert last.shape == (1, 64)
-        found.append(torch.cat([last, tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))]))
-    assert_close(found[1], found[0])
+        results.append(torch.cat([last, tree_model.forward(tree, range(len(tree)), range(tree.root, len(tree)))]))
+    assert_close(results[1], results[0])
 
 
 def test_request_does_not_affect_the_next_request(random_model):
@@ -126,8 +126,8 @@ def test_request_does_not_affect_the_next_request(random_model):
         prompt = draw(rng, 11)
         tree_model.begin(capacity)
         assert_close(tree_model.prefill(prompt)[0], plain_logits(model, prompt))
-        (found,) = tree_model.forward(tree, range(len(tree)), [len(tree) - 1])
-        assert_close(found, plain_logits(model, prompt + path_text(tree, len(tree) - 1)))
+        (actual,) = tree_model.forward(tree, range(len(tree)), [len(tree) - 1])
+        assert_close(actual, plain_logits(model, prompt + path_text(tree, len(tree) - 1)))
 
 
 def test_share_without_leaves_caches_pending_tokens(random_model):

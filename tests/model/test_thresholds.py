@@ -49,8 +49,8 @@ def test_rotary_embedding_that_is_computed_once_has_no_threshold(kind):
     "name", ["Llama", "Qwen3", "Gemma", "Olmo2", "GPT2", "Phi", "StableLm", "Granite", "Cohere", "SmolLM3"]
 )
 def test_common_families_have_no_long_thresholds(name):
-    found = thresholds_of(getattr(transformers, f"{name}Config")())
-    assert all(length <= 64 for length in found.values()), found
+    actual = thresholds_of(getattr(transformers, f"{name}Config")())
+    assert all(length <= 64 for length in actual.values()), actual
 
 
 def test_sliding_window_is_a_threshold():

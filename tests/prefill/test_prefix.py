@@ -76,8 +76,8 @@ def test_second_turn_feeds_only_new_tokens(plain_model, prompt_ids, case):
     assert (report.cached_tokens, num_fed) == (0, len(prompt_ids))
     turn = replace(first, prompt_ids=(*prompt_ids, *answer, 7, 8, 9))
     expected, logprobs, _, _ = decode(engine_of(plain_model), plain_model, turn)
-    tokens, found, report, num_fed = decode(engine, model, turn)
-    assert tokens == expected and found == pytest.approx(logprobs, abs=1e-4)
+    tokens, actual, report, num_fed = decode(engine, model, turn)
+    assert tokens == expected and actual == pytest.approx(logprobs, abs=1e-4)
     assert report.cached_tokens + num_fed == len(turn.prompt_ids)
     assert num_fed <= 3 + 25, "the question, and what the last step of the answer had not cached"
     # Another conversation with the same beginning.
@@ -128,9 +128,9 @@ def test_strict_mode_reads_whole_chunks_and_gives_identical_bits(prompt_ids):
     for length in (len(prompt_ids), 100, 64, 40):
         turn = replace(first, prompt_ids=(*prompt_ids[:length], *answer[: length % 7], 7, 8))
         expected = decode(engine_of(plain), plain, turn)
-        found = decode(engine, model, turn)
-        assert found[:2] == expected[:2]
-        assert found[2].cached_tokens == length // 16 * 16 and found[3] == len(turn.prompt_ids) - length // 16 * 16
+        actual = decode(engine, model, turn)
+        assert actual[:2] == expected[:2]
+        assert actual[2].cached_tokens == length // 16 * 16 and actual[3] == len(turn.prompt_ids) - length // 16 * 16
 
 
 def test_repeated_request_with_same_salt_reuses_draft_tables(prompt_ids):
@@ -154,10 +154,10 @@ def test_batched_requests_read_prefix_of_first_request(prompt_ids):
     before = model.num_prefilled_tokens
     # The first prompt is fed before the other requests arrive, which arrive together.
     arrivals = [Arrival(number, each) for number, each in enumerate(requests)]
-    found = decode_batch(engine, {1: arrivals[:1], len(prompt_ids) // 16 + 2: arrivals[1:]})
-    assert [found[number][0] for number in range(4)] == alone
+    actual = decode_batch(engine, {1: arrivals[:1], len(prompt_ids) // 16 + 2: arrivals[1:]})
+    assert [actual[number][0] for number in range(4)] == alone
     assert model.num_prefilled_tokens - before == len(prompt_ids) + 3
-    assert [found[number][2].cached_tokens for number in range(4)] == [0, *[len(prompt_ids) - 1] * 3]
+    assert [actual[number][2].cached_tokens for number in range(4)] == [0, *[len(prompt_ids) - 1] * 3]
 
 
 def test_prompt_with_prompt_logprobs_is_fed_in_full(prompt_ids):
@@ -206,9 +206,9 @@ def on_a_rank(group, prompt_ids, forgetful: int):
 
 
 def test_replicas_with_different_prefixes_agree(plain_model, prompt_ids):
-    found = run_ranks(on_a_rank, 2, prompt_ids, 1)
-    assert found[0] == found[1]
-    (answer, *_), second, third = found[0]
+    actual = run_ranks(on_a_rank, 2, prompt_ids, 1)
+    assert actual[0] == actual[1]
+    (answer, *_), second, third = actual[0]
     assert second[1] == 0, "one of them has nothing"
     assert third[1] == len(prompt_ids) + 30 and third[2] == 1
     for (tokens, *_), question in ((second, 3), (third, 4)):
@@ -219,21 +219,21 @@ def test_replicas_with_different_prefixes_agree(plain_model, prompt_ids):
 def on_a_rank_that_lost_its_tables(group, prompt_ids) -> list[tuple[list[int], int]]:
     """Decode four prompts of one scope on a rank; rank 1 loses its draft tables after the second."""
     model = make_model(keeps=False)
-    engine, found = engine_of(model, group), []
+    engine, actual = engine_of(model, group), []
     for number in range(4):
         if number == 2 and group.rank == 1:
             pool, size = engine.draft_pool, SHARING.draft_tables_bytes
             pool.release(pool.acquire(size, pool.find(0, "", size)))
         tokens, _, report, _ = decode(engine, model, Request((*prompt_ids, number % 2), SHARING, 30))
-        found.append((tokens, report.num_steps))
-    return found
+        actual.append((tokens, report.num_steps))
+    return actual
 
 
 def test_draft_tables_are_reused_only_if_all_replicas_have_them(plain_model, prompt_ids):
     """Tables are shared without a prefix cache, too; tables that one replica has lost are not used."""
-    found = run_ranks(on_a_rank_that_lost_its_tables, 2, prompt_ids)
-    assert found[0] == found[1]
-    (first, second, third, fourth) = found[0]
+    actual = run_ranks(on_a_rank_that_lost_its_tables, 2, prompt_ids)
+    assert actual[0] == actual[1]
+    (first, second, third, fourth) = actual[0]
     assert third == first, "the tables were empty again"
     assert second[1] < first[1] and fourth[0] == second[0]
     assert fourth[1] == second[1], "from the third on they are shared again"

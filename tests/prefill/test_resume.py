@@ -196,13 +196,13 @@ def test_replica_that_lacks_text_gathers_after_each_chunk(model, prompt_ids, is_
     prompt = prompt_ids * 4
     processors = (EveryThird(),) if is_ordered else ()
     expected, _, _ = decode(model, Request(prompt, FIXED, 24, processors=processors))
-    found = run_ranks(resumed, 2, prompt, expected[:10], is_ordered, False)
+    actual = run_ranks(resumed, 2, prompt, expected[:10], is_ordered, False)
     num_chunks = -(-len(prompt) // 16) + 1
     assert num_chunks > 3
-    noted, tokens, report = found[0]
+    noted, tokens, report = actual[0]
     assert noted[: 2 * num_chunks] == ["feed", "gather"] * num_chunks
-    assert found[1][0][:num_chunks] == ["gather"] * num_chunks
-    for _, tokens, report in found:
+    assert actual[1][0][:num_chunks] == ["gather"] * num_chunks
+    for _, tokens, report in actual:
         assert expected[:10] + tokens == expected and report.finish_reason == "length"
 
 

@@ -60,8 +60,8 @@ def run_largest_passes(model: ModelRunner, slot: CacheSlot) -> None:
     nodes = range(128)
     length = leave(len(nodes))
     tree = dummy_tree(len(nodes), 8, model.vocabulary_size)
-    found = model.forward(StepInputs(slot, tree, nodes, nodes), any_size=True)
-    make_sampler_spec(model, SAMPLING).build(8).sample(found, tree, nodes, [0] * length)
+    actual = model.forward(StepInputs(slot, tree, nodes, nodes), any_size=True)
+    make_sampler_spec(model, SAMPLING).build(8).sample(actual, tree, nodes, [0] * length)
 
 
 CASES = [*((name, torch.bfloat16) for name in MODELS), ("gpt_oss", torch.float32)]

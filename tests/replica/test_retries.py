@@ -32,8 +32,8 @@ def loaded() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def replica(loaded) -> Iterator[Replica]:
-    with join_group(CONFIG, loaded, ReplicaContext(owns_process=False)) as found:
-        yield found
+    with join_group(CONFIG, loaded, ReplicaContext(owns_process=False)) as actual:
+        yield actual
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +88,10 @@ def test_batched_requests_wait_for_memory_until_others_end(replica, requests, ex
     """A request that arrives meanwhile waits, too."""
     sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
     arriving = iter([["a", "b", "c"], [], ["d"]])
-    found: dict[str, list[Event]] = {key: [] for key in requests}
+    actual: dict[str, list[Event]] = {key: [] for key in requests}
     for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
-        found[key].append(event)
-    assert {key: joined(events)[0] for key, events in found.items()} == expected
+        actual[key].append(event)
+    assert {key: joined(events)[0] for key, events in actual.items()} == expected
     assert max(sizes) > most
 
 
@@ -99,7 +99,7 @@ def test_requests_whose_slots_do_not_fit_together_all_complete(loaded, replica, 
     """Requests are decoded together as long as memory suffices; all get their texts."""
     monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
     arriving = iter([list(requests)])
-    found: dict[str, list[Event]] = {key: [] for key in requests}
+    actual: dict[str, list[Event]] = {key: [] for key in requests}
     for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
-        found[key].append(event)
-    assert {key: joined(events)[0] for key, events in found.items()} == expected
+        actual[key].append(event)
+    assert {key: joined(events)[0] for key, events in actual.items()} == expected

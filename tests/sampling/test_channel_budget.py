@@ -27,8 +27,8 @@ def decode(wanted: list[int], num_tokens: int, end: list[int]) -> list[int]:
 @pytest.mark.parametrize("num_tokens", [1, 3])
 def test_exhausted_budget_forces_the_end_and_blocks_the_channel(num_tokens, end):
     wanted = [*THOUGHT, *[WORD] * (num_tokens + len(end)), CHANNEL, ANALYSIS, MESSAGE, WORD, WORD]
-    found = decode(wanted, num_tokens, end)
-    assert found == [*THOUGHT, *[WORD] * num_tokens, *end, CHANNEL, FINAL, MESSAGE, WORD, WORD]
+    actual = decode(wanted, num_tokens, end)
+    assert actual == [*THOUGHT, *[WORD] * num_tokens, *end, CHANNEL, FINAL, MESSAGE, WORD, WORD]
 
 
 def test_zero_budget_blocks_the_channel():

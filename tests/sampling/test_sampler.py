@@ -95,8 +95,8 @@ def test_packed_candidates_match_top_k(kind, size, num):
             assert logits[row, token] == logits[row, ids[row, rank]]  # any of the equal ones
             if num == K:
                 assert margin_of(entry[None], 0, rank) == margins[row, rank]
-        found = [token for token in entry[:num].tolist() if token >= 0]
-        assert len(found) == len(set(found))
+        actual = [token for token in entry[:num].tolist() if token >= 0]
+        assert len(actual) == len(set(actual))
 
 
 def test_processor_with_parameters_is_supported():

@@ -61,20 +61,20 @@ class Sliced:
             [part.find(each[start:stop], draw) for part, each in zip(self._parts, self._slices, strict=True)]
         )
 
-    def found(self) -> SlicedLogits:
+    def step_logits(self) -> SlicedLogits:
         return SlicedLogits(self._parts[0], self._read, self._find, range(len(self._logits)))
 
 
-def outcome(found: StepLogits, processors: list, seed: int | None, num_top_k: int, size: int, steps: int = 2) -> list:
+def outcome(logits: StepLogits, processors: list, seed: int | None, num_top_k: int, size: int, steps: int = 2) -> list:
     noise = None if seed is None else GumbelNoise(seed, 1, size, CPU)
     sampler = Sampler(TreeProcessors(processors, CPU), noise, num_top_k=num_top_k)
     packed = []
     for step in range(steps):  # noise is cached between steps
         tokens = [*TOKENS, *range(step)]
-        packed.append(sampler.sample(found, tree(), NODES, tokens)[0].tolist())
-        packed.append(sampler.sample(found, tree(), NODES, tokens, with_top_k=False)[0].tolist())
-        packed.append(sampler.sample(found.first(2), tree(), NODES[:2], tokens)[0].tolist())
-        none, _ = sampler.sample(found.first(0), tree(), [], tokens)  # a replica may own no nodes
+        packed.append(sampler.sample(logits, tree(), NODES, tokens)[0].tolist())
+        packed.append(sampler.sample(logits, tree(), NODES, tokens, with_top_k=False)[0].tolist())
+        packed.append(sampler.sample(logits.first(2), tree(), NODES[:2], tokens)[0].tolist())
+        none, _ = sampler.sample(logits.first(0), tree(), [], tokens)  # a replica may own no nodes
         assert none.shape == (0, sampler.width)
     return packed
 
@@ -94,8 +94,8 @@ def test_slices_match_the_whole_vocabulary(sizes, kind, seed, num_top_k, tempera
     logits = scores_of(kind, sum(sizes))
     processors = [] if temperature is None else [library.TemperatureLogitsWarper(temperature)]
     sliced = Sliced(logits, sizes)
-    alike = partial(outcome, processors=processors, seed=seed, num_top_k=num_top_k, size=sum(sizes))
-    assert alike(sliced.found()) == alike(StepLogits(logits))
+    outcome_of = partial(outcome, processors=processors, seed=seed, num_top_k=num_top_k, size=sum(sizes))
+    assert outcome_of(sliced.step_logits()) == outcome_of(StepLogits(logits))
     assert sliced.num_read == 0
 
 
@@ -104,7 +104,7 @@ def test_processor_that_needs_all_logits_reads_them(processor):
     logits = scores_of("random", 300)
     sliced = Sliced(logits, (150, 150))
     expected = outcome(StepLogits(logits), [processor], 7, K, 300)
-    assert outcome(sliced.found(), [processor], 7, K, 300) == expected
+    assert outcome(sliced.step_logits(), [processor], 7, K, 300) == expected
     assert sliced.num_read
 
 
@@ -112,8 +112,8 @@ def test_logprobs_and_scores_of_slices_match_the_whole_vocabulary():
     logits = scores_of("random", 300)
     sampler = Sampler(TreeProcessors([library.TemperatureLogitsWarper(0.5)], CPU), None, True, K, num_top_logprobs=3)
     results = []
-    for found in (StepLogits(logits), Sliced(logits, (150, 150)).found()):
-        packed, scores = sampler.sample(found, tree(), NODES, TOKENS)
+    for step_logits in (StepLogits(logits), Sliced(logits, (150, 150)).step_logits()):
+        packed, scores = sampler.sample(step_logits, tree(), NODES, TOKENS)
         results.append((packed.tolist(), scores()))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])
@@ -121,6 +121,6 @@ def test_logprobs_and_scores_of_slices_match_the_whole_vocabulary():
 
 def test_split_returns_the_rows_of_each_part():
     logits = scores_of("random", 300)
-    first, second = Sliced(logits, (200, 100)).found().split([1, 2])
+    first, second = Sliced(logits, (200, 100)).step_logits().split([1, 2])
     assert torch.equal(first.logits, logits[:1]) and torch.equal(second.copy().logits, logits[1:])
     assert len(second) == 2 and second.device == CPU

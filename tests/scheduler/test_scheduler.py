@@ -61,13 +61,13 @@ def make(runtime: LookaheadRuntime | HeldRuntime, case: Case, **options) -> Requ
 @pytest.fixture(scope="module")
 def alone() -> dict[Case, list[int]]:
     """Token ids of every case, decoded alone on one replica; a shorter output is a prefix of a longer one."""
-    found = {}
+    results = {}
     with start(1) as runtime:
         for prompt, length, sampling in sorted(CASES + LONG_CASES, key=lambda case: -case[1]):
-            longest = next((case for case in found if (case[0], case[2]) == (prompt, sampling)), None)
+            longest = next((case for case in results if (case[0], case[2]) == (prompt, sampling)), None)
             case = (prompt, length, sampling)
-            found[case] = found[longest][:length] if longest else decode(runtime, case)
-    return found
+            results[case] = results[longest][:length] if longest else decode(runtime, case)
+    return results
 
 
 def decode(runtime: LookaheadRuntime, case: Case) -> list[int]:
@@ -217,13 +217,13 @@ def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
         return streamed, await scheduler.generate_many_async(prompts * 2, 40, eos=False)
 
     with Scheduler(runtime, max_waiting=1, max_batch=1) as scheduler:
-        found = scheduler.generate_many(prompts * 3, 40, eos=False)
-        assert [each.token_ids for each in found] == [alone[case] for case in cases] * 3
-        streamed, found = asyncio.run(main(scheduler))
-        assert streamed == alone[cases[0]] and [each.token_ids for each in found] == [alone[case] for case in cases] * 2
+        many = scheduler.generate_many(prompts * 3, 40, eos=False)
+        assert [each.token_ids for each in many] == [alone[case] for case in cases] * 3
+        streamed, many = asyncio.run(main(scheduler))
+        assert streamed == alone[cases[0]] and [each.token_ids for each in many] == [alone[case] for case in cases] * 2
         with pytest.raises(ConfigError):
             scheduler.generate_many(prompts, 0)
-        assert "".join(delta.text for delta in scheduler.stream(prompts[0], 40, eos=False)) == found[0].text
+        assert "".join(delta.text for delta in scheduler.stream(prompts[0], 40, eos=False)) == many[0].text
 
 
 @pytest.mark.slow

@@ -40,12 +40,12 @@ def metrics(runtime) -> dict[str, set[str]]:
     with Scheduler(runtime) as scheduler:
         scheduler.stream("def f(", 4).result()
         text = Metrics("demo", runtime, scheduler, ()).text().decode()
-    found: dict[str, set[str]] = {}
+    results: dict[str, set[str]] = {}
     for line in text.splitlines():
         if not line.startswith("#"):
             name, _, labels = line.rpartition(" ")[0].partition("{")
-            found.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
-    return found
+            results.setdefault(name, set()).update(re.findall(r'(\w+)="', labels))
+    return results
 
 
 def test_grafana_board_shows_exactly_the_existing_metrics(metrics):

@@ -134,9 +134,9 @@ def test_completion_logprobs_list_chosen_and_top_tokens(client):
         assert top[text] == value == max(top.values()), "greedy"
         assert choice.text[offset : offset + len(text)] == text
     sampled = client.completions.create(**body(logprobs=1, temperature=1.0, seed=3)).choices[0].logprobs
-    assert {len(top) for top in sampled.top_logprobs} == {1, 2}, "the sampled token is there beside the likeliest"
-    found = zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True)
-    assert all(top[text] == value for text, value, top in found)
+    assert {len(top) for top in sampled.top_logprobs} == {1, 2}, "the sampled token is there next to the likeliest"
+    actual = zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True)
+    assert all(top[text] == value for text, value, top in actual)
     none = client.completions.create(**body(logprobs=0)).choices[0].logprobs
     assert [list(top) for top in none.top_logprobs] == [[text] for text in none.tokens]
 
@@ -152,10 +152,10 @@ def test_chat_top_logprobs_are_sorted_and_equal_when_streamed(client):
     chunks = client.chat.completions.create(top_logprobs=20, stream=True, **options)
     streamed = [each for chunk in chunks if (part := chunk.choices[0].logprobs) for each in part.content]
     assert [each.token for each in streamed] == [each.token for each in content]
-    found, expected = (
+    actual, expected = (
         [each.logprob for entry in entries for each in entry.top_logprobs] for entries in (streamed, content)
     )
-    assert found == pytest.approx(expected, abs=1e-4)
+    assert actual == pytest.approx(expected, abs=1e-4)
     with pytest.raises(openai.BadRequestError, match="top_logprobs=2: only with logprobs=true"):
         client.chat.completions.create(top_logprobs=2, **options | {"logprobs": False})
     with pytest.raises(openai.BadRequestError, match="top_logprobs=21: must be at most 20"):
@@ -360,8 +360,8 @@ def test_null_stream_options_are_accepted(url):
 
 
 def test_developer_role_becomes_system_if_template_lacks_it(url, client):
-    told = [{"role": role, "content": "Be brief."} for role in ("developer", "system")]
-    one, other = (post(f"{url}/tokenize", messages=[each, *MESSAGES])["tokens"] for each in told)
+    instructions = [{"role": role, "content": "Be brief."} for role in ("developer", "system")]
+    one, other = (post(f"{url}/tokenize", messages=[each, *MESSAGES])["tokens"] for each in instructions)
     assert one == other
 
 

@@ -48,17 +48,17 @@ def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
     points = CURVES[curve]
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
     best = {text.kind: min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts}
-    taken = dict.fromkeys(best, 0)
+    spent = dict.fromkeys(best, 0)
     for first in range(0, len(texts), 2):  # learned costs depend on the order of the texts
         order, learned = texts[first:] + texts[:first], LearnedCosts.initial(1)
         for text in order:  # learn like an engine that has served some requests
             seconds_of(text, vocabulary, times, learned)
         for text in order:
-            taken[text.kind] += seconds_of(text, vocabulary, times, learned)
+            spent[text.kind] += seconds_of(text, vocabulary, times, learned)
     num_orders = -(-len(texts) // 2)
-    shares = {kind: 100 * num_orders * best[kind] / taken[kind] for kind in best}
+    shares = {kind: 100 * num_orders * best[kind] / spent[kind] for kind in best}
     assert min(shares.values()) >= MIN_SHARE_PERCENT_OF_TEXT[curve], shares
-    of_all = 100 * num_orders * sum(best.values()) / sum(taken.values())
+    of_all = 100 * num_orders * sum(best.values()) / sum(spent.values())
     assert of_all >= MIN_SHARE_PERCENT, (of_all, shares)
 
 
@@ -71,8 +71,8 @@ def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     points = CURVES[curve]
     times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
     best = sum(min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts)
-    learned, taken = LearnedCosts.initial(1), 0
+    learned, spent = LearnedCosts.initial(1), 0
     for text in texts:
         sized = StepBudget(MISMEASURED[mistake](times)[None], True, None, learned)
-        taken += decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
-    assert 100 * best / taken >= MIN_SHARE_PERCENT_MISMEASURED
+        spent += decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
+    assert 100 * best / spent >= MIN_SHARE_PERCENT_MISMEASURED

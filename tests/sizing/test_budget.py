@@ -302,13 +302,13 @@ def test_steps_without_drafts_do_not_raise_cost_per_node():
     assert fitted(budget, make_tree(400)) > 30
 
 
-def chain_and_siblings(num_siblings: int, in_chain: float, beside: float) -> TokenTree:
+def chain_and_siblings(num_siblings: int, in_chain: float, of_siblings: float) -> TokenTree:
     """Return a tree of a chain of 30 nodes and siblings of its first node, with these path probabilities."""
     tree = TokenTree([0], max_depth=30)
     tree.add_branch(list(range(1, 31)))
     for token in range(31, 31 + num_siblings):
         tree.add(0, token)
-    probabilities = [1.0, *[in_chain] * 30, *[beside] * num_siblings]
+    probabilities = [1.0, *[in_chain] * 30, *[of_siblings] * num_siblings]
     tree.path_probabilities = (np.array(probabilities) * 2**PATH_PROBABILITY_BITS).astype(np.int64)
     return tree
 

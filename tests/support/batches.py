@@ -17,7 +17,7 @@ KEEPING = LookaheadConfig(5, 4, 5, prior="none", draft_tables="runtime")
 
 def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
     """Decode `arriving`, requests by poll number; return (tokens, logprobs, report or error) by key."""
-    found = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
+    actual = {each.key: ([], [], None) for arrivals in arriving.values() for each in arrivals}
     num_asked = 0
 
     def arrivals() -> list[Arrival]:
@@ -26,14 +26,14 @@ def decode_batch(loop: Engine, arriving: dict[int, list[Arrival]]):
         return arriving.get(num_asked, [])
 
     for key, event in loop.run_batch(arrivals):
-        tokens, logprobs, end = found[key]
+        tokens, logprobs, end = actual[key]
         assert end is None, "nothing comes after the end"
         if isinstance(event, Report | LookaheadError):
-            found[key] = (tokens, logprobs, event)
+            actual[key] = (tokens, logprobs, event)
         else:
             tokens += event.token_ids
             logprobs += event.logprobs or ()
-    return found
+    return actual
 
 
 def decode_alone(model: ModelRunner, request: Request, stop=None):

@@ -26,8 +26,8 @@ LISTENS = "DevTools listening on "
 
 def find() -> str | None:
     """Return the browser's path; None if there is none."""
-    found = next(filter(None, map(shutil.which, PLACES)), None)
-    return found or (str(OWN) if OWN.exists() else None)
+    actual = next(filter(None, map(shutil.which, PLACES)), None)
+    return actual or (str(OWN) if OWN.exists() else None)
 
 
 class Page:

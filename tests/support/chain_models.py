@@ -69,13 +69,13 @@ def request_of(number: int) -> Request:
 def decode(group: Group, model: PreTrainedModel, requests: Sequence[Request]) -> list[tuple[list[int], Report]]:
     """Decode requests on a replica of a group; return (tokens, report) of each."""
     engine = engine_of(ChainRunner(model, CHUNK_TOKENS), group)
-    found = []
+    results = []
     for request in requests:
         *outputs, report = engine.run(request)
         assert isinstance(report, Report)
         tokens = [token for output in outputs if isinstance(output, StepOutput) for token in output.token_ids]
-        found.append((tokens, report))
-    return found
+        results.append((tokens, report))
+    return results
 
 
 def decode_type(group: Group, model_type: str, requests: Sequence[Request]) -> list[tuple[list[int], Report]]:

@@ -149,15 +149,15 @@ def sample_tokens(case: Case, sampling: Mapping[str, float], num_seeds: int, noi
     """
     model = ModelRunner(case.model, prefill_chunk=2048)
     engine = engine_of(model)
-    found: Counter[int] = Counter()
+    actual: Counter[int] = Counter()
     config = SamplingConfig(**sampling, seed=0)
     request = Request(tuple(case.prompt), LOOKAHEAD, case.position + 1, sampling=config)
     spec = make_sampler_spec(model, request)
     for seed in range(num_seeds):
         *outputs, _ = engine.run(request, replace(spec, noise=noise(seed, 0, model.vocabulary_size, CPU)))
-        found[[token for output in outputs for token in output.token_ids][case.position]] += 1
+        actual[[token for output in outputs for token in output.token_ids][case.position]] += 1
     counts = torch.zeros(model.vocabulary_size, dtype=torch.int64)
-    for token, count in found.items():
+    for token, count in actual.items():
         counts[token] = count
     return counts
 

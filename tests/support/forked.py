@@ -69,12 +69,12 @@ def wait_for_server() -> None:
 @functools.cache
 def forking() -> BaseContext:
     """Return a context that forks from a process that imported template.py, in the present environment."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["support.template"])
+    actual = multiprocessing.get_context("forkserver")
+    actual.set_forkserver_preload(["support.template"])
     with pytest.MonkeyPatch.context() as patch:  # Python 3.11 does not pass sys.path to that process
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
         multiprocessing.forkserver.ensure_running()
-    return found
+    return actual
 
 
 class ForkedReplica:

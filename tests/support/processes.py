@@ -34,7 +34,7 @@ class Marked:
 
         Ray's processes overwrite their environment with their title, so they are found by their parents.
         """
-        found, parents = set(), {}
+        results, parents = set(), {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
                 pid = int(folder.name)
@@ -42,12 +42,12 @@ class Marked:
                 if state != "Z":
                     parents[pid] = int(parent)
                 if self._mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                    found.add(pid)
+                    results.add(pid)
             except OSError:
                 continue
-        while more := {pid for pid, parent in parents.items() if parent in found} - found:
-            found |= more
-        return sorted(found & parents.keys())
+        while more := {pid for pid, parent in parents.items() if parent in results} - results:
+            results |= more
+        return sorted(results & parents.keys())
 
     def workers(self) -> list[int]:
         """Return the ids of living processes that are spawned replicas."""

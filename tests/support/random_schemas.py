@@ -37,13 +37,13 @@ EMOJI = (0x1F600, 0x1F64F)
 
 def random_text(rng: random.Random, least: int = 1, most: int = 5, is_plain: bool = False) -> str:
     """Return a text; `is_plain`: without characters that JSON escapes."""
-    found = ""
-    while len(found) < rng.randint(least, most):
+    actual = ""
+    while len(actual) < rng.randint(least, most):
         is_escaped = rng.random() < 0.1
         character = rng.choice(ESCAPED) if is_escaped else chr(rng.randint(*rng.choice(RANGES)))
         if not (is_plain and (character < " " or character in '"\\')):
-            found += character
-    return found
+            actual += character
+    return actual
 
 
 def random_pattern(rng: random.Random) -> str:
@@ -116,9 +116,9 @@ def random_schema(rng: random.Random, depth: int = DEPTH) -> dict[str, Any]:
 def _record(rng: random.Random, depth: int) -> dict[str, Any]:
     names = list({random_text(rng, 0, 6): None for _ in range(rng.randint(1, 4))})
     properties = {name: random_schema(rng, rng.randrange(depth)) for name in names}
-    found = {"type": "object", "properties": properties, "required": [each for each in names if rng.random() < 0.7]}
+    actual = {"type": "object", "properties": properties, "required": [each for each in names if rng.random() < 0.7]}
     free = rng.choice([None, False, False, True, {"type": "integer"}])
-    return found if free is None else found | {"additionalProperties": free}
+    return actual if free is None else actual | {"additionalProperties": free}
 
 
 def _value(rng: random.Random) -> dict[str, Any]:
@@ -158,14 +158,14 @@ class Path(NamedTuple):
         """Return the JSON values in a text; raise ValueError if anything else is where one must be."""
         if not self.head or self.head not in text:
             return [json.loads(text[len(self.prefix) :])]
-        found, decoder, place = [], json.JSONDecoder(), text.find(self.head)
+        results, decoder, place = [], json.JSONDecoder(), text.find(self.head)
         while place >= 0:
             value, place = decoder.raw_decode(text, place + len(self.head))
             if not text.startswith(self.tail, place):
                 raise ValueError(f"{self.tail!r} is not at {place} of {text!r}")
-            found.append(value)
+            results.append(value)
             place = text.find(self.head, place)
-        return found
+        return results
 
 
 THINK, TAG = "<think>ß1</think>\n", ("<tç😀>", "</é1>")
@@ -186,9 +186,9 @@ def _tools(schema: Any, tool_format: str, text: ConstraintConfig | None = None) 
 
 
 def _chat(tool_format: str, use: ToolUse, text: ConstraintConfig | None) -> ConstraintConfig:
-    found = ChatFormat("", tool_format).constraint(use, text, "")
-    assert found is not None
-    return found
+    actual = ChatFormat("", tool_format).constraint(use, text, "")
+    assert actual is not None
+    return actual
 
 
 def _response(schema: Any) -> ConstraintConfig:
@@ -238,8 +238,8 @@ def texts_of(vocabulary: Vocabulary) -> list[bytes]:
 
 def random_tokens(guide: GrammarGuide, vocabulary: Vocabulary, prefix: str, rng: np.random.Generator) -> list[int]:
     """Return random tokens that a constraint allows, after those of `prefix`, up to the end of the text."""
-    found = vocabulary.spell(prefix.encode(), len(prefix.encode()))
-    guide.advance(found)
+    actual = vocabulary.spell(prefix.encode(), len(prefix.encode()))
+    guide.advance(actual)
     closing = np.array([text[:1] in (b'"', b"}", b"]", b",") for text in texts_of(vocabulary)])
     short = np.array([len(text) == 1 for text in texts_of(vocabulary)])
     for number in range(MAX_TOKENS):
@@ -249,11 +249,11 @@ def random_tokens(guide: GrammarGuide, vocabulary: Vocabulary, prefix: str, rng:
         is_allowed[guide.ends] = False
         is_late = number > LATE
         if may_end and (is_late or not is_allowed.any() or rng.random() < 0.5):
-            return found
+            return actual
         if (is_allowed & closing).any() and (is_late or rng.random() < 0.15):
             is_allowed &= closing
         elif is_late and (is_allowed & short).any():
             is_allowed &= short
-        found.append(int(rng.choice(np.flatnonzero(is_allowed))))
-        guide.advance(found[-1:])
+        actual.append(int(rng.choice(np.flatnonzero(is_allowed))))
+        guide.advance(actual[-1:])
     raise AssertionError(f"no end after {MAX_TOKENS} tokens")

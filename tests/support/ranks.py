@@ -22,12 +22,12 @@ TIMEOUT = 600.0  # seconds before a rank gives a peer up; not a performance boun
 
 def interfaces() -> list[str]:
     """Return the network interfaces that a process can listen on; lo is the first."""
-    found = []
+    results = []
     for name in sorted(psutil.net_if_addrs(), key=lambda name: name != "lo"):
         with contextlib.suppress(LookaheadError):
             host_store(address_of(name), 0, 1.0)
-            found.append(name)
-    return found
+            results.append(name)
+    return results
 
 
 def _joined(context: ReplicaContext, options: GroupOptions):
@@ -83,5 +83,5 @@ def running_ranks(
 def run_ranks(task: Callable, num_replicas: int, *arguments, backend: str = "auto") -> list:
     """Return what `task(group, *arguments)` returned, or raised, on every rank."""
     with running_ranks(task, num_replicas, *arguments, backend=backend) as (processes, results):
-        found = dict(next_result(results, processes) for _ in processes)
-    return [found[rank] for rank in range(num_replicas)]
+        actual = dict(next_result(results, processes) for _ in processes)
+    return [actual[rank] for rank in range(num_replicas)]

@@ -19,11 +19,11 @@ TIMEOUT = 600.0  # seconds before a shard gives another one up; not a performanc
 def _enter(task: Callable, place: ShardPlace, arguments: tuple, results) -> None:
     torch.set_num_threads(1)
     try:
-        found = task(place, *arguments)
+        actual = task(place, *arguments)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        found = error
-    results.put((place.shard, pickle.dumps(found)))  # tensors by value: the process ends
+        actual = error
+    results.put((place.shard, pickle.dumps(actual)))  # tensors by value: the process ends
 
 
 def run_shards(task: Callable, num_shards: int, *arguments) -> list:
@@ -36,9 +36,9 @@ def run_shards(task: Callable, num_shards: int, *arguments) -> list:
     try:
         for process in processes:
             process.start()
-        found = dict(next_result(results, processes) for _ in processes)
+        actual = dict(next_result(results, processes) for _ in processes)
     finally:
         for process in processes:
             process.join(TIMEOUT)
             process.kill()
-    return [pickle.loads(found[shard]) for shard in range(num_shards)]
+    return [pickle.loads(actual[shard]) for shard in range(num_shards)]

@@ -65,7 +65,7 @@ MAKE_EMPTY = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_st
 MAKE_OF_VALUES = (torch.tensor, torch.as_tensor)
 MAY_PIN = (torch.tensor, torch.empty, torch.zeros)
 SUBSCRIPTS = (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
-TAKE_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # from the host, as pointwise operations do
+ACCEPT_NUMBERS = ("fill_", "fill", "masked_fill", "masked_fill_")  # from the host, as pointwise operations do
 BY_INDICES = ("index", "_index_put_impl_", "index_put_", "index_put")  # indices may be on the host, and are copied
 
 
@@ -220,7 +220,7 @@ class Gpu(TorchDispatchMode):
         indices = [each for each in args[1] if each is not None] if name in BY_INDICES else []
         if any(not isinstance(each, Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices):
             self.wait()  # an index is copied from the host, or a mask determines the size of the result
-        takes_numbers = torch.Tag.pointwise in function.tags or name in TAKE_NUMBERS
+        takes_numbers = torch.Tag.pointwise in function.tags or name in ACCEPT_NUMBERS
         for each in tensors:
             if not isinstance(each, Tensor) and not (each.dim() == 0 and takes_numbers) and not _is_in(each, indices):
                 raise RuntimeError(f"{name}: Expected all tensors to be on the same device, but found cuda:0 and cpu")
@@ -299,8 +299,8 @@ class Gpu(TorchDispatchMode):
         if self._graph is not None:  # CUDA allows pinned memory, but that may have another owner at replay
             raise RuntimeError("a copy between host and device while a graph is captured: operation not permitted")
         # Other dtypes and non-contiguous tensors are converted in host memory that is not pinned.
-        is_alike = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
-        is_behind = non_blocking and self._is_pinned(host) and is_alike
+        is_plain_copy = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+        is_asynchronous = non_blocking and self._is_pinned(host) and is_plain_copy
         if to_gpu:
             function = aten.copy_.default
             self._compute(function, function, (target, Tensor(source)), {}, "copy_", from_host=True)
@@ -317,7 +317,7 @@ class Gpu(TorchDispatchMode):
                 target.copy_(value)
 
         self._under_way.append((self._queued, happen))
-        if not is_behind:
+        if not is_asynchronous:
             self.wait()
         return target
 
@@ -616,11 +616,11 @@ def sample_and_pack(logits, packing, noise=None, inverse_temperature=1.0, cut=No
 def find_in_slice(logits, packing, noise, inverse_temperature, first, num_tokens):
     scores = logits.float() * inverse_temperature
     noisy = scores if noise is None else scores + _gumbel(noise, scores.shape[1], first)
-    return stand_ins.found_in_slice(scores, noisy, packing.num, first)
+    return stand_ins.candidates_in_slice(scores, noisy, packing.num, first)
 
 
-def pack_found(found, packing, noise, vocabulary_size):
-    return stand_ins.packed_of_slices(found, packing.num, packing.width)
+def pack_candidates(result, packing, noise, vocabulary_size):
+    return stand_ins.packed_of_slices(result, packing.num, packing.width)
 
 
 def _gumbel(noise, size, first=0):
@@ -645,7 +645,7 @@ KERNELS = SimpleNamespace(
     cut_scores=cut_scores,
     **{
         kernel.__name__: launched(kernel)
-        for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack, find_in_slice, pack_found)
+        for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack, find_in_slice, pack_candidates)
     },
     **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend", "attend_strictly")},
 )

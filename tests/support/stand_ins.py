@@ -138,11 +138,11 @@ def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
     """Return [n, width] arg max of noisy scores and top-k of scores, packed as in sampling/sampler.py."""
     ids, gaps = sampler.top_k(scores, packing.num or 1)
     words = torch.nn.functional.pad((ids << 8) | gaps, (0, packing.num % 2), value=NO_TOKEN << 8)
-    found = torch.zeros((len(scores), packing.width), dtype=torch.int64, device=scores.device)
-    found[:, 0] = noisy.argmax(-1)
+    actual = torch.zeros((len(scores), packing.width), dtype=torch.int64, device=scores.device)
+    actual[:, 0] = noisy.argmax(-1)
     if packing.num:
-        found[:, 1 : 1 + words.shape[1] // 2] = words[:, 0::2] | (words[:, 1::2] << 32)
-    return found
+        actual[:, 1 : 1 + words.shape[1] // 2] = words[:, 0::2] | (words[:, 1::2] << 32)
+    return actual
 
 
 def sample_greedily(logits: Tensor, packing: Packing) -> Tensor:
@@ -151,7 +151,7 @@ def sample_greedily(logits: Tensor, packing: Packing) -> Tensor:
 
 
 @torch.library.custom_op("lp_stand_ins::found_in_slice", mutates_args=())
-def found_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tensor:
+def candidates_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tensor:
     """Return [n, 1 + K] arg max and top-k of a slice: a score and an id, half an integer each."""
     best_ids, best = np.empty((len(scores), num), np.int64), np.empty((len(scores), num), np.float32)
     packing_of.find_top_k(np.ascontiguousarray(scores.numpy()), num, best_ids, best)
@@ -161,15 +161,15 @@ def found_in_slice(scores: Tensor, noisy: Tensor, num: int, first: int) -> Tenso
 
 
 @torch.library.custom_op("lp_stand_ins::packed_of_slices", mutates_args=())
-def packed_of_slices(found: Tensor, num: int, width: int) -> Tensor:
+def packed_of_slices(result: Tensor, num: int, width: int) -> Tensor:
     """Return [n, width] packed results from those of slices, [P, n, 1 + K]."""
-    words = found.transpose(0, 1)  # [n, P, 1 + K]
+    words = result.transpose(0, 1)  # [n, P, 1 + K]
     ids, values = (words & 0xFFFFFFFF).numpy(), (words >> 32).int().view(torch.float32).numpy()
     packed = np.zeros((len(words), width), np.int64)
     packed[:, 0] = np.take_along_axis(ids[:, :, 0], values[:, :, 0].argmax(-1)[:, None], 1)[:, 0]
     if num:
         flat = (len(words), num * words.shape[1])
-        packing_of.pack_found(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
+        packing_of.pack_candidates(ids[:, :, 1:].reshape(flat), values[:, :, 1:].reshape(flat), num, packed)
     return torch.from_numpy(packed)
 
 

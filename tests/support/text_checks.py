@@ -92,15 +92,15 @@ def stop_strings_fault(
     """Check that stop strings end the tokens where the text first contains one, whatever the steps."""
     rng = random.Random(seed)
     strings = random_strings(text_of(tokenizer, prompt, new, False), rng)
-    stop, found, num_before = StopStrings(tokenizer, strings, prompt), None, 0
+    stop, actual, num_before = StopStrings(tokenizer, strings, prompt), None, 0
     for step in cut(new, rng):
         num_kept = stop(step)
         if num_kept is not None:
-            found = num_before + num_kept
+            actual = num_before + num_kept
             break
         num_before += len(step)
     expected = first_stop(tokenizer, prompt, new, strings)
-    return None if found == expected else f"stop strings {strings} end after {found} tokens, not {expected}"
+    return None if actual == expected else f"stop strings {strings} end after {actual} tokens, not {expected}"
 
 
 def criteria_fault(
@@ -120,8 +120,8 @@ def criteria_fault(
         return None
     criteria = StopStringCriteria(tokenizer, strings)
     stops = (num for num in range(1, len(new) + 1) if criteria(torch.tensor([new[:num]]), None).item())
-    found, expected = next(stops, None), StopStrings(tokenizer, strings)(new)
-    return None if found == expected else f"{strings}: {expected} tokens, StopStringCriteria keeps {found}"
+    actual, expected = next(stops, None), StopStrings(tokenizer, strings)(new)
+    return None if actual == expected else f"{strings}: {expected} tokens, StopStringCriteria keeps {actual}"
 
 
 def bytes_fault(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: Sequence[int], seed: int) -> str | None:
@@ -131,9 +131,9 @@ def bytes_fault(tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], new: 
     if REPLACEMENT in expected:
         return None
     texts = TokenTexts(tokenizer)
-    found = [texts.bytes_of(token) for token in new]
-    joined = b"".join(found).decode(errors="ignore")  # ByT5's decode leaves out bytes that make no character
-    return None if joined == expected else f"bytes {found}; the text is {expected!r}"
+    actual = [texts.bytes_of(token) for token in new]
+    joined = b"".join(actual).decode(errors="ignore")  # ByT5's decode leaves out bytes that make no character
+    return None if joined == expected else f"bytes {actual}; the text is {expected!r}"
 
 
 def random_strings(text: str, rng: random.Random) -> list[str]:

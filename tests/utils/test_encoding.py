@@ -45,14 +45,14 @@ VALUE = Outer(
 
 @pytest.mark.parametrize("value", [VALUE, Outer(None, Pair(None, 1), b"", frozenset(), ("", 0), ())])
 def test_values_are_decoded_unchanged(value):
-    found = decode(Outer, encode(value))
-    assert found == value
-    assert repr(found) == repr(value)  # an integer stays one, and a zero keeps its sign
+    actual = decode(Outer, encode(value))
+    assert actual == value
+    assert repr(actual) == repr(value)  # an integer stays one, and a zero keeps its sign
 
 
 def test_numpy_scalars_become_python_values():
-    found = decode(Inner, encode(Inner({1: np.bool_(True), 2: 1}, [[np.int64(4)]])))
-    assert repr(found) == "Inner(flags={1: True, 2: True}, words=[[4]])"
+    actual = decode(Inner, encode(Inner({1: np.bool_(True), 2: 1}, [[np.int64(4)]])))
+    assert repr(actual) == "Inner(flags={1: True, 2: True}, words=[[4]])"
 
 
 def test_damaged_or_truncated_message_raises():

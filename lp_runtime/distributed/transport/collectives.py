@@ -56,11 +56,11 @@ class CollectiveTransport(Transport):
                 self._wait_for_turn(self._store)
             size = torch.tensor([0 if data is None else len(data)], dtype=torch.int64, device=self.device)
             dist.broadcast(size, src=0)
-            found = torch.empty(int(size), dtype=torch.uint8, device=self.device)
+            payload = torch.empty(int(size), dtype=torch.uint8, device=self.device)
             if data:
-                found.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-            dist.broadcast(found, src=0)
-            return found.cpu().numpy().tobytes()
+                payload.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+            dist.broadcast(payload, src=0)
+            return payload.cpu().numpy().tobytes()
 
     def _wait_for_turn(self, store: Store) -> None:
         """Wait until rank 0 makes the same call; a collective would time out after the step's timeout."""

@@ -186,18 +186,18 @@ class SharedMemoryTransport(Transport):
         buffer = self._buffers[self._round % 2]
         mine = buffer[self._rank]
         mine[0], mine[1 : 1 + len(row)] = len(row) if count is None else count, row
-        publish, first_behind = _kernels()
+        publish, first_late = _kernels()
         publish(self._lines, self._rank, self._round)
-        if first_behind(self._lines, self._round, SPINS) >= 0:
+        if first_late(self._lines, self._round, SPINS) >= 0:
             self._wait(None if is_patient else self._step_timeout, ALERT_SECONDS if is_patient else 0.0)
         return buffer
 
     def _wait(self, timeout: float | None, alert_seconds: float) -> None:
         """Wait up to `timeout` seconds (None: no limit) until every replica has published the current round."""
-        first_behind = _kernels()[1]
+        first_late = _kernels()[1]
         start = time.monotonic()
         next_check = start + CHECK_SECONDS
-        while (rank := first_behind(self._lines, self._round, 1)) >= 0:
+        while (rank := first_late(self._lines, self._round, 1)) >= 0:
             waited = time.monotonic() - start
             if self._is_aborted:
                 raise self._lost("the group was aborted")
@@ -206,7 +206,7 @@ class SharedMemoryTransport(Transport):
                 next_check = start + waited + CHECK_SECONDS
                 is_gone = is_gone or self._has_ended(rank)
             # Check the round once more: the peer may have published it just before it left or ended.
-            if is_gone and first_behind(self._lines, self._round, 1) == rank:
+            if is_gone and first_late(self._lines, self._round, 1) == rank:
                 raise self._lost(f"rank {rank} is gone")
             if timeout is not None and waited > timeout:
                 raise self._lost(f"rank {rank} did not answer within {timeout:g} s")
@@ -259,7 +259,7 @@ def compile_shared_memory() -> None:
 @functools.cache
 def _kernels() -> tuple[Callable[[np.ndarray, int, int], None], Callable[[np.ndarray, int, int], int]]:
     lines = np.zeros((1, LINE_WORDS), np.int64)
-    return bound(_publish, lines, 0, 0), bound(_first_behind, lines, 0, 0)
+    return bound(_publish, lines, 0, 0), bound(_first_late, lines, 0, 0)
 
 
 @compiled(makes_arrays=True)
@@ -269,7 +269,7 @@ def _publish(lines, rank, number):
 
 
 @compiled(makes_arrays=True)
-def _first_behind(lines, number, num_looks):
+def _first_late(lines, number, num_looks):
     """Return the first rank that has not published the round `number`; -1 if all have.
 
     Polls lines, [R, LINE_WORDS], that lack the round `num_looks` times, >= 1, before it gives up.

@@ -161,7 +161,7 @@ class RequestDriver:
         attempt.progress |= dict.fromkeys(waiting, Progress())  # `_stream` did not wait for these: nothing is known
         best = max(attempt.progress.values(), key=lambda each: len(each.token_ids), default=Progress())
         # Tokens that a replica has committed but rank 0 did not stream before it was lost.
-        rest = best.output_behind(len(self._delivered) - len(request.committed), request)
+        rest = best.output_after(len(self._delivered) - len(request.committed), request)
         if rest is not None:
             self._delivered += rest.token_ids
             yield rest

@@ -103,7 +103,7 @@ class Progress:
             [*self.sources, *(output.sources or ())],
         )
 
-    def output_behind(self, num_tokens: int, request: Request) -> StepOutput | None:
+    def output_after(self, num_tokens: int, request: Request) -> StepOutput | None:
         """Return what was committed after the first `num_tokens` tokens, as a step output; None if nothing."""
         if len(self.token_ids) <= num_tokens:
             return None

@@ -49,9 +49,9 @@ def _differences(model: PreTrainedModel, before: Settings, ours: Settings, rng: 
     """Return the relative difference of the logits of each token of a random text with two attentions."""
     size = model.config.get_text_config().vocab_size
     ids = torch.tensor([[rng.randrange(size) for _ in range(NUM_TOKENS)]], device=model.device)
-    found = []
+    logits = []
     for attention in (before, ours):
         model.set_attn_implementation(attention)
         with on(model.device):
-            found.append(model(input_ids=ids, use_cache=False).logits[0].float())
-    return row_differences(found[1], found[0])
+            logits.append(model(input_ids=ids, use_cache=False).logits[0].float())
+    return row_differences(logits[1], logits[0])

@@ -68,12 +68,12 @@ def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: 
 @compiled
 def _mark_hidden(parents, num_cached, lowest, mask):
     for node in range(len(parents)):
-        parent, behind = parents[node], num_cached + parents[node] + 1
+        parent, after_parent = parents[node], num_cached + parents[node] + 1
         for column in range(num_cached):
             mask[node, column] = 0
-        for column in range(num_cached, behind):
+        for column in range(num_cached, after_parent):
             mask[node, column] = mask[parent, column]
-        for column in range(behind, mask.shape[1]):
+        for column in range(after_parent, mask.shape[1]):
             mask[node, column] = lowest
         mask[node, num_cached + node] = 0
 

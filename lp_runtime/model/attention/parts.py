@@ -65,11 +65,11 @@ def flash_has_windows(device: torch.device, dtype: torch.dtype, size: int) -> bo
         for heads, num_tokens in ((2, 24), (1, 40), (1, 40))
     )
     try:
-        found = _attend_window(query, key, value, size**-0.5, 5)
+        ours = _attend_window(query, key, value, size**-0.5, 5)
     except RuntimeError:  # a build without windows
         return False
     expected = _attend_band(query, key, value, size**-0.5, 5)
-    errors = [(one.float() - other.float()).abs().max() for one, other in zip(found, expected, strict=True)]
+    errors = [(one.float() - other.float()).abs().max() for one, other in zip(ours, expected, strict=True)]
     return bool(torch.stack(errors).max() < MAX_WINDOW_ERROR)
 
 

@@ -94,13 +94,13 @@ def _differences_at(model: ChainRunner, slot: CacheSlot, length: int, rng: rando
     tree = TokenTree(text[start : start + 1], max_depth=longest)
     tree.add_branch(text[start + 1 :])
     nodes = range(len(tree))
-    found = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
+    logits = model.forward(StepInputs(slot, tree, nodes, nodes, start)).logits
     plain = _plain_logits(model, text, len(tree))
     model.begin(slot, longest)
     model.prefill(slot, text[:start])
     one_by_one = [model.forward(StepInputs(slot, TokenTree([token], 0), [0], [0])).logits for token in text[start:]]
     alone = row_differences(torch.cat(one_by_one), plain)
-    return [difference_of(found, plain), *(each / ALONE_MULTIPLE for each in alone)]
+    return [difference_of(logits, plain), *(each / ALONE_MULTIPLE for each in alone)]
 
 
 def _plain_logits(model: ChainRunner, text: Sequence[int], num_last: int) -> torch.Tensor:

@@ -72,8 +72,8 @@ def _differences(model: ModelRunner, sizes: Sequence[tuple[CacheSlot, int]], rng
     longest = model.context_length or MAX_PROMPT + 2 * MAX_DEPTH
     batch = [StepInputs.whole(slot, _tree(rng, model, size, longest - len(slot.tokens))) for slot, size in sizes]
     expected = [model.forward(inputs, commit=False, any_size=True).logits for inputs in batch]
-    found = model.forward_batch(batch, commit=False)
-    return [*chain(*(row_differences(one.logits, other) for one, other in zip(found, expected, strict=True)))]
+    batched = model.forward_batch(batch, commit=False)
+    return [*chain(*(row_differences(one.logits, other) for one, other in zip(batched, expected, strict=True)))]
 
 
 def random_tokens(rng: random.Random, model: ModelRunner, count: int) -> list[int]:

@@ -225,8 +225,8 @@ def _batch_differences(model: ModelRunner, rng: random.Random) -> list[float]:
         model.prefill(slot, tokens[:-1])
         batch.append(StepInputs.whole(slot, TokenTree(tokens[-1:], max_depth=1)))
         texts.append(tokens)
-    found = [each.logits for each in model.forward_batch(batch)]
-    return [*chain(*(row_differences(a, _plain_logits(model, b, 1)) for a, b in zip(found, texts, strict=True)))]
+    batched = [each.logits for each in model.forward_batch(batch)]
+    return [*chain(*(row_differences(a, _plain_logits(model, b, 1)) for a, b in zip(batched, texts, strict=True)))]
 
 
 def _check_bits(model: ModelRunner) -> None:

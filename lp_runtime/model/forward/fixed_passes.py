@@ -121,17 +121,17 @@ class FixedPasses:
         if len(chunks) == 1:
             return self._forward(chunks[0])
         fed = [part for chunk in chunks for part in chunk]
-        found = [each.copy() for chunk in chunks for each in self._forward(chunk)]
+        outputs = [each.copy() for chunk in chunks for each in self._forward(chunk)]
         if self._strict_tokens is None:
-            return found
-        pieces = list(zip(fed, found, strict=True))
+            return outputs
+        pieces = list(zip(fed, outputs, strict=True))
         return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
     def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
         size = self._size(_num_tokens(parts), len(parts))
         logits = self._feed(FeedFixed(size, [part[1:] for part in parts]), [part.cache for part in parts])
-        found = self._passes.step_logits(logits, self._feed, self._made.presampled)
-        return [found] if len(parts) == 1 else found.split([len(part.layout.rows) for part in parts])
+        output = self._passes.step_logits(logits, self._feed, self._made.presampled)
+        return [output] if len(parts) == 1 else output.split([len(part.layout.rows) for part in parts])
 
     def _chunks(self, parts: Sequence[Part]) -> list[list[Part]]:
         """Group parts into passes; with exactness=strict a part may be split between passes."""

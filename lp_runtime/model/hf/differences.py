@@ -55,9 +55,9 @@ def lasting_difference(compare: Callable[[random.Random], Iterable[float]], seed
     """
     least: list[float] = []
     for number in range(NUM_TEXTS if dtype.itemsize == 2 else 1):
-        found = list(compare(random.Random(seed + 1000 * number)))
-        least = [min(pair) for pair in zip(least, found, strict=True)] if least else found
-        if any(map(math.isnan, found)):
+        differences = list(compare(random.Random(seed + 1000 * number)))
+        least = [min(pair) for pair in zip(least, differences, strict=True)] if least else differences
+        if any(map(math.isnan, differences)):
             return math.nan
         if max(least) <= TOLERANCES.get(dtype, 0.0):
             break

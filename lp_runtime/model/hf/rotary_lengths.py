@@ -41,7 +41,7 @@ class RotaryLengths(NamedTuple):
         """Return the row of the factors for a text length."""
         return max(0, min(length - self.threshold, self.num_rows - 1))
 
-    def num_alike(self, prompt_length: int, num_tokens: int) -> int:
+    def num_shared(self, prompt_length: int, num_tokens: int) -> int:
         """Return how many of the first `num_tokens` tokens of a text have the factors of its prompt, P long."""
         is_last_row = self.row(prompt_length) == self.num_rows - 1  # valid for any greater length
         return num_tokens if is_last_row else min(num_tokens, max(self.threshold, prompt_length))

@@ -172,7 +172,7 @@ class PrefixCache:
         self, cache: TreeCache, tokens: Sequence[int], num_prefilled: int, salt: str, tag: int, prompt_length: int
     ) -> None:
         length = len(tokens) if self._prompt_chunk is None else self._whole_chunks(num_prefilled)
-        length, key = self._lengths.num_alike(prompt_length, length), (salt, self._lengths.row(prompt_length))
+        length, key = self._lengths.num_shared(prompt_length, length), (salt, self._lengths.row(prompt_length))
         ids = np.array(tokens[:length], np.int64)
         parts = self._match(ids, key)
         start = sum(size for _, size in parts)

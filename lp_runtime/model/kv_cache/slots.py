@@ -13,7 +13,7 @@ from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
 
-ROOM_TOKENS = 1024  # of output that a slot has room for at first, and that it grows by at least
+GROWTH_TOKENS = 1024  # space for output that a slot begins with, and the least that it grows by
 # Tokens of a slot in addition to its text's: those of a step (MAX_STEP_TOKENS), and the rounding of the slot's size
 # (CAPACITY_UNIT and the largest captured step).
 OVERHEAD_TOKENS = 2560
@@ -70,8 +70,8 @@ class CacheSlot:
 
     def num_known(self, tokens: Sequence[int], prompt_length: int, lengths: RotaryLengths) -> int:
         """Return how many of a text's first tokens the slot holds, with the rotary factors of P."""
-        is_alike = lengths.row(self.prompt_length) == lengths.row(prompt_length)
-        return len(os.path.commonprefix([self.tokens, list(tokens)])) if is_alike else 0
+        has_same_factors = lengths.row(self.prompt_length) == lengths.row(prompt_length)
+        return len(os.path.commonprefix([self.tokens, list(tokens)])) if has_same_factors else 0
 
     def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
         """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""
@@ -88,8 +88,8 @@ class CacheSlot:
 class SlotPool:
     """Pool of a model's free slots, whose memory and matching tokens the next sequence reuses.
 
-    A slot begins with room for ROOM_TOKENS of output, and grows. torch.OutOfMemoryError is raised if memory runs out,
-    or if several slots in use would have room for more tokens than `limit`.
+    A slot begins with space for GROWTH_TOKENS of output, and grows. torch.OutOfMemoryError is raised if memory runs
+    out, or if several slots in use would hold more tokens than `limit`.
     """
 
     def __init__(self, padded: Callable[[int], int]):

@@ -104,7 +104,7 @@ class StateCache(TreeCache):
         """Save the states after the committed tokens, unless they are saved already."""
         self._saved = self.states()
 
-    def take_back(self) -> None:
+    def roll_back(self) -> None:
         if self._saved is not None:
             self.restore_states(self._saved)
         self.truncate(self.length)

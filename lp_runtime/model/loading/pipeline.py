@@ -73,19 +73,19 @@ def _outside(model: nn.Module, path: str) -> list[tuple[str, nn.Module | torch.T
 
     Modules that contain the list are descended into; all others are listed whole, in registration order.
     """
-    found: list[tuple[str, nn.Module | torch.Tensor]] = []
+    outside: list[tuple[str, nn.Module | torch.Tensor]] = []
 
     def walk(module: nn.Module, prefix: str) -> None:
-        found.extend((prefix + name, each) for name, each in module.named_parameters(recurse=False))
-        found.extend((prefix + name, each) for name, each in module.named_buffers(recurse=False))
+        outside.extend((prefix + name, each) for name, each in module.named_parameters(recurse=False))
+        outside.extend((prefix + name, each) for name, each in module.named_buffers(recurse=False))
         for name, child in module.named_children():
             if path.startswith(f"{prefix}{name}."):
                 walk(child, f"{prefix}{name}.")
             else:
-                found.append((prefix + name, child))
+                outside.append((prefix + name, child))
 
     walk(model, "")
-    return found
+    return outside
 
 
 def _bytes_of(model: nn.Module, names: Sequence[str], seen: set[int]) -> int:

@@ -181,9 +181,9 @@ def _fastest(choices: list[Layers], seconds: Callable[[Layers], float]) -> int:
     try:
         for trial in range(NUM_TRIALS + 1):
             for index, layers in enumerate(choices):
-                taken = seconds(layers)
+                duration = seconds(layers)
                 if trial:  # the first trial initializes the libraries
-                    best[index] = min(best[index], taken)
+                    best[index] = min(best[index], duration)
             if trial and time.perf_counter() - started > MAX_TRIAL_SECONDS:
                 break
     except Exception:  # raised by the model's own code; the self-check reports it better
@@ -207,14 +207,14 @@ def _seconds_of_a_pass(model: nn.Module) -> float:
 @torch.inference_mode()
 def _seconds_of_layers(layers: list[PackedLinear]) -> float:
     """Return the seconds that layers take one after another, summed over inputs of 1, 16 and 32 tokens."""
-    taken = 0.0
+    total = 0.0
     for num_tokens in (1, NUM_TOKENS, 2 * NUM_TOKENS):
         inputs = [torch.ones(num_tokens, layer.in_features) for layer in layers]
         started = time.perf_counter()
         for layer, x in zip(layers, inputs, strict=True):
             layer(x)
-        taken += time.perf_counter() - started
-    return taken
+        total += time.perf_counter() - started
+    return total
 
 
 def places_of(model: nn.Module, is_wanted: Callable[[nn.Module], bool]) -> list[tuple[nn.Module, str]]:

@@ -142,12 +142,12 @@ def _agrees(replacement: RotaryByLength) -> bool:
     for length in sorted({threshold - 1, threshold, threshold + 1, threshold + len(replacement.factors) - 1}):
         places = torch.tensor([[0, length // 2, length - 1]], device=x.device)
         expected = _parts(_fresh(library)(x, places))
-        behind_prompt = copy.copy(replacement)
-        behind_prompt.prompt_length = length
+        after_prompt = copy.copy(replacement)
+        after_prompt.prompt_length = length
         # The last token in one pass with a much earlier and a much later one: neither may change its factors.
         among = torch.tensor([[0, length - 1, 2 * threshold]], device=x.device)
-        found = [*_parts(behind_prompt(x, places)), *(each[:, 1] for each in _parts(replacement(x, among)))]
-        if not all(map(torch.equal, found, [*expected, *(each[:, 2] for each in expected)])):
+        ours = [*_parts(after_prompt(x, places)), *(each[:, 1] for each in _parts(replacement(x, among)))]
+        if not all(map(torch.equal, ours, [*expected, *(each[:, 2] for each in expected)])):
             return False
     return True
 

@@ -88,8 +88,8 @@ class VocabularyEmbedding(SliceModule):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         place = ids - self._first
         is_here = (place >= 0) & (place < self.num_embeddings)
-        found = self.sliced(place.clamp(0, self.num_embeddings - 1))
-        return self._reducer.all_reduce(found.masked_fill(~is_here[..., None], 0.0))
+        rows = self.sliced(place.clamp(0, self.num_embeddings - 1))
+        return self._reducer.all_reduce(rows.masked_fill(~is_here[..., None], 0.0))
 
 
 def is_sliced(model: nn.Module) -> bool:

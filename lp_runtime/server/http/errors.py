@@ -121,10 +121,10 @@ def in_words(errors: Sequence[Mapping]) -> str:
     if inside:
         errors, where = inside, _place(inside[0])
     has_value = errors[0]["type"] not in ("missing", "extra_forbidden")
-    found = [each for each in errors if _place(each) == where][: None if has_value else 1]
+    chosen = [each for each in errors if _place(each) == where][: None if has_value else 1]
     meanings = dict.fromkeys(
         WORDS[each["type"]].format(**each.get("ctx", {})) if each["type"] in WORDS else str(each["msg"])
-        for each in found
+        for each in chosen
     )
     what = " or ".join(meanings).replace(" or must be ", " or ")
     shown = _shown(errors[0].get("input")) if has_value and where != "body" else ""

@@ -270,8 +270,8 @@ class CompletionForm(ChoicesForm):
         top: dict[str, float] = {}
         for other, each in value.top if isinstance(value, Logprob) else ():
             label = text if other == token else self.texts.label(other)
-            is_taken = label in top or (label == text and other != token)
-            top[f"token_id:{other}" if is_taken else label] = each
+            is_used = label in top or (label == text and other != token)
+            top[f"token_id:{other}" if is_used else label] = each
         return {**top, text: float(value)}
 
 

@@ -41,12 +41,12 @@ def lists(shares: Shares) -> list[tuple[list[int], list[int]]]:
 
 def with_ancestors(tree: TokenTree, nodes: list[int]) -> set[int]:
     """Return the pending tokens, the nodes, and all ancestors of the nodes."""
-    found = set(range(tree.root + 1))
+    actual = set(range(tree.root + 1))
     for node in nodes:
-        while node not in found:
-            found.add(node)
+        while node not in actual:
+            actual.add(node)
             node = tree.parents[node]
-    return found
+    return actual
 
 
 def check_shares(tree: TokenTree, shares: Shares) -> None:
@@ -128,7 +128,7 @@ def test_select_within_fills_capacity_in_tree_order(tree, capacity):
         if node not in kept and tree.parents[node] in kept:
             added = [len(with_ancestors(tree, [node]) - each) for each in fed]
             left = [tree.root + 1 + most - len(each) for most, each in zip(capacity, fed, strict=True)]
-            assert all(num > room for num, room in zip(added, left, strict=True))
+            assert all(num > free for num, free in zip(added, left, strict=True))
 
 
 @settings(max_examples=200, deadline=None)

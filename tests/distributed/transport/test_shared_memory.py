@@ -44,21 +44,21 @@ def joined(rank: int, num_replicas: int, segment: str, is_abandoned=lambda: Fals
 
 def of_threads(task, num_replicas: int = 2, step_timeout: float | None = None) -> list:
     """Run `task(group)` in a thread for each rank; return what each thread returned or raised."""
-    segment, found = own_segment_name(), [None] * num_replicas
+    segment, results = own_segment_name(), [None] * num_replicas
 
     def work(rank: int) -> None:
         try:
             with joined(rank, num_replicas, segment, step_timeout=step_timeout) as group:
-                found[rank] = task(group)
+                results[rank] = task(group)
         except Exception as error:
-            found[rank] = error
+            results[rank] = error
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_replicas)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("size", [1, BUFFER_WORDS - 1, BUFFER_WORDS, BUFFER_WORDS + 1, 3 * BUFFER_WORDS])
@@ -68,8 +68,8 @@ def test_rows_of_any_size_are_gathered(size):
     def task(group: Group):
         return [gather_rows(np.arange(size) * 10 + group.rank + step, group) for step in range(3)]
 
-    for found in of_threads(task, 3):
-        for step, rows in enumerate(found):
+    for actual in of_threads(task, 3):
+        for step, rows in enumerate(actual):
             assert (rows == np.arange(size) * 10 + np.arange(3)[:, None] + step).all()
 
 
@@ -205,8 +205,8 @@ def test_killed_process_is_detected_without_a_timeout():
 
 
 def test_rows_of_different_lengths_raise():
-    found = of_threads(lambda group: gather_rows(np.arange(3 + group.rank), group))
-    assert {str(error).partition(": ")[2] for error in found} == {"replicas sent different numbers of integers, [3, 4]"}
+    errors = of_threads(lambda group: gather_rows(np.arange(3 + group.rank), group))
+    assert {str(each).partition(": ")[2] for each in errors} == {"replicas sent different numbers of integers, [3, 4]"}
 
 
 def test_missing_replicas_raise_one_line_error():

@@ -101,15 +101,15 @@ FULL = Request(
 
 def unset_fields(value: object) -> list[str]:
     """Return the names of fields that have their default, in a dataclass and in those nested in it."""
-    found = []
+    results = []
     for field in fields(value):
         here = getattr(value, field.name)
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if here == default:
-            found.append(field.name)
+            results.append(field.name)
         if is_dataclass(here):
-            found += [f"{field.name}.{name}" for name in unset_fields(here)]
-    return found
+            results += [f"{field.name}.{name}" for name in unset_fields(here)]
+    return results
 
 
 def test_sealed_request_keeps_every_field():

@@ -55,7 +55,7 @@ def best_first(
     return BestFirstDrafter(max_nodes, draft_tables or DraftTables(SMALL), vocabulary, noise, max_depth)
 
 
-def found_of(
+def verify(
     tree: TokenTree, committed: list[int], drafter: Drafter, seed: int, num_candidates: int = K
 ) -> VerificationResult:
     """Return the toy model's verification result for a tree; `committed` ends with the tree's root."""
@@ -76,12 +76,12 @@ def decode(
 ) -> tuple[DecodingState, list[TokenTree]]:
     state = DecodingState(prompt, DecodingRules(num_new), drafter)
     proposal = state.propose_prefill()
-    state.advance_prefill(proposal, found_of(proposal.tree, state.tokens, drafter, seed))
+    state.advance_prefill(proposal, verify(proposal.tree, state.tokens, drafter, seed))
     trees = []
     while state.finish_reason is None:
         proposal = state.propose()
         trees.append(proposal.tree)
-        state.advance(proposal, found_of(proposal.tree, state.tokens, drafter, seed, num_candidates))
+        state.advance(proposal, verify(proposal.tree, state.tokens, drafter, seed, num_candidates))
         state.num_cached += proposal.tree.root + 1
     return state, trees
 
@@ -257,8 +257,8 @@ def test_prior_is_ranked_at_temperature_of_request(temperature):
     for seed in range(40):
         key = NoiseKey(seed, 0, temperature)
         noise = tables.make_noise(True, *key)
-        drawn = np.array([tables.gumbel(noise, 3, token) for token in ranking])
-        scores = drawn - margins / temperature
+        noises = np.array([tables.gumbel(noise, 3, token) for token in ranking])
+        scores = noises - margins / temperature
         second, first = np.sort(scores)[-2:]
         if first - second < UNITS_PER_NAT:  # nearly a tie
             continue
@@ -267,7 +267,7 @@ def test_prior_is_ranked_at_temperature_of_request(temperature):
         drafter.begin(tokens[:-1])
         drafter.advance_prefill(tokens, VerificationResult([3]))
         assert drafter.propose(tokens, 2, max_depth=1).tokens[1] == ranking[scores.argmax()]
-        num_apart += scores.argmax() != (drawn - margins).argmax()
+        num_apart += scores.argmax() != (noises - margins).argmax()
     assert (num_apart > 0) == (temperature != 1.0)
 
 
@@ -296,10 +296,10 @@ def test_deeper_candidate_is_ranked_by_noise_of_its_position():
     assert num_apart > 5
 
 
-def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
+def merged_one_by_one(rates, candidates, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
     """Return (token, feature, number of sources that agree) as `merge` does, with one list per token."""
     naming: dict[int, list[tuple[int, bool, int]]] = {}
-    for token, feature in zip(found.tokens[:num_rows].flat, found.features[:num_rows].flat, strict=True):
+    for token, feature in zip(candidates.tokens[:num_rows].flat, candidates.features[:num_rows].flat, strict=True):
         if token >= 0:
             is_strong = bool(rates.highest[feature] >= floor)
             naming.setdefault(int(token), []).append((int(rates.rate[feature]), is_strong, int(feature)))
@@ -314,41 +314,41 @@ def merged_one_by_one(rates, found, num_rows: int, floor: int) -> list[tuple[int
 @given(st.integers(0, 2**32 - 1), st.integers(0, features.NUM_ROWS), st.integers(0, 40))
 def test_candidates_of_same_token_are_merged(seed, num_rows, floor):
     random = np.random.default_rng(seed)
-    rates, found = DraftTables(SMALL).rates, features.make_candidates()
+    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
     rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, features.NUM_FEATURES)) * 5
-    found.features[:] = random.integers(0, features.NUM_FEATURES, found.features.shape)
-    for row in found.tokens:
+    candidates.features[:] = random.integers(0, features.NUM_FEATURES, candidates.features.shape)
+    for row in candidates.tokens:
         num = random.integers(0, K + 1)
         row[:num], row[num:] = random.permutation(14)[:num], -1
-    expected = merged_one_by_one(rates, found, num_rows, floor)
-    num = estimates.merge(rates, found, num_rows, floor)
-    merged = zip(found.merged[:num], found.best[:num], found.agreeing[:num], strict=True)
+    expected = merged_one_by_one(rates, candidates, num_rows, floor)
+    num = estimates.merge(rates, candidates, num_rows, floor)
+    merged = zip(candidates.merged[:num], candidates.best[:num], candidates.agreeing[:num], strict=True)
     assert [tuple(map(int, each)) for each in merged] == expected
 
 
 def merged_candidates(chances: list[int]) -> tuple[estimates.Rates, features.Candidates]:
     """Return fresh rates, and merged candidates 100, 101, ... with these calibrated estimates."""
-    rates, found = DraftTables(SMALL).rates, features.make_candidates()
+    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
     rates.share_start[:] = estimates.ONE * estimates.CALIBRATION_WEIGHT
     estimates.calibrate(rates)
     for place, chance in enumerate(chances):
         rates.calibrated[0, place] = chance
-        found.merged[place], found.best[place], found.agreeing[place] = 100 + place, place, 0
-    return rates, found
+        candidates.merged[place], candidates.best[place], candidates.agreeing[place] = 100 + place, place, 0
+    return rates, candidates
 
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, estimates.ONE), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
 def test_candidate_probabilities_of_one_context_sum_to_at_most_1(chances, seed, is_root):
-    rates, found = merged_candidates(chances)
+    rates, candidates = merged_candidates(chances)
     rates.share[:] = np.random.default_rng(seed).integers(0, 3 * estimates.ONE, len(rates.share))
     num = len(chances)
-    estimates.share_out(rates, found, num, is_root)
-    assert found.merged[:num].tolist() == [100 + place for place in np.argsort(-np.array(chances), kind="stable")]
+    estimates.share_out(rates, candidates, num, is_root)
+    assert candidates.merged[:num].tolist() == [100 + place for place in np.argsort(-np.array(chances), kind="stable")]
     left = estimates.ONE
     for place in range(num):
-        estimate, probability = int(found.estimates[place]), int(found.probabilities[place])
+        estimate, probability = int(candidates.estimates[place]), int(candidates.probabilities[place])
         factor = int(rates.share[estimates.share_of(estimate, place, is_root)])
         part = min(estimate * factor >> estimates.ONE_BITS, estimates.ONE)
         assert probability == left * part >> estimates.ONE_BITS
@@ -359,30 +359,30 @@ def test_candidate_probabilities_of_one_context_sum_to_at_most_1(chances, seed, 
 def test_second_candidate_is_rated_by_acceptance_when_first_fails():
     """The first is right half of the time, and the second half of the rest; the estimates are 0.4 each."""
     chances = [2 * estimates.ONE // 5 + 1, 2 * estimates.ONE // 5]
-    rates, found = merged_candidates(chances)
+    rates, candidates = merged_candidates(chances)
     for token in (100, 101, 100, 7) * 200:
-        estimates.count_shares(rates, found, 2, False, token)
+        estimates.count_shares(rates, candidates, 2, False, token)
     estimates.calibrate(rates)
     rates.calibrated[0, :2] = chances
-    estimates.share_out(rates, found, 2, False)
-    assert found.probabilities[:2] / estimates.ONE == pytest.approx([0.5, 0.25], abs=0.03)
-    estimates.share_out(rates, found, 2, True)  # at the root nothing was counted
-    assert found.probabilities[:2] / estimates.ONE == pytest.approx([0.4, 0.24], abs=0.001)
+    estimates.share_out(rates, candidates, 2, False)
+    assert candidates.probabilities[:2] / estimates.ONE == pytest.approx([0.5, 0.25], abs=0.03)
+    estimates.share_out(rates, candidates, 2, True)  # at the root nothing was counted
+    assert candidates.probabilities[:2] / estimates.ONE == pytest.approx([0.4, 0.24], abs=0.001)
 
 
 def test_probability_never_exceeds_highest_of_its_feature():
     """No probability is above the highest probability of its feature."""
     drafter = best_first(40)
     decode([1, 2, 3], drafter, 5, 200)
-    rates, found = drafter._draft_tables.rates, features.make_candidates()
+    rates, candidates = drafter._draft_tables.rates, features.make_candidates()
     random = np.random.default_rng(0)
     for _ in range(100):
         num = int(random.integers(1, 20))
-        found.best[:num] = random.integers(0, features.NUM_FEATURES, num)
-        found.agreeing[:num] = random.integers(0, estimates.MAX_AGREEING, num)
-        found.merged[:num] = np.arange(num)
-        estimates.share_out(rates, found, num, bool(random.integers(2)))
-        assert (found.probabilities[:num] <= rates.highest[found.best[:num]]).all()
+        candidates.best[:num] = random.integers(0, features.NUM_FEATURES, num)
+        candidates.agreeing[:num] = random.integers(0, estimates.MAX_AGREEING, num)
+        candidates.merged[:num] = np.arange(num)
+        estimates.share_out(rates, candidates, num, bool(random.integers(2)))
+        assert (candidates.probabilities[:num] <= rates.highest[candidates.best[:num]]).all()
 
 
 def test_tree_content_identifies_tree():
@@ -417,13 +417,13 @@ def test_tree_content_identifies_tree():
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_successors_may_be_an_array(name, monkeypatch):
     expected, _ = decode([1, 2, 3], DRAFTERS[name](), 4, 40)
-    made = found_of
+    made = verify
 
-    def found_as_array(*args) -> VerificationResult:
-        found = made(*args)
-        return VerificationResult(np.array(found.successors), found.top_k)
+    def verify_with_array(*args) -> VerificationResult:
+        verified = made(*args)
+        return VerificationResult(np.array(verified.successors), verified.top_k)
 
-    monkeypatch.setitem(globals(), "found_of", found_as_array)
+    monkeypatch.setitem(globals(), "verify", verify_with_array)
     state, _ = decode([1, 2, 3], DRAFTERS[name](), 4, 40)
     assert state.tokens == expected.tokens and state.num_steps == expected.num_steps
     assert {type(token) for token in state.tokens} == {int}

@@ -47,8 +47,8 @@ def test_places_are_sorted_by_tokens_at_them(texts):
     index = indexed(texts)
     padded = [*index.tokens.tolist(), *[-1] * SORTED_TOKENS]
     assert sorted(index.places.tolist()) == list(range(len(index.tokens)))
-    found = [padded[place : place + SORTED_TOKENS] for place in index.places]
-    assert found == sorted(found)
+    actual = [padded[place : place + SORTED_TOKENS] for place in index.places]
+    assert actual == sorted(actual)
 
 
 @given(TEXTS, st.lists(st.integers(0, 3), min_size=1, max_size=12), st.lists(st.integers(0, 3), max_size=6))
@@ -77,8 +77,8 @@ def test_match_is_longest_suffix_of_text_and_extends_along_branch(texts, text, b
         num = count_next(index, matches, node, tokens, 0, counts)
         assert num == min(len(places), MAX_SAMPLED)
         if len(places) <= MAX_SAMPLED:
-            found = {token: count for token, count in zip(tokens[0].tolist(), counts.tolist(), strict=True) if count}
-            assert found == {token: places.count(token) for token in set(places) if token >= 0}
+            actual = {token: count for token, count in zip(tokens[0].tolist(), counts.tolist(), strict=True) if count}
+            assert actual == {token: places.count(token) for token in set(places) if token >= 0}
         assert counts.tolist() == sorted(counts.tolist(), reverse=True)
 
 

@@ -64,8 +64,8 @@ def margins(draft_tables: DraftTables) -> np.ndarray:
     """Return the margins of the stored entries that have any, [n, K]."""
     entries = draft_tables.top_k.entries
     rows, ranks = range(len(entries)), range(K)
-    found = np.array([[margin_of(entries, row, rank) for rank in ranks] for row in rows])
-    return found[found.any(axis=1)]
+    actual = np.array([[margin_of(entries, row, rank) for rank in ranks] for row in rows])
+    return actual[actual.any(axis=1)]
 
 
 def test_margins_are_rescaled_to_temperature_of_next_request():

@@ -59,7 +59,7 @@ def test_window_attention_uses_flash_only_if_it_supports_windows(gpu, family, fl
     given.clear()
     with model.slots.borrowed() as slot:
         model.begin(slot, 100)
-        found = model.prefill(slot, PROMPT).cpu()
+        actual = model.prefill(slot, PROMPT).cpu()
     num_layers = 2 if family == "mistral" else 1
     expected_keys = [CHUNK] * num_layers + [WINDOW - 1 + CHUNK] * 3 * num_layers
     assert given == (expected_keys if flash is None else [])
@@ -67,4 +67,4 @@ def test_window_attention_uses_flash_only_if_it_supports_windows(gpu, family, fl
     with free.slots.borrowed() as slot:
         free.begin(slot, 100)
         expected = free.prefill(slot, PROMPT)
-    torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+    torch.testing.assert_close(actual, expected, rtol=0.1, atol=0.1)

@@ -85,6 +85,6 @@ def choose(place: shards.ShardPlace, kind: str, slow_shard: int) -> tuple[int, l
     ],
 )
 def test_all_shards_choose_the_same_reducer(kind, slow_shard, largest):
-    for found, sums, called in run_shards(choose, 2, kind, slow_shard):
-        assert found == largest and sums == [2.0] * 3
+    for actual, sums, called in run_shards(choose, 2, kind, slow_shard):
+        assert actual == largest and sums == [2.0] * 3
         assert called == ([1, 32] if largest else [])

@@ -43,22 +43,22 @@ def tree_of(root: list[int]) -> TokenTree:
 
 def story(model: ModelRunner) -> list[torch.Tensor]:
     """Return logits of a sequence that grows, is truncated, is resumed and is batched with another one."""
-    found = []
+    results = []
     first, second = CacheSlot(), CacheSlot()
     model.begin(first, 20)
-    found.append(model.prefill(first, PROMPT))
-    found.append(model.forward(StepInputs.whole(first, tree_of([4]))).logits)
-    found.append(model.forward(StepInputs.whole(first, tree_of([7, 8]))).logits)
+    results.append(model.prefill(first, PROMPT))
+    results.append(model.forward(StepInputs.whole(first, tree_of([4]))).logits)
+    results.append(model.forward(StepInputs.whole(first, tree_of([7, 8]))).logits)
     for _ in model.resume(first, PROMPT, [4, 7, 20, 21, 22], 90):  # cached tokens differ from the third one on
         pass
     assert first.cache.capacity >= 90
-    found.append(model.forward(StepInputs.whole(first, tree_of([22]))).logits)
+    results.append(model.forward(StepInputs.whole(first, tree_of([22]))).logits)
     model.begin(second, 40)
-    found.append(model.prefill(second, PROMPT[::-1]))
+    results.append(model.prefill(second, PROMPT[::-1]))
     both = [StepInputs.whole(first, tree_of([30])), StepInputs.whole(second, tree_of([31]))]
-    found += [each.logits for each in model.forward_batch(both)]
-    found.append(model.logits_after_each(second, [1, 2, 3]).logits)
-    return [each.clone() for each in found]
+    results += [each.logits for each in model.forward_batch(both)]
+    results.append(model.logits_after_each(second, [1, 2, 3]).logits)
+    return [each.clone() for each in results]
 
 
 def play(place: ShardPlace, folder: Path) -> object:
@@ -72,7 +72,7 @@ def play(place: ShardPlace, folder: Path) -> object:
         return counts
     model, difference = ready_model(config_of(folder), CPU, place=place)
     assert model.leading is not None and difference < 1e-5 and model.supports_batching
-    found = story(model)
+    actual = story(model)
     gc.collect()
     model.slots.clear()  # the slots that the self-check has used
     slot = CacheSlot()
@@ -80,7 +80,7 @@ def play(place: ShardPlace, folder: Path) -> object:
     model.prefill(slot, PROMPT)  # announces the dropped caches
     model.leading.tell("count")
     model.leading.close()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -89,10 +89,10 @@ def play(place: ShardPlace, folder: Path) -> object:
 def test_followers_mirror_the_caches_of_shard_0(make_model_dir, name, settings):
     """If rotary factors depend on the prompt's length, followers receive that length, too."""
     folder = make_model_dir(name, **settings)
-    found, counts = run_shards(play, 2, folder)
+    result, counts = run_shards(play, 2, folder)
     whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
     assert whole.rotary_lengths.refed_at == (REFED_AT if settings else None)
-    for actual, expected in zip(found, story(whole), strict=True):
+    for actual, expected in zip(result, story(whole), strict=True):
         assert torch.allclose(actual, expected, atol=2e-5, rtol=1e-4)
     assert counts == [1]
 
@@ -103,10 +103,10 @@ def lack_memory(owner: type, name: str, at_end: bool) -> None:
 
     def call(*args, **options):
         number = next(calls)
-        found = method(*args, **options) if at_end or number != 1 else None
+        actual = method(*args, **options) if at_end or number != 1 else None
         if number == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return found
+        return actual
 
     setattr(owner, name, call)  # never undone: this process ends with the test
 
@@ -132,9 +132,9 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
         model.prefill(slot, PROMPT)
     assert raised.value.__context__ is None, "the frames of another error would keep the pass's tensors"
     model.free_memory()
-    found = story(model)
+    actual = story(model)
     model.leading.close()
-    return found
+    return actual
 
 
 @pytest.mark.parametrize(
@@ -150,9 +150,9 @@ def play_without_memory(place: ShardPlace, folder: Path, who: str, owner: type, 
 def test_out_of_memory_pass_is_aborted_on_all_shards(make_model_dir, who, owner, name, at_end):
     """The other shards may be anywhere in the pass; the next passes are correct."""
     folder = make_model_dir("Llama")
-    found, _ = run_shards(play_without_memory, 2, folder, who, owner, name, at_end)
+    result, _ = run_shards(play_without_memory, 2, folder, who, owner, name, at_end)
     whole = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 5, own_attention=True)
-    for actual, expected in zip(found, story(whole), strict=True):
+    for actual, expected in zip(result, story(whole), strict=True):
         assert torch.allclose(actual, expected, atol=2e-5, rtol=1e-4)
 
 

@@ -77,11 +77,11 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
     for sampler, reads in samplers(model):
         for batch in (slots[:1], slots):
             kinds.clear()
-            for found in model.forward_batch([StepInputs.whole(slot, tree) for slot in batch], commit=False):
-                packed, scores = sampler.sample(found, tree, nodes, [*PROMPT, 4])
+            for actual in model.forward_batch([StepInputs.whole(slot, tree) for slot in batch], commit=False):
+                packed, scores = sampler.sample(actual, tree, nodes, [*PROMPT, 4])
                 if len(batch) == 1 or model.supports_batching:
                     assert (ReadRows in kinds) == reads
-                kept.append((sampler, packed, found.logits, scores()))
+                kept.append((sampler, packed, actual.logits, scores()))
                 kinds.clear()
     model.leading.close()
     for sampler, packed, logits, scores in kept:  # sampling from the gathered logits gives the same result

@@ -48,7 +48,7 @@ def test_batched_texts_match_each_text_alone(model, apart):
             StepInputs(slot, tree, range(len(tree)), some)
             for (slot, _), tree, some in zip(fed, trees, wanted, strict=True)
         ]
-        logits = [found.logits for found in tree_model.forward_batch(parts)]
+        logits = [actual.logits for actual in tree_model.forward_batch(parts)]
         for (text, tokens), tree, some, rows in zip(fed, trees, wanted, logits, strict=True):
             for node, row in zip(some, rows, strict=True):
                 assert_close(row, plain_logits(model, tokens + path_text(tree, node)))
@@ -67,8 +67,8 @@ def test_forward_batch_works_without_batching_support(settings, random_model):
     parts = [
         StepInputs(slot, tree, range(len(tree)), [tree.root]) for (slot, _), tree in zip(texts, trees, strict=True)
     ]
-    found = tree_model.forward_batch(parts)
-    for (_, tokens), tree, each in zip(texts, trees, found, strict=True):
+    actual = tree_model.forward_batch(parts)
+    for (_, tokens), tree, each in zip(texts, trees, actual, strict=True):
         assert_close(each.logits[0], plain_logits(model, tokens + path_text(tree, tree.root)))
         assert torch.isfinite(each.logits).all()
 

@@ -66,9 +66,9 @@ def test_lookup_returns_the_longest_common_prefix():
             )
             for each in kept
         )
-        found = len(read(cache, prompt))
+        actual = len(read(cache, prompt))
         # A sequence's new tokens are not stored if there are fewer than MIN_TOKENS of them.
-        assert min(longest, len(prompt) - 1) - MIN_TOKENS < found <= min(longest, len(prompt) - 1)
+        assert min(longest, len(prompt) - 1) - MIN_TOKENS < actual <= min(longest, len(prompt) - 1)
 
 
 def test_shared_prefix_is_stored_once():

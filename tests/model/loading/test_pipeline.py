@@ -33,11 +33,11 @@ def test_every_weight_is_on_exactly_one_device(family, tied, random_model):
     devices = device_map_of(parts, GPUS)
     assert sum(part.num_layers for part in parts) == model.config.get_text_config().num_hidden_layers
     assert sum(part.num_bytes for part in parts) == sum(each.nbytes for each in [*model.parameters(), *model.buffers()])
-    found: dict[int, set[str]] = {}
+    results: dict[int, set[str]] = {}
     for weight, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]:
         (place,) = {devices[part] for part in devices if weight == part or weight.startswith(f"{part}.")}
-        found.setdefault(id(tensor), set()).add(place)
-    assert all(len(each) == 1 for each in found.values())  # including shared weights
+        results.setdefault(id(tensor), set()).add(place)
+    assert all(len(each) == 1 for each in results.values())  # including shared weights
     assert set(devices.values()) == {"cuda:0", "cuda:1"}
 
 

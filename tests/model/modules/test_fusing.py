@@ -63,7 +63,7 @@ def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention:
         logits.append(tree_model.prefill(slot, list(range(length))))
         parts.append(StepInputs.whole(slot, tree))
     logits.append(tree_model.forward(StepInputs(parts[0].slot, tree, nodes, nodes), commit=False).logits)
-    return logits + [found.logits for found in tree_model.forward_batch(parts)]
+    return logits + [actual.logits for actual in tree_model.forward_batch(parts)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -157,10 +157,10 @@ def test_chain_check_crosses_the_rotary_threshold(random_model, monkeypatch):
 def test_rotary_lengths_map_text_lengths_to_rows():
     dynamic, refed = RotaryLengths(32, 10), RotaryLengths(32, 2, refeeds=True)
     assert [dynamic.row(length) for length in (1, 32, 33, 40, 41, 99)] == [0, 0, 1, 8, 9, 9]
-    assert [dynamic.num_alike(length, 60) for length in (5, 32, 36, 41, 50)] == [32, 32, 36, 60, 60]
+    assert [dynamic.num_shared(length, 60) for length in (5, 32, 36, 41, 50)] == [32, 32, 36, 60, 60]
     assert [dynamic.rope_length(length, 3) for length in (3, 32, 33)] == [0, 0, 33] and dynamic.rope_length(40, 40) == 0
     assert [dynamic.prompt_length(5, length) for length in (5, 32, 33)] == [5, 5, 5]
     assert [refed.prompt_length(5, length) for length in (5, 32, 33)] == [5, 5, 33]
     assert [refed.num_together(start, 4) for start in (20, 28, 29, 31, 32, 40)] == [4, 4, 3, 1, 4, 4]
     assert dynamic.num_together(31, 4) == 4 and (refed.refed_at, dynamic.refed_at) == (32, None)
-    assert UNCHANGING.row(10**9) == UNCHANGING.rope_length(10**9, 0) == 0 and UNCHANGING.num_alike(3, 10**9) == 10**9
+    assert UNCHANGING.row(10**9) == UNCHANGING.rope_length(10**9, 0) == 0 and UNCHANGING.num_shared(3, 10**9) == 10**9

@@ -78,7 +78,7 @@ def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, 
     Return for each model: the logits of the sliced model; the logits after fusing and packing; the number of weights;
     the bytes of a cached token; the number of packed layers; the bytes of the weights.
     """
-    found = {}
+    results = {}
     for case, folder in folders.items():
         own = dataclasses.replace(place, segment=f"{place.segment}-{list(folders).index(case)}")
         loaded = load_model(ModelConfig(path=str(folder)), CPU, "float32", own)
@@ -94,19 +94,19 @@ def computed_by_shard(place: ShardPlace, folders: dict[str, Path]) -> dict[str, 
         runner.begin(slot, 64)
         runner.prefill(slot, TEXT)
         packed = sum(isinstance(each, PackedLinear) for each in loaded.modules())
-        found[case] = before, logits_of(runner), num_weights, slot.cache.bytes_per_token, packed, num_bytes
+        results[case] = before, logits_of(runner), num_weights, slot.cache.bytes_per_token, packed, num_bytes
         link.close()
-    return found
+    return results
 
 
 def test_two_shards_match_the_whole_model(model_dirs):
-    found = run_shards(computed_by_shard, 2, model_dirs)
+    actual = run_shards(computed_by_shard, 2, model_dirs)
     for case, folder in model_dirs.items():
         runner = ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048, own_attention=True)
         whole, slot = logits_of(runner), CacheSlot()
         runner.begin(slot, 64)
         runner.prefill(slot, TEXT)
-        first, second = (each[case] for each in found)
+        first, second = (each[case] for each in actual)
         for logits in (*first[:2], *second[:2]):
             assert torch.allclose(logits, whole, atol=2e-5, rtol=1e-4), case
         assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]), case

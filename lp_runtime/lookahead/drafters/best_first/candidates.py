@@ -53,11 +53,11 @@ def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int
 
     Returns (place, length): the place in the text after the match, and its number of tokens; length 0 without a match.
     """
-    found, length = find_ngram(text, nodes.hashes, node)
+    match, length = find_ngram(text, nodes.hashes, node)
     if length < MAX_GRAM:
-        return found, length
+        return match, length
     last = len(text.buffer) - 1
-    max_length = min(MAX_MATCH, found)
+    max_length = min(MAX_MATCH, match)
     at, place = node, text.span[1] - 1
     for length in range(max_length):
         if at > root:
@@ -65,12 +65,12 @@ def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int
             at = nodes.parents[at]
         else:  # the root is the text's last token
             if place < text.span[0]:
-                return found, length
+                return match, length
             token = text.buffer[place & last]
             place -= 1
-        if text.buffer[(found - 1 - length) & last] != token:
-            return found, length
-    return found, max_length
+        if text.buffer[(match - 1 - length) & last] != token:
+            return match, length
+    return match, max_length
 
 
 @inlined

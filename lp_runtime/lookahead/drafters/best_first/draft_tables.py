@@ -112,11 +112,11 @@ class DraftTables:
 
     def begin_text(self, tokens: Sequence[int]) -> None:
         """Begin a new text with `tokens`; n-grams do not extend into the previous text."""
-        self.make_room(len(tokens))  # next to the previous text
+        self.ensure_capacity(len(tokens))  # next to the previous text
         self._begin_text(np.array(tokens, dtype=np.int64))
 
     def append_text(self, tokens: Sequence[int]) -> None:
-        self.make_room(len(tokens))
+        self.ensure_capacity(len(tokens))
         tables.append_text(self.text, np.array(tokens, dtype=np.int64))
 
     def _begin_text(self, tokens: np.ndarray) -> None:
@@ -125,7 +125,7 @@ class DraftTables:
         self.text.hashes[0, 0] = EMPTY_HASH
         tables.append_text(self.text, tokens)
 
-    def make_room(self, num_tokens: int) -> None:
+    def ensure_capacity(self, num_tokens: int) -> None:
         """Replace `text` by a larger copy if its latest text would not fit with `num_tokens` more.
 
         The tokens of a request's text cost a fraction of their keys and values, so none of them is dropped.

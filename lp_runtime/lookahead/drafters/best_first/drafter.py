@@ -183,7 +183,7 @@ class BestFirstDrafter(Drafter):
             self._draft_tables.append_text(committed)
             self.counts.latest = self.counts.latest[:0]
             return
-        self._draft_tables.make_room(len(committed))
+        self._draft_tables.ensure_capacity(len(committed))
         self.counts.latest = self._nodes.sources[np.array(path, np.int64)]
         self._advance(
             self._drafts,

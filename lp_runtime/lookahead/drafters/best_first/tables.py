@@ -196,7 +196,7 @@ def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
     Returns (place, length): the place in the text after the n-gram, and its number of tokens, up to MAX_GRAM; -1 and 0
     if there is none.
     """
-    found, length = np.int64(-1), 0
+    best, length = np.int64(-1), 0
     for i in range(1, NUM_HASHES):
         if rows[row, i] == 0:
             break
@@ -206,8 +206,8 @@ def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
         place = text.places[slot, 0]
         if place <= text.span[1] - len(text.buffer) + MAX_MATCH:  # a match from here could reach overwritten tokens
             break
-        found, length = place, i
-    return found, length
+        best, length = place, i
+    return best, length
 
 
 @compiled
