@@ -190,7 +190,7 @@ def on_a_rank(group: Group):
 
     Exchange.start = noted
     observe = StepBudget.observe
-    StepBudget.observe = lambda *args, is_late: lateness.append(is_late) or observe(*args, is_late=is_late)
+    StepBudget.observe = lambda *args: lateness.append(args[-1]) or observe(*args)
     loop = engine_of(model, group)
     results = {}
     for name in ("fixed", "auto", "sampled"):

@@ -35,7 +35,9 @@ with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu") as runtime:
 with LookaheadRuntime(sys.argv[1], dtype="float32", device="cpu", lookahead=LookaheadConfig(5, 3, 5)) as runtime:
     outs = [runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids for prompt in reference.PROMPTS]
     seed = runtime.generate(reference.PROMPTS[0], 4, sampling=SamplingConfig(temperature=1.0)).seed
-    sampled = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING).token_ids
+    sampled = runtime.generate(
+        reference.PROMPTS[0], reference.MAX_NEW_TOKENS, eos=False, sampling=reference.SAMPLING
+    ).token_ids
     stream = runtime.stream(reference.PROMPTS[0], 2000, eos=False)
     first = [next(stream).token_ids, next(stream).token_ids]
     stream.close()

@@ -212,18 +212,18 @@ def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
 
     async def main(scheduler: Scheduler):
         streamed = []
-        async for delta in scheduler.stream_async(prompts[0], 40, eos=False):
+        async for delta in scheduler.stream_async(prompts[0], SHORT, eos=False):
             streamed += delta.token_ids
-        return streamed, await scheduler.generate_many_async(prompts * 2, 40, eos=False)
+        return streamed, await scheduler.generate_many_async(prompts * 2, SHORT, eos=False)
 
     with Scheduler(runtime, max_waiting=1, max_batch=1) as scheduler:
-        many = scheduler.generate_many(prompts * 3, 40, eos=False)
+        many = scheduler.generate_many(prompts * 3, SHORT, eos=False)
         assert [each.token_ids for each in many] == [alone[case] for case in cases] * 3
         streamed, many = asyncio.run(main(scheduler))
         assert streamed == alone[cases[0]] and [each.token_ids for each in many] == [alone[case] for case in cases] * 2
         with pytest.raises(ConfigError):
             scheduler.generate_many(prompts, 0)
-        assert "".join(delta.text for delta in scheduler.stream(prompts[0], 40, eos=False)) == many[0].text
+        assert "".join(delta.text for delta in scheduler.stream(prompts[0], SHORT, eos=False)) == many[0].text
 
 
 @pytest.mark.slow
