@@ -10,7 +10,7 @@ import json
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
 
@@ -72,6 +72,13 @@ def code_edits(data: Path) -> Iterator[Task]:
         yield Task.of(f"edit: {kind}", f"{edit} Answer with the whole code and nothing else.\n\n{_fenced(seen)}")
 
 
+def asked_twice(data: Path) -> Iterator[Task]:
+    """Yield code edits, each one twice in a row: the second time, the answer is known."""
+    for task in code_edits(data):
+        yield replace(task, kind="first time")
+        yield replace(task, kind="second time")
+
+
 def agent(data: Path) -> Iterator[Task]:
     """Yield turns of sessions in which an agent edits a file of this repository, runs it, and corrects it."""
     for path in AGENT_FILES:
@@ -121,7 +128,7 @@ def chats(data: Path) -> Iterator[Task]:
 
 
 WORKLOADS: dict[str, Callable[[Path], Iterator[Task]]] = {
-    each.__name__: each for each in (code_edits, agent, records, chats)
+    each.__name__: each for each in (code_edits, asked_twice, agent, records, chats)
 }
 
 

@@ -28,6 +28,7 @@ BY_MARGIN = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
 BY_RANK = (1.0, 1.0, 0.7, 0.4)
 BY_ORDER = (0.55, 0.7, 0.8, 0.85)
 OF_VOCABULARY = 0.2
+OF_FORKS = (0.2, 0.45, 0.85, 0.07, 0.35, 0.65)  # latest and earlier token: a shorter, an equal and a longer match
 OF_ALTERNATIVES = (0.1, 0.06)  # one and two positions back
 MIN_RATE = 0.003
 ASSUMED_WEIGHT = 4  # weight of an assumed rate, in observations
@@ -41,9 +42,11 @@ def assumed_rates() -> np.ndarray:
     by_margin[0] = BY_MARGIN_FIRST
     top_k = np.maximum(np.multiply.outer((*BY_ORDER, OF_VOCABULARY, *BY_ORDER), by_margin), MIN_RATE)
     lengths = [*np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), *(0.1 + 0.03 * np.arange(tables.MAX_GRAM))]
+    forks = np.ravel([[each] * 3 for each in OF_FORKS])
     same_position = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])
     alternatives = np.maximum(np.multiply.outer(OF_ALTERNATIVES, by_margin), MIN_RATE)
-    return np.concatenate([np.repeat(lengths, NUM_NOISE_BINS), top_k.ravel(), same_position, alternatives.ravel()])
+    of_text = np.repeat([*lengths, *forks], NUM_NOISE_BINS)
+    return np.concatenate([of_text, top_k.ravel(), same_position, alternatives.ravel()])
 
 
 def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:

@@ -19,7 +19,7 @@ kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Tri
 
 @pytest.fixture(autouse=True)
 def same_bits_in_any_row(monkeypatch):
-    """Triton's interpreter multiplies matrices with numpy's BLAS, which sums some rows in another order on some CPUs."""
+    """Triton's interpreter multiplies with numpy's BLAS, which sums some rows in another order on some CPUs."""
     if DEVICE.type == "cpu":
         from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 

@@ -194,6 +194,30 @@ def test_repeated_text_is_copied_into_tree():
     assert len(tree) == 12
 
 
+@pytest.mark.parametrize("cut", [0, 9], ids=["one text", "two texts"])
+def test_both_continuations_of_a_fork_are_drafted(cut):
+    copied, drafter = [1, 2, 3, 4, 5, 6], best_first(10)
+    earlier = [0, *copied, 7, 8, 10, *copied, 9, 10, 8]
+    drafter.begin(earlier[:cut])
+    tokens = [*earlier[cut:], *copied]
+    drafter.begin(tokens)
+    tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
+    assert {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0} >= {7, 9}
+
+
+def test_fork_whose_earlier_branch_was_overwritten_has_one_continuation():
+    draft_tables = DraftTables(SMALL)
+    copied, size = [1, 2, 3, 4, 5, 6], len(draft_tables.text.buffer)
+    drafter = best_first(10, draft_tables)
+    drafter.begin([*copied, 7, 8])
+    for _ in range(2):
+        draft_tables.begin_text([9] * (size // 2 - 10))
+    tokens = [*copied, 10, 11, 9, *copied]
+    drafter.begin(tokens)
+    tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
+    assert 10 in tree.tokens and 7 not in tree.tokens
+
+
 def test_vocabulary_prior_gives_candidates_without_history():
     ranked = [[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)]
     vocabulary = entries_of(ranked, nats=4)

@@ -6,7 +6,7 @@ from test_best_first import VOCABULARY, best_first, decode
 
 from lp_runtime.lookahead.drafter import NoiseKey
 from lp_runtime.lookahead.drafters.best_first import tables
-from lp_runtime.lookahead.drafters.best_first.candidates import match_text
+from lp_runtime.lookahead.drafters.best_first.candidates import match_length
 from lp_runtime.lookahead.drafters.best_first.draft_tables import TOKEN_BYTES, DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import SAMPLED
@@ -118,7 +118,10 @@ def match(draft_tables: DraftTables, tail: list[int]) -> tuple[int, int]:
     nodes.parents[:] = np.arange(-1, len(tail))
     for node in range(1, len(tail) + 1):
         tables.extend_hashes(nodes.hashes, node - 1, nodes.tokens[node], nodes.hashes, node)
-    return match_text(draft_tables.text, nodes, 0, len(tail))
+    place, length = tables.find_ngram(draft_tables.text, nodes.hashes, len(tail))
+    if length == tables.MAX_GRAM:
+        length = match_length(draft_tables.text, nodes, 0, len(tail), place)
+    return place, length
 
 
 def test_longest_match_in_text_wins():

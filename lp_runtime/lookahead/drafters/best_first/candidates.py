@@ -13,11 +13,13 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     ALTERNATIVE_FEATURES,
     CORPUS_FEATURES,
     FEATURES_PER_ORDER,
+    FORK_FEATURES,
     LONGEST_FEATURES,
     MAX_BACK,
     MAX_VALUE,
     NUM_BINS,
     NUM_CORPUS_SHARES,
+    NUM_FORK_BINS,
     NUM_NOISE_BINS,
     NUM_RANKS,
     POSITION_FEATURES,
@@ -27,6 +29,7 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     Candidates,
     Nodes,
     corpus_share,
+    fork_bin,
     length_bin,
 )
 from lp_runtime.lookahead.drafters.best_first.tables import (
@@ -41,6 +44,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     find_ngram,
     find_slot,
     gumbel,
+    is_held,
     position_key,
 )
 from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, K, margin_of
@@ -48,29 +52,23 @@ from lp_runtime.utils.jit import Int, inlined
 
 
 @inlined
-def match_text(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> tuple[Int, Int]:
-    """Find the longest match in the text (which ends at the root) of the context that ends at `node`.
-
-    Returns (place, length): the place in the text after the match, and its number of tokens; length 0 without a match.
-    """
-    match, length = find_ngram(text, nodes.hashes, node)
-    if length < MAX_GRAM:
-        return match, length
+def match_length(text: TextIndex, nodes: Nodes, root: Int, node: Int, place: Int) -> Int:
+    """Return how many tokens before a place in the text, which ends at the root, also end the context of `node`."""
     last = len(text.buffer) - 1
-    max_length = min(MAX_MATCH, match)
-    at, place = node, text.span[1] - 1
+    max_length = min(MAX_MATCH, place)
+    at, end = node, text.span[1] - 1
     for length in range(max_length):
         if at > root:
             token = nodes.tokens[at]
             at = nodes.parents[at]
         else:  # the root is the text's last token
-            if place < text.span[0]:
-                return match, length
-            token = text.buffer[place & last]
-            place -= 1
-        if text.buffer[(match - 1 - length) & last] != token:
-            return match, length
-    return match, max_length
+            if end < text.span[0]:
+                return length
+            token = text.buffer[end & last]
+            end -= 1
+        if text.buffer[(place - 1 - length) & last] != token:
+            return length
+    return max_length
 
 
 @inlined
@@ -98,21 +96,31 @@ def collect(
 def collect_match(
     text: TextIndex, noise: Noise, position: Int, nodes: Nodes, root: Int, node: Int, candidates: Candidates
 ) -> Int:
-    """Write the continuations of the longest match in the text, and of shorter ones, to the first row.
+    """Write the continuations of the longest match in the text, and of other ones, to the first row.
 
-    Shorter matches count if they were followed by other tokens. Returns the number of rows written, 0 or 1.
+    Others are the earlier continuation where the text forks, and shorter matches that other tokens followed. Returns
+    the number of rows written, 0 or 1.
     """
-    place, length = match_text(text, nodes, root, node)
+    place, length = find_ngram(text, nodes.hashes, node)
     if length == 0:
         return 0
     last = len(text.buffer) - 1
-    tokens = candidates.tokens
+    tokens, lengths, features = candidates.tokens, candidates.values, candidates.features
     for rank in range(K):
         tokens[0, rank] = -1
-    tokens[0, 0] = text.buffer[place & last]
-    candidates.features[0, 0] = length_bin(length) * NUM_NOISE_BINS + noise_bin(noise, position, tokens[0, 0])
-    num = 1
-    for shorter in range(min(length, MAX_GRAM + 1) - 1, 0, -1):
+    fork = text.forks[place & last] if length == MAX_GRAM else np.int64(0)
+    num = 2 if is_held(text, fork) else 1
+    for rank in range(num):
+        tokens[0, rank] = text.buffer[(fork if rank else place) & last]
+        lengths[rank] = length
+        if length == MAX_GRAM:
+            lengths[rank] = match_length(text, nodes, root, node, fork if rank else place)
+    for rank in range(num):
+        base = length_bin(lengths[0]) * NUM_NOISE_BINS
+        if num == 2:
+            base = FORK_FEATURES + (rank * NUM_FORK_BINS + fork_bin(lengths[rank], lengths[1 - rank])) * NUM_NOISE_BINS
+        features[0, rank] = base + noise_bin(noise, position, tokens[0, rank])
+    for shorter in range(min(length, MAX_GRAM) - 1, 0, -1):
         place = text.places[find_slot(text.keys, nodes.hashes[node, shorter]), 0]
         token = text.buffer[place & last]
         is_known = False
@@ -120,8 +128,8 @@ def collect_match(
             is_known |= tokens[0, rank] == token
         if not is_known:
             tokens[0, num] = token
-            feature = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
-            candidates.features[0, num] = feature + noise_bin(noise, position, token)
+            base = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
+            features[0, num] = base + noise_bin(noise, position, token)
             num += 1
     return 1
 

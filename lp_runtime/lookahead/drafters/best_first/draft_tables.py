@@ -28,10 +28,10 @@ from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K
 
 LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * ENTRY
-TOKEN_BYTES = 4 + 16 * 2 * tables.MAX_GRAM  # of the text: a token and two slots for each n-gram (half full)
+TOKEN_BYTES = 12 + 16 * 2 * tables.MAX_GRAM  # of the text: a token, its fork, two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 9  # version of saved draft tables
+FORMAT = 10  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
 
 
@@ -43,11 +43,11 @@ def _power_of_two(limit: int) -> int:
 def _make_text(num_tokens: int) -> tables.TextIndex:
     """Return an empty text index that holds `num_tokens`, a power of two."""
     num_ngrams = _power_of_two(2 * tables.MAX_GRAM * num_tokens)
-    keys, places, buffer = _make_zeros(
-        ((num_ngrams,), np.int64), ((num_ngrams, 1), np.int64), ((num_tokens,), np.int32)
+    keys, places, forks, buffer = _make_zeros(
+        ((num_ngrams,), np.int64), ((num_ngrams, 1), np.int64), ((num_tokens,), np.int64), ((num_tokens,), np.int32)
     )
     span, hashes = np.zeros(2, np.int64), np.zeros((1, NUM_HASHES), np.int64)
-    return tables.TextIndex(buffer, span, hashes, keys, places)
+    return tables.TextIndex(buffer, span, hashes, keys, places, forks)
 
 
 def _make_zeros(*kinds: tuple[tuple[int, ...], type]) -> list[np.ndarray]:
@@ -174,6 +174,7 @@ class DraftTables:
             "text_hashes": self.text.hashes,
             "text_keys": self.text.keys,
             "text_places": self.text.places,
+            "text_forks": self.text.forks,
             "temperature": self._temperature,
             **self._counted(),
         }

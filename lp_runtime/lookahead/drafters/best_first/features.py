@@ -17,10 +17,11 @@ from lp_runtime.lookahead.top_k import MAX_MARGIN, K
 from lp_runtime.utils.jit import Int, inlined
 
 # Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
-# were followed by other tokens); by rank and margin, those of each order of a step's top-k candidates, of the
-# vocabulary, and of each order of the prefill's top-k candidates; and those of the same position by rank (after any
-# token, then after the same token); by rank and margin, alternatives to the token before and to the one before it; and
-# the corpus', by length of the match, share of the places and noise.
+# were followed by other tokens); those of a fork, where MAX_GRAM tokens were followed by two different ones, by which
+# match is longer, length and noise (the latest, then the earlier one); by rank and margin, those of each order of a
+# step's top-k candidates, of the vocabulary, and of each order of the prefill's top-k candidates; and those of the same
+# position by rank (after any token, then after the same token); by rank and margin, alternatives to the token before
+# and to the one before it; and the corpus', by length of the match, share of the places and noise.
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
@@ -28,7 +29,9 @@ NUM_LENGTHS = 10
 FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
 LONGEST_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
 COPY_FEATURES = 6 * NUM_NOISE_BINS  # from here to LONGEST_FEATURES: matches of seven tokens or more
-TEXT_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
+FORK_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
+NUM_FORK_BINS = 3 * 3  # of the lengths of both matches of a fork
+TEXT_FEATURES = FORK_FEATURES + 2 * NUM_FORK_BINS * NUM_NOISE_BINS
 VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
 PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
 POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
@@ -156,6 +159,13 @@ def length_bin(length: Int) -> Int:
     if length <= 8:
         return 6
     return 7 if length <= 12 else (8 if length <= 20 else 9)
+
+
+@inlined
+def fork_bin(length: Int, other: Int) -> Int:
+    """Return the bin, 0 to NUM_FORK_BINS - 1, of a match's length at a fork and that of the other match."""
+    relation = 0 if length < other else (1 if length == other else 2)
+    return 3 * relation + (0 if length <= 8 else (1 if length <= 20 else 2))
 
 
 @inlined

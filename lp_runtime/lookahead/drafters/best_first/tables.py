@@ -60,6 +60,8 @@ class TextIndex(NamedTuple):
         hashes: [1, NUM_HASHES] int64 hashes of the context at the text's end.
         keys: [slots] int64 hash of the n-gram in each slot; 0 in an empty slot.
         places: [slots, 1] int64 place after the n-gram's last occurrence.
+        forks: [B] int64 for each token, the place of the last other token that came after the same MAX_GRAM tokens; 0
+            for none.
     """
 
     buffer: np.ndarray
@@ -67,6 +69,7 @@ class TextIndex(NamedTuple):
     hashes: np.ndarray
     keys: np.ndarray
     places: np.ndarray
+    forks: np.ndarray
 
 
 class DraftArrays(NamedTuple):
@@ -204,10 +207,16 @@ def find_ngram(text: TextIndex, rows: np.ndarray, row: Int) -> tuple[Int, Int]:
         if slot < 0:
             break
         place = text.places[slot, 0]
-        if place <= text.span[1] - len(text.buffer) + MAX_MATCH:  # a match from here could reach overwritten tokens
+        if not is_held(text, place):
             break
         best, length = place, i
     return best, length
+
+
+@inlined
+def is_held(text: TextIndex, place: Int) -> bool:
+    """Return whether the buffer still holds a place, and the tokens before it that a match may reach."""
+    return bool(place > max(text.span[1] - len(text.buffer) + MAX_MATCH, np.int64(0)))
 
 
 @compiled
@@ -216,11 +225,16 @@ def append_text(text: TextIndex, tokens: np.ndarray) -> None:
     last = len(text.buffer) - 1  # mask: the length is a power of two
     for i in range(len(tokens)):
         end = text.span[1]
+        text.forks[end & last] = 0
         for length in range(1, NUM_HASHES):
             key = text.hashes[0, length]
             if key == 0:
                 break
             slot = claim_slot(text.keys, text.places, 0, key)
+            if length == MAX_GRAM and text.keys[slot] == key and is_held(text, text.places[slot, 0]):
+                before = text.places[slot, 0]
+                is_other = text.buffer[before & last] != tokens[i]
+                text.forks[end & last] = before if is_other else text.forks[before & last]
             text.keys[slot] = key
             text.places[slot, 0] = end
         text.buffer[end & last] = tokens[i]
