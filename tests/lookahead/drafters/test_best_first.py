@@ -205,17 +205,17 @@ def test_both_continuations_of_a_fork_are_drafted(cut):
     assert {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0} >= {7, 9}
 
 
-def test_fork_whose_earlier_branch_was_overwritten_has_one_continuation():
+def test_overwritten_branch_of_a_fork_is_not_drafted():
     draft_tables = DraftTables(SMALL)
     copied, size = [1, 2, 3, 4, 5, 6], len(draft_tables.text.buffer)
+    draft_tables.begin_text([*copied, 7, 8, 0, *copied, 9, 10])
+    for _ in range(3):  # 7 is too old then, and 9 is not
+        draft_tables.begin_text([0] * ((size - tables.MAX_MATCH - 13) // 3))
+    assert len(draft_tables.text.buffer) == size
     drafter = best_first(10, draft_tables)
-    drafter.begin([*copied, 7, 8])
-    for _ in range(2):
-        draft_tables.begin_text([9] * (size // 2 - 10))
-    tokens = [*copied, 10, 11, 9, *copied]
-    drafter.begin(tokens)
-    tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
-    assert 10 in tree.tokens and 7 not in tree.tokens
+    drafter.begin(copied)
+    tree = drafter.propose(copied, len(copied) - 1, max_depth=30)
+    assert 9 in tree.tokens and 7 not in tree.tokens
 
 
 def test_vocabulary_prior_gives_candidates_without_history():

@@ -105,9 +105,39 @@ def collect_match(
     if length == 0:
         return 0
     last = len(text.buffer) - 1
-    tokens, lengths, features = candidates.tokens, candidates.values, candidates.features
+    tokens = candidates.tokens
     for rank in range(K):
         tokens[0, rank] = -1
+    num = collect_fork(text, noise, position, nodes, root, node, candidates, place, length)
+    for shorter in range(min(length, MAX_GRAM) - 1, 0, -1):
+        place = text.places[find_slot(text.keys, nodes.hashes[node, shorter]), 0]
+        token = text.buffer[place & last]
+        is_known = False
+        for rank in range(num):
+            is_known |= tokens[0, rank] == token
+        if not is_known:
+            tokens[0, num] = token
+            base = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
+            candidates.features[0, num] = base + noise_bin(noise, position, token)
+            num += 1
+    return 1
+
+
+@inlined
+def collect_fork(
+    text: TextIndex,
+    noise: Noise,
+    position: Int,
+    nodes: Nodes,
+    root: Int,
+    node: Int,
+    candidates: Candidates,
+    place: Int,
+    length: Int,
+) -> Int:
+    """Write the token after `length` matching tokens, and that of the fork there, if any; return how many."""
+    last = len(text.buffer) - 1
+    tokens, lengths = candidates.tokens, candidates.values
     fork = text.forks[place & last] if length == MAX_GRAM else np.int64(0)
     num = 2 if is_held(text, fork) else 1
     for rank in range(num):
@@ -119,19 +149,8 @@ def collect_match(
         base = length_bin(lengths[0]) * NUM_NOISE_BINS
         if num == 2:
             base = FORK_FEATURES + (rank * NUM_FORK_BINS + fork_bin(lengths[rank], lengths[1 - rank])) * NUM_NOISE_BINS
-        features[0, rank] = base + noise_bin(noise, position, tokens[0, rank])
-    for shorter in range(min(length, MAX_GRAM) - 1, 0, -1):
-        place = text.places[find_slot(text.keys, nodes.hashes[node, shorter]), 0]
-        token = text.buffer[place & last]
-        is_known = False
-        for rank in range(num):
-            is_known |= tokens[0, rank] == token
-        if not is_known:
-            tokens[0, num] = token
-            base = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
-            features[0, num] = base + noise_bin(noise, position, token)
-            num += 1
-    return 1
+        candidates.features[0, rank] = base + noise_bin(noise, position, tokens[0, rank])
+    return num
 
 
 @inlined
