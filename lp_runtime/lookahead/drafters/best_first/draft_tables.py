@@ -89,6 +89,7 @@ class DraftTables:
         self.text.keys[:] = 0
         self.text.span[:] = 0
         self.text.buffer[:] = 0
+        self.text.forks[:] = 0
         for counted in self._counted().values():
             counted[:] = 0
         self._stamp = 0
