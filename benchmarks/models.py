@@ -10,7 +10,7 @@ import torch
 from inflate_model import inflated
 from inflation_shapes import SHAPES
 from torch import nn
-from transformers import AutoModelForCausalLM, MixtralConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
 from lp_runtime.model.hf.types import CausalLM
@@ -20,9 +20,52 @@ from lp_runtime.replica.loading import prepare_model
 
 CONTEXT_TOKENS = 1 << 16  # context of inflated models: more than any study's prefix
 UNUSED_TOKEN = 0  # the demo model's end-of-text token, which no prompt contains
-EXPERTS = {  # sizes of mixtures of experts with random weights: about 5.5B parameters, and a tiny one
-    "experts": {"hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "small_experts": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4},
+GEMMA_12B = {
+    "hidden_size": 3840,
+    "intermediate_size": 15360,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+}
+RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {  # models with random weights, and their sizes
+    # Mixtures of experts: about 5.5B parameters, and a tiny one.
+    "experts": (
+        MixtralConfig,
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 7168,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 16,
+        },
+    ),
+    "small_experts": (
+        MixtralConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+    ),
+    # The shape of Gemma 3 12B, whose windows of 1,024 tokens are in five layers of six; the same without windows; and
+    # a tiny one with a window of 64.
+    "windows": (Gemma3TextConfig, GEMMA_12B | {"sliding_window": 1024}),
+    "no_windows": (Gemma3TextConfig, GEMMA_12B | {"layer_types": ["full_attention"] * 48}),
+    "small_windows": (
+        Gemma3TextConfig,
+        {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 6,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "sliding_window": 64,
+        },
+    ),
 }
 
 
@@ -30,15 +73,14 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
     """Return a model on its device, as transformers would have loaded it.
 
     Args:
-        name: demo; a shape that the demo model is inflated to; experts or small_experts, a mixture of experts with
-            random weights; or a directory.
+        name: demo; a shape that the demo model is inflated to; a model of RANDOM; or a directory.
         dtype: torch's name without "torch."; auto for the checkpoint's, or float32 for models made here.
         device: where the model is made.
         vocabulary_size: size to which the embedding and the head are padded; None for no padding.
     """
     made_dtype = "float32" if dtype == "auto" else dtype
-    if name in EXPERTS:
-        model = random_experts(name, made_dtype, device)
+    if name in RANDOM:
+        model = random_model(name, made_dtype, device)
     elif name in SHAPES:
         model = inflated(DEMO_MODEL, SHAPES[name], made_dtype, device)
         model.config.max_position_embeddings = CONTEXT_TOKENS
@@ -49,16 +91,11 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
     return model
 
 
-def random_experts(name: str, dtype: str, device: torch.device) -> CausalLM:
-    """Return a Mixtral model with random weights: 8 experts, 2 of them active."""
-    sizes: dict[str, Any] = EXPERTS[name]
-    config = MixtralConfig(
-        **sizes,
-        vocab_size=4096,
-        num_key_value_heads=sizes["num_attention_heads"] // 2,
-        max_position_embeddings=4096,
-        eos_token_id=None,
-        bos_token_id=None,
+def random_model(name: str, dtype: str, device: torch.device) -> CausalLM:
+    """Return a model of RANDOM, which never ends a text."""
+    kind, sizes = RANDOM[name]
+    config = kind(
+        **sizes, vocab_size=4096, max_position_embeddings=CONTEXT_TOKENS, eos_token_id=None, bos_token_id=None
     )
     torch.manual_seed(0)
     with device:

@@ -45,7 +45,9 @@ METHODS = {"plain": PLAIN, "default": LookaheadConfig()}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--model", default="demo", help="demo, a shape, experts, or a directory")
+    parser.add_argument(
+        "--model", default="demo", help="demo, a shape, a model with random weights (models.py), or a directory"
+    )
     parser.add_argument("--vocabulary", type=int, default=None, help="size to which embedding and head are padded")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--compile", default="auto", choices=["off", "auto", "full"])

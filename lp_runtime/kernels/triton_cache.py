@@ -23,12 +23,12 @@ WARP_PAIRS = 256  # of them, those of a warp: 16 bytes of each half a thread
 
 @triton.jit(do_not_specialize=["column"])
 def _rotate_and_write(
-    query, key, value, cos, sin, owners, table, rotated,
-    query_stride, key_stride, value_stride, column,
+    query, key, value, cos, sin, query_weight, key_weight, owners, table, rotated,
+    epsilon, query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Rotate and write heads of a token; one program per token and block of query, key or value heads."""
+    """Normalize, rotate and write heads of a token; one program per token and block of query, key or value heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     QUERY_BLOCKS: tl.constexpr = (QUERY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
     KEY_BLOCKS: tl.constexpr = (KEY_HEADS + BLOCK_HEADS - 1) // BLOCK_HEADS
@@ -42,9 +42,11 @@ def _rotate_and_write(
         is_kept = inside
         source = query + token * query_stride
         target = rotated + (token * QUERY_HEADS + head) * 2 * HALF
+        weight = query_weight
     else:
         block -= QUERY_BLOCKS
         source = key + token * key_stride
+        weight = key_weight
         if is_value:
             block -= KEY_BLOCKS
             source = value + token * value_stride
@@ -57,12 +59,20 @@ def _rotate_and_write(
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
-    low = tl.load(source + head * 2 * HALF + dims, mask=inside).to(tl.float32)
-    high = tl.load(source + head * 2 * HALF + HALF + dims, mask=inside).to(tl.float32)
+    low = tl.load(source + head * 2 * HALF + dims, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + head * 2 * HALF + HALF + dims, mask=inside, other=0.0).to(tl.float32)
     if is_value:
         tl.store(target + dims, low, mask=is_kept)
         tl.store(target + HALF + dims, high, mask=is_kept)
     else:
+        if HAS_NORM:
+            squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
+            scale = tl.rsqrt(squares / (2 * HALF) + epsilon)[:, None]
+            low *= scale * tl.load(weight + dims, mask=dims < HALF).to(tl.float32)
+            high *= scale * tl.load(weight + HALF + dims, mask=dims < HALF).to(tl.float32)
+            # Round, as a separate norm would.
+            low = low.to(rotated.dtype.element_ty).to(tl.float32)
+            high = high.to(rotated.dtype.element_ty).to(tl.float32)
         angles = token * 2 * HALF + dims
         low_cos = tl.load(cos + angles, mask=dims < HALF).to(tl.float32)
         high_cos = tl.load(cos + angles + HALF, mask=dims < HALF).to(tl.float32)
@@ -82,6 +92,10 @@ def rotate_and_write(
     owners: torch.Tensor,  # [B] int64, each token's row in the table
     table: torch.Tensor,  # [P, 4 + 2 layers] int64
     layer: int,
+    # [D] each, of one dtype: weights of RMS norms that are applied before the rotation. None for no norms.
+    query_weight: torch.Tensor | None,
+    key_weight: torch.Tensor | None,
+    epsilon: float,  # of the norms
 ) -> torch.Tensor:
     """Write rotated keys, and values, after the committed ones; return rotated queries, [1, B, g H, D].
 
@@ -93,11 +107,12 @@ def rotate_and_write(
     rotated = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     block, block_heads = head_blocks(size // 2, num_queries)
     _rotate_and_write[(num_tokens, triton.cdiv(num_queries, block_heads) + 2 * triton.cdiv(num_keys, block_heads))](
-        query, key, value, cos.contiguous(), sin.contiguous(), owners, table, rotated,
-        query.stride(1), key.stride(1), value.stride(1), HEADER + 2 * layer,
+        query, key, value, cos.contiguous(), sin.contiguous(),
+        query if query_weight is None else query_weight, key if key_weight is None else key_weight, owners, table,
+        rotated, epsilon, query.stride(1), key.stride(1), value.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], QUERY_HEADS=num_queries, KEY_HEADS=num_keys, HALF=size // 2,
-        BLOCK=block, BLOCK_HEADS=block_heads, num_warps=max(1, block * block_heads // WARP_PAIRS),
-        **early_launch(query.device),
+        BLOCK=block, BLOCK_HEADS=block_heads, HAS_NORM=query_weight is not None,
+        num_warps=max(1, block * block_heads // WARP_PAIRS), **early_launch(query.device),
     )  # fmt: skip
     return rotated
 

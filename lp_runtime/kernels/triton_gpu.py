@@ -30,10 +30,12 @@ GATE_BLOCK = 1024  # elements that a program computes
 MAX_NORM_SIZE = 1 << 14  # largest E whose row a program can hold in registers
 WARP_ELEMENTS = 512  # elements of a row per warp
 MAX_WARPS = 16
+GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+GELU_CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _gate(gate_up, output, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate(gate_up, output, size, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -41,58 +43,99 @@ def _gate(gate_up, output, size, BLOCK: tl.constexpr, EARLY: tl.constexpr):
         gdc_wait()
     gate = tl.load(gate_up + token * 2 * size + places, mask=inside).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + places, mask=inside).to(tl.float32)
-    tl.store(output + token * size + places, gate * tl.sigmoid(gate) * up, mask=inside)
+    inner = gate
+    if GELU:  # x (1 + tanh(y)) / 2 = x sigmoid(2 y)
+        inner = 2 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)
+    tl.store(output + token * size + places, gate * tl.sigmoid(inner) * up, mask=inside)
 
 
-def gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(first half) * second half of contiguous `gate_up`: [..., 2 F] to [..., F]."""
+def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """Return activation(first half) * second half of contiguous `gate_up`: [..., 2 F] to [..., F].
+
+    The activation is silu, or gelu_tanh: GELU in its approximation by tanh.
+    """
     size = gate_up.shape[-1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (output.numel() // size, triton.cdiv(size, GATE_BLOCK))
-    _gate[grid](gate_up, output, size, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
+    is_gelu = activation == "gelu_tanh"
+    _gate[grid](gate_up, output, size, GELU=is_gelu, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
     return output
 
 
 @triton.jit
 def _add_and_norm(
-    states, added, weight, total, normed, size, epsilon, BLOCK: tl.constexpr, EARLY: tl.constexpr
+    states, added, added_weight, weight, total, normed, size, epsilon,
+    HAS_ADDED: tl.constexpr, NORMS_ADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Add and normalize one token's row, in one launch instead of two; one program per token."""
+    """Add to one token's row and normalize it, in one launch instead of two or three; one program per token."""
     start = tl.program_id(0).to(tl.int64) * size
     places = tl.arange(0, BLOCK)
     inside = places < size
     factors = tl.load(weight + places, mask=inside, other=0.0).to(tl.float32)
+    added_factors = factors
+    if NORMS_ADDED:
+        added_factors = tl.load(added_weight + places, mask=inside, other=0.0).to(tl.float32)
     if EARLY:
         gdc_wait()
-    left = tl.load(states + start + places, mask=inside, other=0.0).to(tl.float32)
-    right = tl.load(added + start + places, mask=inside, other=0.0).to(tl.float32)
-    rounded = (left + right).to(total.dtype.element_ty)
-    tl.store(total + start + places, rounded, mask=inside)
-    row = rounded.to(tl.float32)  # normalize the rounded sum, as separate operations would
+    row = tl.load(states + start + places, mask=inside, other=0.0).to(tl.float32)
+    if HAS_ADDED:
+        right = tl.load(added + start + places, mask=inside, other=0.0).to(tl.float32)
+        if NORMS_ADDED:
+            right *= tl.rsqrt(tl.sum(right * right, 0) / size + epsilon) * added_factors
+            right = right.to(total.dtype.element_ty).to(tl.float32)
+        rounded = (row + right).to(total.dtype.element_ty)
+        tl.store(total + start + places, rounded, mask=inside)
+        row = rounded.to(tl.float32)  # normalize the rounded sum, as separate operations would
     scale = tl.rsqrt(tl.sum(row * row, 0) / size + epsilon)
     tl.store(normed + start + places, row * scale * factors, mask=inside)
 
 
+def can_norm(states: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Whether `norm` supports tensors: states contiguous, weight of their dtype or float32, E <= MAX_NORM_SIZE."""
+    return weight.dtype in (states.dtype, torch.float32) and states.is_contiguous() and weight.numel() <= MAX_NORM_SIZE
+
+
 def can_add_and_norm(states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `add_and_norm` supports tensors: same shape and dtype, contiguous, E <= MAX_NORM_SIZE."""
+    """Whether `add_and_norm` supports tensors: as `can_norm`, and `added` like `states`."""
     return (
-        states.shape == added.shape
-        and states.dtype == added.dtype == weight.dtype
-        and states.is_contiguous()
+        can_norm(states, weight)
+        and states.shape == added.shape
+        and states.dtype == added.dtype
         and added.is_contiguous()
-        and weight.numel() <= MAX_NORM_SIZE
     )
 
 
+def norm(states: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Return the RMS norm over the last dimension, computed in float32: [..., E] to [..., E]."""
+    return _normed(states, None, None, weight, epsilon)[1]
+
+
 def add_and_norm(
-    states: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    states: torch.Tensor,
+    added: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    added_weight: torch.Tensor | None = None,  # weight of a norm that is applied to `added` first
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add two tensors, apply RMS norm in float32, and return (sum, normalized sum), [..., T, E] each."""
+    return _normed(states, added, added_weight, weight, epsilon)
+
+
+def _normed(
+    states: torch.Tensor,
+    added: torch.Tensor | None,
+    added_weight: torch.Tensor | None,
+    weight: torch.Tensor,
+    epsilon: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (sum, normalized sum); `states` is the sum if nothing is added."""
     size = weight.numel()
-    total, normed = torch.empty_like(states), torch.empty_like(states)
+    total = states if added is None else torch.empty_like(states)
+    normed = torch.empty_like(states)
     block = triton.next_power_of_2(size)
     _add_and_norm[(states.numel() // size,)](
-        states, added, weight, total, normed, size, epsilon,
+        states, states if added is None else added, weight if added_weight is None else added_weight, weight,
+        total, normed, size, epsilon, HAS_ADDED=added is not None, NORMS_ADDED=added_weight is not None,
         BLOCK=block, num_warps=num_norm_warps(block), **early_launch(states.device),
     )  # fmt: skip
     return total, normed

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.nn.functional import rms_norm
 from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
 from support.thinned import thinned
 
@@ -125,11 +126,17 @@ def test_parts_without_keys_are_neither_written_nor_read(
 
 
 @pytest.mark.parametrize(
-    ("case", "is_apart", "dtype"),
-    thinned(4, [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)], [True, False], TOLERANCES),
+    ("case", "is_apart", "dtype", "weight_dtype"),
+    thinned(
+        6,
+        [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)],
+        [True, False],
+        TOLERANCES,
+        [None, torch.float32, "own"],
+    ),
 )
-def test_rotate_and_write_matches_torch(case, is_apart, dtype):
-    """Queries, keys and values may be separate tensors, or slices of one row per token."""
+def test_rotate_and_write_matches_torch(case, is_apart, dtype, weight_dtype):
+    """Queries, keys and values may be separate tensors, or slices of one row per token, and may pass norms first."""
     sizes, groups, size = case
     heads = (HEADS * groups, HEADS, HEADS)
     fed = [feed(*each, size, dtype, 0, 0, seed) for seed, each in enumerate(sizes)]
@@ -139,8 +146,16 @@ def test_rotate_and_write_matches_torch(case, is_apart, dtype):
     cos, sin = torch.randn(2, 1, 8, size, device=DEVICE).to(dtype)
     before = [[each.clone() for each in one.cache.tensors(LAYER)] for one in fed]
     _, owners, table, _ = inputs.device_inputs
-    rotated = kernels.rotate_and_write(query, key, value, cos, sin, owners, table, LAYER)
+    norms = (None, None)
+    if weight_dtype is not None:
+        norms = tuple(torch.rand(2, size, device=DEVICE).to(dtype if weight_dtype == "own" else weight_dtype))
+    rotated = kernels.rotate_and_write(query, key, value, cos, sin, owners, table, LAYER, *norms, 1e-3)
     tolerance = {"rtol": TOLERANCES[dtype], "atol": 2 * TOLERANCES[dtype]}
+    if weight_dtype is not None:
+        query, key = (
+            rms_norm(each.float(), [size], weight.float(), 1e-3).to(dtype)
+            for each, weight in zip((query, key), norms, strict=True)
+        )
     torch.testing.assert_close(rotated, rotate(query, cos, sin), **tolerance)
     first = 0
     for (num_tokens, num_cached), one, caches in zip(sizes, fed, before, strict=True):
@@ -159,7 +174,9 @@ def test_pass_of_padding_only_returns_zeros():
     states = torch.randn(1, 4, 4 * HEADS, 16, device=DEVICE)
     query, key, value = states.split((2 * HEADS, HEADS, HEADS), 2)
     positions, owners, table, words = inputs.device_inputs
-    rotated = kernels.rotate_and_write(query, key, value, states[:, :, 0], states[:, :, 1], owners, table, LAYER)
+    rotated = kernels.rotate_and_write(
+        query, key, value, states[:, :, 0], states[:, :, 1], owners, table, LAYER, None, None, 0.0
+    )
     kernels.write(key.transpose(1, 2), value.transpose(1, 2), owners, table, LAYER)
     lowest = inputs.masks[0, 0, 0]
     output = kernels.attend(rotated.transpose(1, 2), HEADS, lowest, positions, words, table, LAYER, 1.0, 8, None)

@@ -17,6 +17,7 @@ from support.one_slot import OneSlot
 from support.small_models import FAMILIES
 from support.thinned import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.activations import ACT2FN
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -44,12 +45,15 @@ MAX_STACK_BYTES = 64  # allows for a few spilled registers
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (5, kernels.GATE_BLOCK)])
-def test_gate_matches_silu(num_tokens, size, dtype):
-    gate_up = torch.randn(1, num_tokens, 2 * size, device=DEVICE).to(dtype)
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "name"),
+    [(1, 8, "silu"), (3, 1500, "gelu_tanh"), (5, kernels.GATE_BLOCK, "silu"), (2, 40, "gelu_tanh")],
+)
+def test_gate_matches_the_activation_of_transformers(num_tokens, size, name, dtype):
+    gate_up = 3 * torch.randn(1, num_tokens, 2 * size, device=DEVICE).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    expected = torch.nn.functional.silu(gate) * up
-    actual = kernels.gate(gate_up)
+    expected = ACT2FN[{"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}[name]](gate) * up
+    actual = kernels.gate(gate_up, name)
     assert actual.dtype == dtype
     torch.testing.assert_close(actual.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
@@ -73,6 +77,11 @@ class Launches(TorchDispatchMode):
 
 
 SIZES = (1, 24)  # tokens of a pass
+COUNTED = [
+    ("Llama", {}),
+    ("Qwen3", {"head_dim": 8}),
+    ("Gemma", {"head_dim": 8}),
+]  # models whose layers' launches are counted
 
 
 def counted_kernels(launches: Launches) -> SimpleNamespace:
@@ -89,8 +98,8 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 
         return call
 
-    names = ("rotate_and_write", "write", "attend", "attend_strictly", "gate", "add_and_norm", "sample_and_pack")
-    checks = {name: getattr(kernels, name) for name in ("can_add_and_norm", "can_cut")}
+    names = "rotate_and_write write attend attend_strictly gate norm add_and_norm sample_and_pack".split()
+    checks = {name: getattr(kernels, name) for name in ("can_norm", "can_add_and_norm", "can_cut")}
     return SimpleNamespace(launches=launches, **checks, **{name: counted(name) for name in names})
 
 
@@ -109,6 +118,7 @@ def use_kernels(patch, kernels) -> None:
         pytest.param("Qwen3", {"head_dim": 8}, marks=pytest.mark.slow),
         pytest.param("Phi3", {}, marks=pytest.mark.slow),
         pytest.param("Gemma", {"head_dim": 8}, marks=pytest.mark.slow),
+        pytest.param("Gemma3", {"head_dim": 8, "sliding_window": 8}, marks=pytest.mark.slow),
     ],
 )
 def test_steps_with_kernels_match_the_unchanged_model(random_model, name, settings, monkeypatch):
@@ -197,9 +207,12 @@ def test_decoding_with_kernels_gives_the_same_tokens(random_model, temperature, 
     assert were_presampled == [False] + [is_greedy] * (len(were_presampled) - 1)  # the prefill does not presample
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
-def test_layer_launches_the_expected_kernels(random_model, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("Gemma3", {"head_dim": 8}), *[pytest.param(*each, marks=pytest.mark.slow) for each in COUNTED]],
+)
+def test_layer_launches_the_expected_kernels(random_model, name, settings, monkeypatch):
     """A layer launches four matrix products and our kernels; the norm kernels do the additions.
 
     Attention counts once here, but it is two launches.
@@ -209,7 +222,8 @@ def test_layer_launches_the_expected_kernels(random_model, monkeypatch):
     for num_layers in (2, 3):
         launches = Launches()
         use_kernels(monkeypatch, counted_kernels(launches))
-        model = OneSlot(ModelRunner(random_model("Llama", num_hidden_layers=num_layers), 512, own_attention=True))
+        layered = random_model(name, num_hidden_layers=num_layers, **settings)
+        model = OneSlot(ModelRunner(layered, 512, own_attention=True))
         fuse_blocks(model.model)
         model.enable_graphs(capture=False)
         model.begin(300)
@@ -234,7 +248,7 @@ def test_kernels_compile_for_absent_gpus(capability):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 44
+    assert len(lines) == 47
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MAX_SHARED_BYTES, line

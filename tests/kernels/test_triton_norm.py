@@ -18,16 +18,34 @@ if DEVICE == "cuda":
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("num_tokens", "size"), [(1, 8), (3, 1500), (2, 4096)])
-def test_add_and_norm_matches_float64_reference(num_tokens, size, dtype):
+@pytest.mark.parametrize(
+    ("num_tokens", "size", "weight_dtype", "norms_added"),
+    [(1, 8, None, False), (3, 1500, torch.float32, True), (2, 4096, None, True), (2, 64, torch.float32, False)],
+)
+def test_add_and_norm_matches_float64_reference(num_tokens, size, weight_dtype, norms_added, dtype):
     states, added = (torch.randn(1, num_tokens, size, device=DEVICE).to(dtype) for _ in range(2))
-    weight = torch.rand(size, device=DEVICE).to(dtype)
+    weight, added_weight = (torch.rand(size, device=DEVICE).to(weight_dtype or dtype) for _ in range(2))
     assert kernels.can_add_and_norm(states, added, weight)
-    total, normed = kernels.add_and_norm(states, added, weight, 1e-5)
-    assert torch.equal(total, states + added) and normed.dtype == dtype
-    exact = total.double()
-    expected = exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
-    torch.testing.assert_close(normed.double(), expected, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
+    options = {"added_weight": added_weight} if norms_added else {}
+    total, normed = kernels.add_and_norm(states, added, weight, 1e-5, **options)
+    right = norm_of(added, added_weight).to(dtype) if norms_added else added
+    tolerance = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+    torch.testing.assert_close(total, states + right, **(tolerance if norms_added else {"rtol": 0, "atol": 0}))
+    assert normed.dtype == dtype
+    torch.testing.assert_close(normed.double(), norm_of(total, weight), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_norm_matches_float64_reference(dtype):
+    states, weight = 3 * torch.randn(2, 3, 1500, device=DEVICE).to(dtype), 1 + torch.rand(1500, device=DEVICE)
+    assert kernels.can_norm(states, weight) and not kernels.can_norm(states.transpose(0, 1), weight)
+    tolerance = {"rtol": TOLERANCES[dtype], "atol": TOLERANCES[dtype]}
+    torch.testing.assert_close(kernels.norm(states, weight, 1e-5).double(), norm_of(states, weight), **tolerance)
+
+
+def norm_of(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    exact = states.double()
+    return exact / (exact.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
 
 
 @pytest.mark.parametrize("kind", ["dtype", "shape", "strides", "size"])

@@ -125,15 +125,19 @@ def main(capabilities: list[int]) -> None:
             ("fp32", 64, 4),
         ):
             print_strict(capability, dtype, size, groups)
-        heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": 64, "BLOCK": 64, "BLOCK_HEADS": 16}
-        print(compile_kernel(cache._rotate_and_write, capability, "bf16", {}, heads, num_warps=4))
+        for half, block_heads, has_norm in ((64, 16, False), (64, 16, True), (128, 8, True)):
+            heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": half, "BLOCK": half}
+            heads |= {"BLOCK_HEADS": block_heads, "HAS_NORM": has_norm}
+            others = {"query_weight": "*fp32", "key_weight": "*fp32"}
+            print(compile_kernel(cache._rotate_and_write, capability, "bf16", others, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
         print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
-        print(compile_kernel(kernels._gate, capability, "bf16", {}, {"BLOCK": kernels.GATE_BLOCK}))
+        for is_gelu in (False, True):
+            print(compile_kernel(kernels._gate, capability, "bf16", {}, {"GELU": is_gelu, "BLOCK": kernels.GATE_BLOCK}))
         for size in (4096, 8192, kernels.MAX_NORM_SIZE):
-            block = {"BLOCK": size}
-            num_warps = kernels.num_norm_warps(size)
-            print(compile_kernel(kernels._add_and_norm, capability, "bf16", {}, block, num_warps=num_warps))
+            block = {"BLOCK": size, "HAS_ADDED": True, "NORMS_ADDED": size == kernels.MAX_NORM_SIZE}
+            num_warps, others = kernels.num_norm_warps(size), {"added_weight": "*bf16"}
+            print(compile_kernel(kernels._add_and_norm, capability, "bf16", others, block, num_warps=num_warps))
         one = {"NUM": 8}
         for dtype, shift, draws in (("bf16", 16, True), ("bf16", 16, False), ("fp32", 0, True)):
             for is_odd in (False, True):

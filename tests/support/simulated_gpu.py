@@ -585,13 +585,17 @@ STAND_INS = {
 }
 
 
+def can_norm(states, weight):
+    return states.is_contiguous() and weight.dtype in (states.dtype, torch.float32)
+
+
 def can_add_and_norm(states, added, weight):
-    return states.is_contiguous() and added.is_contiguous() and states.dtype == added.dtype == weight.dtype
+    return can_norm(states, weight) and added.is_contiguous() and states.dtype == added.dtype
 
 
-def add_and_norm(states, added, weight, epsilon):
-    total = states + added
-    return total, torch.nn.functional.rms_norm(total, weight.shape, weight, epsilon)
+def add_and_norm(states, added, weight, epsilon, added_weight=None):
+    total = states + (added if added_weight is None else stand_ins.norm(added, added_weight, epsilon))
+    return total, stand_ins.norm(total, weight, epsilon)
 
 
 def find_cut(logits, inverse_temperature, top_k, top_p):
@@ -640,12 +644,21 @@ def launched(kernel):
 
 
 KERNELS = SimpleNamespace(
+    can_norm=can_norm,
     can_add_and_norm=can_add_and_norm,
     can_cut=can_cut,
     cut_scores=cut_scores,
     **{
         kernel.__name__: launched(kernel)
-        for kernel in (stand_ins.gate, add_and_norm, find_cut, sample_and_pack, find_in_slice, pack_candidates)
+        for kernel in (
+            stand_ins.gate,
+            stand_ins.norm,
+            add_and_norm,
+            find_cut,
+            sample_and_pack,
+            find_in_slice,
+            pack_candidates,
+        )
     },
     **{name: getattr(stand_ins, name) for name in ("write", "rotate_and_write", "attend", "attend_strictly")},
 )

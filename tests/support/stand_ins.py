@@ -7,6 +7,7 @@ The kernels themselves are compared with float64 in tests/kernels.
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Iterator
 from types import SimpleNamespace
 
@@ -57,10 +58,13 @@ def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("lp_stand_ins::rotate_and_write", mutates_args=("table",))
 def rotate_and_write(
-    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, owners: Tensor, table: Tensor, layer: int
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, owners: Tensor, table: Tensor, layer: int,
+    query_weight: Tensor | None, key_weight: Tensor | None, epsilon: float,
+) -> Tensor:  # fmt: skip
     size = query.shape[3]
     assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
+    if query_weight is not None and key_weight is not None:
+        query, key = norm(query, query_weight, epsilon), norm(key, key_weight, epsilon)
     write(rotated(key, cos, sin).transpose(1, 2), value.transpose(1, 2), owners, table, layer)
     return rotated(query, cos, sin)
 
@@ -128,10 +132,16 @@ def _(query: Tensor, *args: object) -> Tensor:
     return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
 
-def gate(gate_up: Tensor) -> Tensor:
+def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    normed = torch.nn.functional.rms_norm(states.float(), weight.shape, weight.float(), epsilon)
+    return normed.to(states.dtype)
+
+
+def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     assert gate_up.is_contiguous()
     first, second = gate_up.float().chunk(2, -1)
-    return (torch.nn.functional.silu(first) * second).to(gate_up.dtype)
+    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    return ({"silu": torch.nn.functional.silu, "gelu_tanh": gelu}[activation](first) * second).to(gate_up.dtype)
 
 
 def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:

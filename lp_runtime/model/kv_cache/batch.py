@@ -134,11 +134,15 @@ class DeviceCache(_StandInCache):
         cos: torch.Tensor,
         sin: torch.Tensor,
         layer: int,
+        norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0),
     ) -> torch.Tensor:
-        """Rotate queries and keys, and write keys and values; shapes are those of kernels/triton_cache.py."""
+        """Rotate queries and keys, and write keys and values; shapes are those of kernels/triton_cache.py.
+
+        `norms` are the weights and the epsilon of the RMS norms that queries and keys pass first, if there are any.
+        """
         self._layer = layer
         return self._kernels.rotate_and_write(
-            query, key, value, cos, sin, self._inputs.owners, self._inputs.table, layer
+            query, key, value, cos, sin, self._inputs.owners, self._inputs.table, layer, *norms
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for
@@ -25,52 +25,80 @@ from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 
-class FusedNorm(nn.Module):
-    """RMS normalization over the last dimension, computed in float32; shares the weight of a LlamaRMSNorm."""
+Norm = Any  # an RMS norm of transformers'
+ACTIVATIONS = {  # gates that the kernels compute, and their modules
+    "silu": (nn.SiLU, type(ACT2FN["silu"])),
+    "gelu_tanh": (type(ACT2FN["gelu_pytorch_tanh"]),),
+}
 
-    def __init__(self, norm: LlamaRMSNorm):
+
+class FusedNorm(nn.Module):
+    """RMS normalization over the last dimension, computed in float32; shares the weight of the norm that it replaces.
+
+    `adds_one` is for models whose norms multiply by 1 + weight (Gemma).
+    """
+
+    def __init__(self, norm: Norm, adds_one: bool = False):
         super().__init__()
         self.weight = norm.weight
-        self.variance_epsilon: float = norm.variance_epsilon
+        self.epsilon: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
+        self._factors = 1.0 + norm.weight.detach().float() if adds_one else norm.weight.detach()
         self._shape = tuple(norm.weight.shape)
         # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
         scale = torch.tensor(float(norm.weight.numel())).sqrt()
-        self._scaled = norm.weight.detach().float() * scale
-        self._on_host = norm.weight.detach().float().numpy() if norm.weight.is_cpu else None
-        self._least = (scale * self.variance_epsilon**0.5).to(norm.weight.device)
+        self._scaled = self._factors.float() * scale
+        self._on_host = self._factors.float().numpy() if norm.weight.is_cpu else None
+        self._least = (scale * self.epsilon**0.5).to(norm.weight.device)
         self._kernels = kernels_for(norm.weight.device)
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # (sum, normalized sum), set by add_ahead
+
+    @property
+    def factors(self) -> torch.Tensor:
+        """[E], by which normalized states are multiplied: in the model's dtype, or in float32."""
+        return self._factors
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
             if total is hidden_states:  # else the model passed on another tensor than the sum
                 return normed
-        if hidden_states.is_cuda:  # there torch's rms_norm is a single kernel
-            return nn.functional.rms_norm(hidden_states, self._shape, self.weight, self.variance_epsilon)
+        if hidden_states.is_cuda and self._factors.dtype == hidden_states.dtype:
+            return nn.functional.rms_norm(hidden_states, self._shape, self._factors, self.epsilon)  # a single kernel
+        if self._kernels is not None and self._kernels.can_norm(hidden_states, self._factors):
+            return self._kernels.norm(hidden_states, self._factors, self.epsilon)
         if self._on_host is not None and numba_cpu.supports(hidden_states):
-            return numba_cpu.norm(hidden_states, self._on_host, self.variance_epsilon)
+            return numba_cpu.norm(hidden_states, self._on_host, self.epsilon)
         length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
         normed = (hidden_states * self._scaled).div_(torch.hypot(length, self._least))
         return normed.to(hidden_states.dtype)
 
-    def after_adding(self, states: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add two tensors and normalize the sum: return (sum, normalized sum), [..., E] each."""
-        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.weight):
-            return self._kernels.add_and_norm(states, added, self.weight, self.variance_epsilon)
+    def after_adding(
+        self, states: torch.Tensor, added: torch.Tensor, added_norm: FusedNorm | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add two tensors and normalize the sum: return (sum, normalized sum), [..., E] each.
+
+        `added_norm` normalizes `added` first.
+        """
+        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self._factors):
+            if added_norm is None:
+                return self._kernels.add_and_norm(states, added, self._factors, self.epsilon)
+            if added_norm.epsilon == self.epsilon:
+                return self._kernels.add_and_norm(states, added, self._factors, self.epsilon, added_norm.factors)
+        if added_norm is not None:
+            added = added_norm(added)
         if self._on_host is not None and numba_cpu.supports(states) and numba_cpu.supports(added):
-            return numba_cpu.add_and_norm(states, added, self._on_host, self.variance_epsilon)
+            return numba_cpu.add_and_norm(states, added, self._on_host, self.epsilon)
         total = states + added
         return total, self(total)
 
-    def add_ahead(self, states: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
+    def add_ahead(self, states: torch.Tensor, added: torch.Tensor, added_norm: FusedNorm | None = None) -> torch.Tensor:
         """Return states + added, and keep its normalized form for a `forward` called with this very sum.
 
         The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
         """
         if torch.compiler.is_compiling():  # torch.compile fuses the two operations itself
-            return states + added
-        self._ahead = self.after_adding(states, added)
+            return states + (added if added_norm is None else added_norm(added))
+        self._ahead = self.after_adding(states, added, added_norm)
         return self._ahead[0]
 
 
@@ -82,13 +110,13 @@ class FusedMLP(nn.Module):
         self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
         self.down_proj = mlp.down_proj
         self.act_fn = mlp.act_fn
-        is_silu = isinstance(mlp.act_fn, nn.SiLU | type(ACT2FN["silu"]))
-        self._kernels = kernels_for(self.gate_up_proj.weight.device) if is_silu else None
+        self._activation = next((name for name, kinds in ACTIVATIONS.items() if isinstance(mlp.act_fn, kinds)), None)
+        self._kernels = kernels_for(self.gate_up_proj.weight.device) if self._activation is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gate_up = self.gate_up_proj(x)
         if self._kernels is not None:
-            return self.down_proj(self._kernels.gate(gate_up))
+            return self.down_proj(self._kernels.gate(gate_up, self._activation))
         gate, up = gate_up.chunk(2, -1)
         return self.down_proj(self.act_fn(gate) * up)
 
@@ -127,8 +155,13 @@ class FusedAttention(nn.Module):
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
         if isinstance(cache, DeviceCache):
-            query, key, value = self._norm(*states.split(self._sizes, 2))
-            query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
+            query, key, value = states.split(self._sizes, 2)
+            if isinstance(self.q_norm, FusedNorm) and isinstance(self.k_norm, FusedNorm):
+                norms = (self.q_norm.factors, self.k_norm.factors, self.q_norm.epsilon)
+                query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx, norms)
+            else:
+                query, key, value = self._norm(query, key, value)
+                query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
             query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         elif isinstance(cache, TreeCache) and numba_cpu.supports(states):
             query, key, value = self._rotated_on_host(states, *position_embeddings, cache)
@@ -186,8 +219,9 @@ class FusedAttention(nn.Module):
 class FusedLayer(nn.Module):
     """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
 
-    Shares the blocks of the layer that it replaces, which must be fused ones already. If `precede` has named the norm
-    that follows the layer, the layer's last addition computes that norm too.
+    Shares the blocks of the layer that it replaces, which must be fused ones already. In some models (Gemma 2 and 3),
+    norms also follow attention and MLP, before the additions. If `precede` has named the norm that follows the layer,
+    the layer's last addition computes that norm too.
     """
 
     def __init__(self, layer: LlamaDecoderLayer):
@@ -196,6 +230,14 @@ class FusedLayer(nn.Module):
         self.self_attn = cast(FusedAttention, layer.self_attn)
         self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
         self.mlp = cast(FusedMLP, layer.mlp)
+        self._after_attention: FusedNorm | None = None
+        self._after_mlp: FusedNorm | None = None
+        self._before_mlp = self.post_attention_layernorm
+        if hasattr(layer, "pre_feedforward_layernorm"):
+            self.pre_feedforward_layernorm = cast(FusedNorm, layer.pre_feedforward_layernorm)
+            self.post_feedforward_layernorm = cast(FusedNorm, layer.post_feedforward_layernorm)
+            self._after_attention, self._after_mlp = self.post_attention_layernorm, self.post_feedforward_layernorm
+            self._before_mlp = self.pre_feedforward_layernorm
         if hasattr(layer, "attention_type"):  # some models read this attribute of their layers
             self.attention_type = layer.attention_type
         self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple, so that torch does not register it as a submodule
@@ -218,9 +260,11 @@ class FusedLayer(nn.Module):
         normed = self.input_layernorm.forward(hidden_states)
         cache = past_key_values if cache is None else cache
         output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
-        hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
+        hidden_states, normed = self._before_mlp.after_adding(hidden_states, output, self._after_attention)
         output = self.mlp.forward(normed)
-        return self._next_norm[0].add_ahead(hidden_states, output) if self._next_norm else hidden_states + output
+        if self._next_norm:
+            return self._next_norm[0].add_ahead(hidden_states, output, self._after_mlp)
+        return hidden_states + (output if self._after_mlp is None else self._after_mlp(output))
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

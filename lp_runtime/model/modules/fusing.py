@@ -18,6 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma import modeling_gemma as gemma
+from transformers.models.gemma2 import modeling_gemma2 as gemma2
+from transformers.models.gemma3 import modeling_gemma3 as gemma3
+from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
@@ -33,7 +37,15 @@ log = logging.getLogger(__name__)
 
 Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 
-ATTENTIONS = (llama.LlamaAttention, mistral.MistralAttention, qwen2.Qwen2Attention, qwen3.Qwen3Attention)
+ATTENTIONS = (
+    llama.LlamaAttention,
+    mistral.MistralAttention,
+    qwen2.Qwen2Attention,
+    qwen3.Qwen3Attention,
+    gemma3.Gemma3Attention,
+)
+NORMS = (llama.LlamaRMSNorm, gpt_oss.GptOssRMSNorm)  # they round before and after the weight's product; we do after
+LAYERS = (llama.LlamaDecoderLayer, gemma.GemmaDecoderLayer, gemma2.Gemma2DecoderLayer, gemma3.Gemma3DecoderLayer)
 PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
 NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
@@ -43,14 +55,19 @@ FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
     "input_layernorm": FusedNorm,
     "post_attention_layernorm": FusedNorm,
 }
+WITH_NORMS_AFTER = FUSED_BLOCKS | dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), FusedNorm)
 
 
 def fuse_blocks(model: nn.Module) -> int:
     """Replace a model's known blocks in place, one by one to free their weights; return how many."""
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
-        (_is_mlp, FusedMLP, lambda mlp: {"x": _random(mlp.gate_proj.weight, mlp.gate_proj.in_features)}),
-        (_is_norm, FusedNorm, lambda norm: {"hidden_states": _random(norm.weight, len(norm.weight))}),
+        (_is_mlp, FusedMLP, lambda mlp: ((_random(mlp.gate_proj.weight, mlp.gate_proj.in_features),), {})),
+        (
+            _is_norm,
+            lambda norm: FusedNorm(norm, _adds_one(norm)),
+            lambda norm: ((_random(norm.weight, len(norm.weight)),), {}),
+        ),
         (_is_layer, FusedLayer, lambda layer: _attention_input(layer.self_attn)),
     )
     count = 0
@@ -59,7 +76,8 @@ def fuse_blocks(model: nn.Module) -> int:
             block = getattr(parent, name)
             try:
                 replacement = fused(block)
-                if not _agree(block, replacement, make_input(block)):
+                args, kwargs = make_input(block)
+                if not _agree(block, replacement, *args, **kwargs):
                     continue
             except Exception as error:  # the block only looks like a known one, or too little memory for both
                 log.info("%s is not fused: %s", type(block).__name__, first_line(error))
@@ -94,6 +112,7 @@ def _is_attention(module: Block) -> bool:
         and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
         and _same_code(_global(module, "rotate_half"), llama.rotate_half)
         and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
+        and getattr(module, "attn_logit_softcapping", None) is None
         and _can_merge(module.q_proj, module.k_proj, module.v_proj)
     )
 
@@ -106,8 +125,8 @@ def _is_layer(module: Block) -> bool:
     """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace."""
     blocks = {name: type(child) for name, child in module.named_children()}
     return (
-        _runs_code_of(module, llama.LlamaDecoderLayer)
-        and blocks == FUSED_BLOCKS
+        any(_runs_code_of(module, known) for known in LAYERS)
+        and blocks in (FUSED_BLOCKS, WITH_NORMS_AFTER)
         and not any(map(is_hooked, module.children()))
         # On a GPU without the Triton kernels nothing is captured, and FusedLayer gains nothing.
         and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
@@ -115,7 +134,15 @@ def _is_layer(module: Block) -> bool:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    return _runs_code_of(module, llama.LlamaRMSNorm) and type(module.weight) is nn.Parameter
+    is_known = any(_runs_code_of(module, known) for known in NORMS) or _adds_one(module)
+    return is_known and type(module.weight) is nn.Parameter
+
+
+def _adds_one(module: nn.Module) -> bool:
+    """Whether a module runs the code of Gemma's norms, which multiply by 1 + weight."""
+    return _runs_code_of(module, gemma.GemmaRMSNorm) and _same_code(
+        getattr(type(module), "_norm", None), gemma.GemmaRMSNorm._norm
+    )
 
 
 def _can_merge(*linears: Block) -> bool:
@@ -143,10 +170,10 @@ def _global(module: nn.Module, name: str) -> Callable | None:
     return inspect.unwrap(type(module).forward).__globals__.get(name)
 
 
-def _attention_input(attention: Block) -> dict[str, object]:
+def _attention_input(attention: Block) -> tuple[tuple, dict[str, object]]:
     weight = next(attention.parameters())
     cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
-    return {
+    return (), {
         "hidden_states": _random(weight, attention.o_proj.out_features),
         "position_embeddings": (cos, sin),
         "attention_mask": None,
@@ -159,9 +186,9 @@ def _random(like: torch.Tensor, size: int) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def _agree(block: nn.Module, replacement: nn.Module, arguments: dict[str, Any]) -> bool:
+def _agree(block: nn.Module, replacement: nn.Module, *args: Any, **kwargs: Any) -> bool:
     with on(next(block.parameters()).device):
-        outputs = [each(**arguments) for each in (block, replacement)]
+        outputs = [each(*args, **kwargs) for each in (block, replacement)]
     expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
     tolerance = TOLERANCES.get(expected.dtype, 0.0)
     difference = (actual.float() - expected.float()).norm()

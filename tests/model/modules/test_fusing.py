@@ -27,20 +27,23 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica import loading
 
 ATTENTION, MLP, NORM, LAYER = FusedAttention, FusedMLP, FusedNorm, FusedLayer
-FUSED = {  # in two layers; norms: two per layer, the last one, and for some models one each of queries and keys
+FUSED = {  # in two layers; norms: two or four per layer, the last one, and for some models one each of queries and keys
     "llama": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mistral": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mixtral": {ATTENTION: 2, NORM: 5},
     "qwen2": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "qwen3": {ATTENTION: 2, MLP: 2, NORM: 9, LAYER: 2},
     "qwen3_moe": {ATTENTION: 2, NORM: 9},
-    "gemma": {ATTENTION: 2, MLP: 2},
+    "gemma": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
+    "gemma2": {MLP: 2, NORM: 9},
+    "gemma3": {ATTENTION: 2, MLP: 2, NORM: 13, LAYER: 2},
     "granite": {ATTENTION: 2, MLP: 2, NORM: 5},
     "phi3": {NORM: 5},
     "smollm3": {MLP: 2, NORM: 5},
     "gpt2": {},
     "gpt_neox": {},
-    "gpt_oss": {},
+    "gpt_oss": {NORM: 5},
+    "olmo2": {MLP: 2, NORM: 9},
 }
 
 
