@@ -72,9 +72,6 @@ fi
 export LP_GPUS=$gpus # for the parts: querying torch takes seconds
 replicas=(2) # numbers of replicas of the parts for several GPUs
 [ "$gpus" -le 2 ] || replicas+=("$gpus")
-floor_shape=() floor_large=() # without a shape, the demo model itself
-[ "$shape" = demo ] || floor_shape=(--shapes "$shape")
-[ "$large" = demo ] || floor_large=(--shapes "$large")
 
 # Parts of a call, in order, with their limits in seconds: 540 together.
 parts_of() {
@@ -104,10 +101,10 @@ run() {
     local micro=("$python" benchmarks/micro.py)
     case $1 in
     machine) "${micro[@]}" machine --output "$results" "${machine[@]}" ;;
-    floor) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${many[@]}" --compile auto ;;
+    floor) "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${many[@]}" --compile auto ;;
     profile) "${micro[@]}" profile --output "$results" --model "$shape" "${half[@]}" --tokens 1 "${few[-1]}" ;;
     kernels) "${micro[@]}" kernels --output "$results" "${kernels[@]}" ;;
-    off) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
+    off) "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" --compile off ;;
     tests)
         status=0
         for tests in "${gpu_tests[@]}"; do # run the next even if one fails
@@ -129,14 +126,14 @@ run() {
         --max-new-tokens "$new" "${requests[@]}" --conditions greedy nucleus ;;
     exchange) "${micro[@]}" exchange --output "$results" "${exchange[@]}" --backends shared gloo ;;
     nccl) "$python" benchmarks/resilience.py nccl --output "$results" --backend "${NCCL:-nccl}" ;;
-    large) "${micro[@]}" floor --output "$results" "${floor_large[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" ;;
-    full) "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
+    large) "${micro[@]}" floor --output "$results" --models "$large" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" ;;
+    full) "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
     compiled) lp_bench model.path="$(model_path)" dtype=bfloat16 limit=1 "methods=[hf,hf_compiled]" ;;
     share) "$python" benchmarks/correctness.py equality --output "$results" --device cuda --backend gloo "${share[@]}" --prompts "$(own_prompts)" ;;
     shards)
         "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend gloo --gpus 2 --gpus-per-replica 2 \
             --settings 5,3,5 --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)"
-        "${micro[@]}" floor --output "$results" "${floor_shape[@]}" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" "${sums[@]}"
+        "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" "${sums[@]}"
         ;;
     experts) "${micro[@]}" experts --output "$results" --compile auto --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
     real)

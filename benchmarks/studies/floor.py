@@ -1,7 +1,8 @@
 """Compares a step with its floor: the time to read the model's weights once.
 
     python benchmarks/micro.py floor --models DIR ... --tokens 1 64 128 --compile off auto full --dtype bfloat16
-    python benchmarks/micro.py floor --shapes 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
+    python benchmarks/micro.py floor --models 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
+    python benchmarks/micro.py floor --models windows --fusing auto off     with and without fused blocks
 
 The floor is weight bytes / copy bandwidth. The bandwidth is that of a large copy on the device, counting bytes read and
 written. A step does the work of decoding: copy inputs to the device, run the forward pass, and bring successors and
@@ -15,7 +16,6 @@ of captured passes of several GPUs. The exit status is 1 if a model could not be
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import statistics
 import sys
@@ -27,8 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import Results, Row
-from inflate_model import DEMO_MODEL, inflated
-from inflation_shapes import SHAPES
+from models import free_memory, load_named
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.process_group import new_segment_name
@@ -38,7 +37,6 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.types import CausalLM
-from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.modules.packed_linear import PackedLinear
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tensor_parallel.layers import RowwiseLinear
@@ -56,10 +54,12 @@ BRANCH = 8  # tokens per branch under the root, about as in drafted trees
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
-    parser.add_argument("--models", nargs="+", default=[], help="directories; the demo model if nothing is given")
-    parser.add_argument("--shapes", nargs="+", default=[], choices=SHAPES, help="shapes of inflated models")
+    parser.add_argument("--models", nargs="+", default=["demo"], help="directories, or names of models.py")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 128])
     parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto", "full"])
+    parser.add_argument(
+        "--fusing", nargs="+", default=["auto"], choices=["auto", "off"], help="the setting model.fusing"
+    )
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
     parser.add_argument("--rounds", type=int, default=20)
@@ -170,26 +170,24 @@ def lone_reducer(device: torch.device) -> CollectiveReducer:
 
 
 def measure_model(
-    args: argparse.Namespace, shape: str | None, path: str | None, mode: str, device: torch.device, bandwidth: float
+    args: argparse.Namespace, name: str, mode: str, fusing: str, device: torch.device, bandwidth: float
 ) -> list[Row]:
     """Measure one model with one way to launch a pass.
 
     Args:
         args: arguments of the study.
-        shape: shape of an inflated model; None for the model at `path`.
-        path: directory; None for the demo model.
+        name: as in `load_named`.
         mode: the setting `compile`.
+        fusing: the setting `model.fusing`.
         device: where the model runs.
         bandwidth: bytes per second.
 
     Returns:
         One row of results per number of tokens.
     """
-    config = RuntimeConfig(model=ModelConfig(path=path), dtype=args.dtype, compile=mode)
-    if shape is None:
-        loaded = load_model(config.model, device, config.dtype)
-    else:
-        loaded = inflated(DEMO_MODEL, SHAPES[shape], "float32" if args.dtype == "auto" else args.dtype, device)
+    path = name if "/" in name else None
+    config = RuntimeConfig(model=ModelConfig(path=path, fusing=fusing), dtype=args.dtype, compile=mode)
+    loaded = load_named(name, args.dtype, device)
     if args.sums:
         add_sums(loaded, lone_reducer(device))
     model, _ = prepare_model(loaded, config, device)
@@ -198,18 +196,11 @@ def measure_model(
     times = measure(model, args.tokens, args.context, args.rounds)
     rows = []
     for tokens, (step, issued) in times.items():
-        row: Row = {"model": shape or path or "demo", "compile": mode if model.graphs else "off", "tokens": tokens}
+        row: Row = {"model": name, "compile": mode if model.graphs else "off", "fusing": fusing, "tokens": tokens}
         row |= {"sums": "yes" if args.sums else "no"}
         row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
         rows.append(row | {"over the first": step / times[args.tokens[0]][0], "issued ms": issued})
     return rows
-
-
-def free_memory(device: torch.device) -> None:
-    """Release the device memory of deleted models."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -218,14 +209,13 @@ def run(args: argparse.Namespace) -> int:
     bandwidth = copy_bandwidth(device, None if args.copy_mib is None else args.copy_mib << 20)
     results = Results("floor", args.output)
     failed = []
-    wanted = [(shape, None) for shape in args.shapes] + [(None, path) for path in args.models]
-    for (shape, path), mode in itertools.product(wanted or [(None, None)], args.compile):
+    for name, mode, fusing in itertools.product(args.models, args.compile, args.fusing):
         try:
-            for row in measure_model(args, shape, path, mode, device, bandwidth):
+            for row in measure_model(args, name, mode, fusing, device, bandwidth):
                 results.add(row)
         except Exception:  # a compiler's, or out of memory: measure the other models
             traceback.print_exc()
-            failed.append(f"{shape or path or 'demo'} {mode}")
+            failed.append(f"{name} {mode}")
         free_memory(device)
     results.finish(f"copy bandwidth {bandwidth / 1e9:.0f} GB/s, {args.context} committed tokens, dtype={args.dtype}")
     if failed:

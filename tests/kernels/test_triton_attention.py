@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expected_of, feed
 from support.thinned import thinned
+from torch.nn.functional import rms_norm
 
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs
 from lp_runtime.model.modules.fused_blocks import rotate

@@ -98,7 +98,16 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
 
         return call
 
-    names = "rotate_and_write write attend attend_strictly gate norm add_and_norm sample_and_pack".split()
+    names = [
+        "rotate_and_write",
+        "write",
+        "attend",
+        "attend_strictly",
+        "gate",
+        "norm",
+        "add_and_norm",
+        "sample_and_pack",
+    ]
     checks = {name: getattr(kernels, name) for name in ("can_norm", "can_add_and_norm", "can_cut")}
     return SimpleNamespace(launches=launches, **checks, **{name: counted(name) for name in names})
 

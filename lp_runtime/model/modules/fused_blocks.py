@@ -16,7 +16,6 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for
@@ -24,8 +23,7 @@ from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 
-
-Norm = Any  # an RMS norm of transformers'
+Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 ACTIVATIONS = {  # gates that the kernels compute, and their modules
     "silu": (nn.SiLU, type(ACT2FN["silu"])),
     "gelu_tanh": (type(ACT2FN["gelu_pytorch_tanh"]),),
@@ -38,7 +36,7 @@ class FusedNorm(nn.Module):
     `adds_one` is for models whose norms multiply by 1 + weight (Gemma).
     """
 
-    def __init__(self, norm: Norm, adds_one: bool = False):
+    def __init__(self, norm: Block, adds_one: bool = False):
         super().__init__()
         self.weight = norm.weight
         self.epsilon: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
@@ -103,14 +101,18 @@ class FusedNorm(nn.Module):
 
 
 class FusedMLP(nn.Module):
-    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F]."""
+    """Gated MLP, [..., E] to [..., E], whose gate and up projections are one matmul, [..., 2 F].
 
-    def __init__(self, mlp: LlamaMLP):
+    Replaces blocks with LlamaMLP's attributes, or with Phi3MLP's, where the two projections are one already.
+    """
+
+    def __init__(self, mlp: Block):
         super().__init__()
-        self.gate_up_proj = _merge(mlp.gate_proj, mlp.up_proj)
+        is_merged = hasattr(mlp, "gate_up_proj")
+        self.gate_up_proj = mlp.gate_up_proj if is_merged else _merge(mlp.gate_proj, mlp.up_proj)
         self.down_proj = mlp.down_proj
-        self.act_fn = mlp.act_fn
-        self._activation = next((name for name, kinds in ACTIVATIONS.items() if isinstance(mlp.act_fn, kinds)), None)
+        self.act_fn = mlp.activation_fn if is_merged else mlp.act_fn
+        self._activation = next((name for name, kinds in ACTIVATIONS.items() if isinstance(self.act_fn, kinds)), None)
         self._kernels = kernels_for(self.gate_up_proj.weight.device) if self._activation is not None else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,21 +127,25 @@ class FusedAttention(nn.Module):
     """Attention of a decoder layer, [1, T, E] to [1, T, E], with one merged QKV projection.
 
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
-    where a kernel does that, it also writes keys and values into the cache. Replaces blocks with LlamaAttention's
-    attributes, as Mistral's and Qwen's have.
+    where a kernel does that, it also normalizes queries and keys before, if the model does, and writes keys and values
+    into the cache. Replaces blocks with LlamaAttention's attributes, as Mistral's and Qwen's have, or with
+    Phi3Attention's, where the three projections are one already.
     """
 
-    def __init__(self, attention: LlamaAttention):
+    def __init__(self, attention: Block):
         super().__init__()
         self.config, self.layer_idx = attention.config, attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
-        self.qkv_proj = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
+        is_merged = hasattr(attention, "qkv_proj")
+        parts = () if is_merged else (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv_proj = attention.qkv_proj if is_merged else _merge(*parts)
         self.o_proj = attention.o_proj
         self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
-        num_heads = attention.k_proj.out_features // self.head_dim
-        self._sizes = (attention.q_proj.out_features // self.head_dim, num_heads, num_heads)
+        num_all = self.qkv_proj.out_features // self.head_dim
+        num_heads = num_all // (self.num_key_value_groups + 2)
+        self._sizes = (num_all - 2 * num_heads, num_heads, num_heads)
 
     def forward(
         self,
@@ -217,19 +223,19 @@ class FusedAttention(nn.Module):
 
 
 class FusedLayer(nn.Module):
-    """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and FusedMLP.
+    """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and any MLP.
 
-    Shares the blocks of the layer that it replaces, which must be fused ones already. In some models (Gemma 2 and 3),
-    norms also follow attention and MLP, before the additions. If `precede` has named the norm that follows the layer,
-    the layer's last addition computes that norm too.
+    Shares the blocks of the layer that it replaces; norms and attention must be fused already. In some models (Gemma 2
+    and 3), norms also follow attention and MLP, before the additions. If `precede` has named the norm that follows the
+    layer, the layer's last addition computes that norm too.
     """
 
-    def __init__(self, layer: LlamaDecoderLayer):
+    def __init__(self, layer: Block):
         super().__init__()
         self.input_layernorm = cast(FusedNorm, layer.input_layernorm)
         self.self_attn = cast(FusedAttention, layer.self_attn)
         self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
-        self.mlp = cast(FusedMLP, layer.mlp)
+        self.mlp = layer.mlp
         self._after_attention: FusedNorm | None = None
         self._after_mlp: FusedNorm | None = None
         self._before_mlp = self.post_attention_layernorm

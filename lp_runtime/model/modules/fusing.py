@@ -24,18 +24,18 @@ from transformers.models.gemma3 import modeling_gemma3 as gemma3
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
+from transformers.models.mixtral import modeling_mixtral as mixtral
+from transformers.models.phi3 import modeling_phi3 as phi3
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.model.hf.config import attention_of
-from lp_runtime.model.modules.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm
 from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_of
 
 log = logging.getLogger(__name__)
-
-Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 
 ATTENTIONS = (
     llama.LlamaAttention,
@@ -43,15 +43,23 @@ ATTENTIONS = (
     qwen2.Qwen2Attention,
     qwen3.Qwen3Attention,
     gemma3.Gemma3Attention,
+    phi3.Phi3Attention,
 )
+ROTATIONS = (llama.apply_rotary_pos_emb, phi3.apply_rotary_pos_emb)
 NORMS = (llama.LlamaRMSNorm, gpt_oss.GptOssRMSNorm)  # they round before and after the weight's product; we do after
-LAYERS = (llama.LlamaDecoderLayer, gemma.GemmaDecoderLayer, gemma2.Gemma2DecoderLayer, gemma3.Gemma3DecoderLayer)
-PROJECTIONS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+LAYERS = (
+    llama.LlamaDecoderLayer,
+    mixtral.MixtralDecoderLayer,
+    gemma2.Gemma2DecoderLayer,
+    gemma3.Gemma3DecoderLayer,
+    phi3.Phi3DecoderLayer,
+)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+CHILDREN = ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, "o_proj", "q_norm", "k_norm"}, {"qkv_proj", "o_proj"})
 NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
 FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
     "self_attn": FusedAttention,
-    "mlp": FusedMLP,
     "input_layernorm": FusedNorm,
     "post_attention_layernorm": FusedNorm,
 }
@@ -62,7 +70,7 @@ def fuse_blocks(model: nn.Module) -> int:
     """Replace a model's known blocks in place, one by one to free their weights; return how many."""
     kinds = (
         (_is_attention, FusedAttention, _attention_input),
-        (_is_mlp, FusedMLP, lambda mlp: ((_random(mlp.gate_proj.weight, mlp.gate_proj.in_features),), {})),
+        (_is_mlp, FusedMLP, _mlp_input),
         (
             _is_norm,
             lambda norm: FusedNorm(norm, _adds_one(norm)),
@@ -107,23 +115,43 @@ def _chain_layers(model: nn.Module) -> None:
 def _is_attention(module: Block) -> bool:
     names = {name for name, _ in module.named_children()}
     return (
-        names in (PROJECTIONS, PROJECTIONS | {"q_norm", "k_norm"})
+        names in CHILDREN
         and any(_runs_code_of(module, known) for known in ATTENTIONS)
-        and _same_code(_global(module, "apply_rotary_pos_emb"), llama.apply_rotary_pos_emb)
+        and any(_same_code(_global(module, "apply_rotary_pos_emb"), known) for known in ROTATIONS)
         and _same_code(_global(module, "rotate_half"), llama.rotate_half)
         and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
         and getattr(module, "attn_logit_softcapping", None) is None
-        and _can_merge(module.q_proj, module.k_proj, module.v_proj)
+        and _rotates_whole_heads(module.config)
+        and _can_merge(*(getattr(module, name) for name in (PROJECTIONS if "q_proj" in names else ("qkv_proj",))))
     )
 
 
+def _rotates_whole_heads(config: Block) -> bool:
+    """Whether rotary embedding covers all dimensions of a head, in all layers."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    factors = [getattr(config, "partial_rotary_factor", None), *(each.get("partial_rotary_factor") for each in kinds)]
+    return all(each is None or each == 1.0 for each in factors)
+
+
 def _is_mlp(module: Block) -> bool:
+    if _runs_code_of(module, phi3.Phi3MLP):
+        return is_plain(module.gate_up_proj)
     return _runs_code_of(module, llama.LlamaMLP) and _can_merge(module.gate_proj, module.up_proj)
 
 
+def _mlp_input(mlp: Block) -> tuple[tuple, dict]:
+    first = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else mlp.gate_proj
+    return (_random(first.weight, first.in_features),), {}
+
+
 def _is_layer(module: Block) -> bool:
-    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace."""
-    blocks = {name: type(child) for name, child in module.named_children()}
+    """Whether a module is a decoder layer, with its blocks already fused, that FusedLayer can replace.
+
+    Its MLP may be any module. Dropout does nothing when a model is not trained.
+    """
+    blocks = {name: type(child) for name, child in module.named_children() if type(child) is not nn.Dropout}
+    blocks.pop("mlp", None)
     return (
         any(_runs_code_of(module, known) for known in LAYERS)
         and blocks in (FUSED_BLOCKS, WITH_NORMS_AFTER)

@@ -30,15 +30,15 @@ ATTENTION, MLP, NORM, LAYER = FusedAttention, FusedMLP, FusedNorm, FusedLayer
 FUSED = {  # in two layers; norms: two or four per layer, the last one, and for some models one each of queries and keys
     "llama": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "mistral": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
-    "mixtral": {ATTENTION: 2, NORM: 5},
+    "mixtral": {ATTENTION: 2, NORM: 5, LAYER: 2},
     "qwen2": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "qwen3": {ATTENTION: 2, MLP: 2, NORM: 9, LAYER: 2},
-    "qwen3_moe": {ATTENTION: 2, NORM: 9},
+    "qwen3_moe": {ATTENTION: 2, NORM: 9, LAYER: 2},
     "gemma": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "gemma2": {MLP: 2, NORM: 9},
     "gemma3": {ATTENTION: 2, MLP: 2, NORM: 13, LAYER: 2},
     "granite": {ATTENTION: 2, MLP: 2, NORM: 5},
-    "phi3": {NORM: 5},
+    "phi3": {ATTENTION: 2, MLP: 2, NORM: 5, LAYER: 2},
     "smollm3": {MLP: 2, NORM: 5},
     "gpt2": {},
     "gpt_neox": {},
@@ -182,6 +182,16 @@ def test_block_that_cannot_be_compared_is_not_fused():
     assert blocks_of(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
 
 
+def test_attention_that_rotates_a_part_of_each_head_is_not_fused():
+    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = random_model("Phi3", rope_parameters=rotary)
+    before = logits_of(model)
+    fuse_blocks(model)
+    assert blocks_of(model) == {MLP: 2, NORM: 5}
+    for actual, expected in zip(logits_of(model), before, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
+
+
 def test_eager_attention_is_not_fused():
     model = random_model("Llama", attention="eager")
     fuse_blocks(model)
@@ -199,8 +209,8 @@ def test_blocks_with_wrong_fused_results_are_not_fused(wrong, monkeypatch):
     monkeypatch.setattr(wrong, "forward", forward)
     model = random_model("Llama")
     fuse_blocks(model)
-    # A fused layer consists of all the other fused blocks.
-    assert set(blocks_of(model)) == {ATTENTION, MLP, NORM} - {wrong}
+    # A fused layer consists of fused norms and attention.
+    assert set(blocks_of(model)) == {ATTENTION, MLP, NORM, *([LAYER] if wrong is MLP else [])} - {wrong}
 
 
 def test_layers_with_hooks_are_not_fused():
@@ -235,7 +245,7 @@ def test_new_and_reused_caches_hold_equal_bits(name, strict_tokens):
 
 
 @torch.inference_mode()
-@pytest.mark.parametrize("name", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma3"])
 def test_cpu_kernels_match_torch(name, monkeypatch):
     model = random_model(name, initializer_range=0.3)
     fuse_blocks(model)
