@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from typing import Any
 
 import common  # noqa: F401  # makes scripts/ importable
@@ -28,7 +29,9 @@ GEMMA_12B = {
     "num_key_value_heads": 8,
     "head_dim": 256,
 }
-RANDOM: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {  # models with random weights, and their sizes
+RANDOM: dict[
+    str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
+] = {  # models with random weights, and their sizes
     # Mixtures of experts: about 5.5B parameters, and a tiny one.
     "experts": (
         MixtralConfig,

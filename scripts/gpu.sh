@@ -5,7 +5,7 @@
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
 #   scripts/gpu.sh OUT C     the floor at LARGE; a real model and its text at SHAPE's cost, if there is one; transformers
 #                            compiled; experts; replicas that share a GPU, and shards; sums inside captured passes
-#   scripts/gpu.sh OUT D     V = 131,072; compile=full
+#   scripts/gpu.sh OUT D     V = 131,072; WINDOWS: the floor, fused or not, and a prefix of 32k
 #   scripts/gpu.sh OUT all   A to D without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
@@ -13,7 +13,7 @@
 # per call: CALL.txt, the whole output, and CALL.jsonl, a line of results for each part.
 #
 # Models are inflated demo models in GPU memory, except for lp-bench's, which is written to MODELS. Environment:
-#   SHAPE=7b LARGE=34b EXPERTS=experts   the models to measure
+#   SHAPE=7b LARGE=34b EXPERTS=experts WINDOWS=windows   the models to measure
 #   MODELS=/tmp/lp_models                folder for the inflated model; MODELS/real is the real model, if it exists.
 #                                        A folder in /dev/shm is faster, if it has room for 27 GB
 #   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
@@ -45,19 +45,19 @@ fi
 mkdir -p "$out" "$models"
 
 if [ "${SIZE:-}" = tiny ]; then
-    shape=${SHAPE:-demo} large=${LARGE:-demo} experts=${EXPERTS:-small_experts} vocabulary=5000 wide=6000
+    shape=${SHAPE:-demo} large=${LARGE:-demo} experts=${EXPERTS:-small_experts} windows=${WINDOWS:-small_windows} vocabulary=5000 wide=6000
     machine=(--copy-mib 16 --product 128) floor=(--rounds 2 --context 40) copy=(--copy-mib 16) few=(1 8) many=(1 8 16) new=8
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=("tests/gpu -k slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
     real=(device=cpu limit=1 lookahead.prior=none "methods=[hf,default]") # real models are too large for a simulated GPU
 else
-    shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} vocabulary=32000 wide=131072
+    shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} windows=${WINDOWS:-windows} vocabulary=32000 wide=131072
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
-    # Without slow tests that need no GPU, and without tests that compile whole models: the part `full` does that.
-    gpu_tests=("tests/gpu --deselect tests/gpu/test_gpu.py::test_captured_passes_match_uncaptured_passes[bfloat16-True-0.05]"
+    # Without a slow test that needs no GPU.
+    gpu_tests=("tests/gpu"
         "tests/kernels --deselect tests/kernels/test_triton_gpu.py::test_kernels_compile_for_absent_gpus")
     share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
     real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
@@ -79,7 +79,7 @@ parts_of() {
     A) echo machine:30 floor:70 profile:50 kernels:100 off:50 tests:240 ;;
     B) echo inflate:70 bench:120 requests:120 exchange:80 nccl:40 ;;
     C) echo large:60 cost:110 real:60 inflate:40 compiled:70 experts:40 share:100 shards:60 ;;
-    D) echo wide:180 full:360 ;;
+    D) echo wide:180 windows:360 ;;
     many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
@@ -127,7 +127,11 @@ run() {
     exchange) "${micro[@]}" exchange --output "$results" "${exchange[@]}" --backends shared gloo ;;
     nccl) "$python" benchmarks/resilience.py nccl --output "$results" --backend "${NCCL:-nccl}" ;;
     large) "${micro[@]}" floor --output "$results" --models "$large" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" ;;
-    full) "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens 1 "${few[1]}" --compile full ;;
+    windows)
+        "${micro[@]}" floor --output "$results" --models "$windows" --fusing auto off "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}"
+        "$python" benchmarks/speed.py requests --output "$results" --model "$windows" "${half[@]}" --max-new-tokens "$new" \
+            "${requests[@]}" --conditions prefix
+        ;;
     compiled) lp_bench model.path="$(model_path)" dtype=bfloat16 limit=1 "methods=[hf,hf_compiled]" ;;
     share) "$python" benchmarks/correctness.py equality --output "$results" --device cuda --backend gloo "${share[@]}" --prompts "$(own_prompts)" ;;
     shards)

@@ -419,30 +419,6 @@ def test_out_of_memory_at_start_reports_free_memory(gpu, place, monkeypatch):
 
 
 @pytest.mark.slow
-def test_all_sizes_are_compiled_before_replicas_form_group(gpu, monkeypatch):
-    """Sizes compile before replicas meet: one takes a minute or more, and a waiting peer would give up."""
-    sizes: list[int] = []
-
-    def compiled(model, dynamic: bool):
-        assert dynamic is False
-
-        def call(**arguments):
-            sizes.append(arguments["input_ids"].shape[1])
-            return model(**arguments)
-
-        return call
-
-    monkeypatch.setattr(torch, "compile", compiled)  # the simulation cannot be compiled
-    config = RuntimeConfig(dtype="float32", compile="full", cache_dir=None)
-    loaded = load_replica(config, 0, 1, owns_process=False)
-    before = set(sizes)
-    assert 1 in before
-    with join_group(config, loaded, ReplicaContext(owns_process=False)) as replica:
-        *_, report = replica.decode(Request(PROMPT, AUTO, 48))
-    assert report.num_steps < 48 and set(sizes) == before
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [

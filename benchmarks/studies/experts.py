@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--model", default="small_experts", choices=["experts", "small_experts"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 8, 64])
-    parser.add_argument("--compile", nargs="+", default=["auto", "off"], choices=["off", "auto", "full"])
+    parser.add_argument("--compile", nargs="+", default=["auto", "off"], choices=["off", "auto"])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
     parser.add_argument("--rounds", type=int, default=20)

@@ -1,6 +1,6 @@
 """Compares a step with its floor: the time to read the model's weights once.
 
-    python benchmarks/micro.py floor --models DIR ... --tokens 1 64 128 --compile off auto full --dtype bfloat16
+    python benchmarks/micro.py floor --models DIR ... --tokens 1 64 128 --compile off auto --dtype bfloat16
     python benchmarks/micro.py floor --models 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
     python benchmarks/micro.py floor --models windows --fusing auto off     with and without fused blocks
 
@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the study's arguments."""
     parser.add_argument("--models", nargs="+", default=["demo"], help="directories, or names of models.py")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 64, 128])
-    parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto", "full"])
+    parser.add_argument("--compile", nargs="+", default=["auto"], choices=["off", "auto"])
     parser.add_argument(
         "--fusing", nargs="+", default=["auto"], choices=["auto", "off"], help="the setting model.fusing"
     )

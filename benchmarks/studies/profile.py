@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="demo", help="demo, a shape, experts, or a directory")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 128])
     parser.add_argument("--vocabulary", type=int, default=None, help="size to which embedding and head are padded")
-    parser.add_argument("--compile", default="auto", choices=["off", "auto", "full"])
+    parser.add_argument("--compile", default="auto", choices=["off", "auto"])
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--context", type=int, default=512, help="committed tokens")
     parser.add_argument("--rows", type=int, default=25, help="kernels to show at each size")

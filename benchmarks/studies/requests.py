@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--vocabulary", type=int, default=None, help="size to which embedding and head are padded")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--compile", default="auto", choices=["off", "auto", "full"])
+    parser.add_argument("--compile", default="auto", choices=["off", "auto"])
     parser.add_argument("--conditions", nargs="+", default=["greedy", "nucleus", "prefix", "batch"])
     parser.add_argument("--prefixes", nargs="+", type=int, default=[4096, 32768], help="tokens")
     parser.add_argument("--batch", type=int, default=8, help="requests that are decoded together")

@@ -20,7 +20,7 @@ PARALLELISMS = ("auto", "tensor", "pipeline")
 DEFAULT_MAX_NEW_TOKENS = 128
 PLACEMENTS = ("pack", "spread")
 BACKENDS = ("auto", "shared", "nccl", "gloo")
-COMPILES = ("auto", "full", "off")
+COMPILES = ("auto", "off")
 EXACTNESSES = ("fast", "strict")
 LAUNCHERS = ("auto", "local", "torchrun", "ray")
 SPLITS = ("auto", "fastest")  # values of gpus_per_replica that are not numbers
@@ -163,9 +163,8 @@ class RuntimeConfig:
     """fast or strict. strict: the output equals that of one token per step, bit for bit, in half precision too. float32
     is exact with either, up to ties of logits."""
     compile: str = "auto"
-    """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, if the model allows it), full
-    (compiled by torch.compile before capture, if a replica is one GPU; adds minutes to the first start) or off (kernels
-    launched one by one). CPUs ignore it."""
+    """How steps run on CUDA: auto (replayed as CUDA graphs of a few fixed sizes, if the model allows it) or off
+    (kernels launched one by one). CPUs ignore it."""
     strict_tokens: int = 128
     """Tokens of every forward pass with exactness=strict, >= 2; a step with more needs several passes. Rounding depends
     on the value, so outputs are comparable only at equal values."""

@@ -15,10 +15,8 @@ MIN_CAPABILITY = (9, 0)
 
 
 def early_launch(device: torch.device) -> dict[str, bool]:
-    """Return arguments of a kernel that has the constant EARLY; torch.compile supports no early launches."""
-    if torch.compiler.is_compiling() or not _can_launch_early(device):
-        return {"EARLY": False}
-    return {"EARLY": True, "launch_pdl": True}
+    """Return arguments of a kernel that has the constant EARLY."""
+    return {"EARLY": True, "launch_pdl": True} if _can_launch_early(device) else {"EARLY": False}
 
 
 @functools.cache

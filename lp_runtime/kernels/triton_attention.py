@@ -10,9 +10,7 @@ A row of the *table* describes a sequence, [4 + 2 layers] int64:
 
 The table's last row is for the padding after all sequences. It has no cache: its capacity is 0.
 
-Attention and cache writes are torch custom operators, which torch.compile treats as opaque: it cannot see the caches
-that they write to. The writing operators are declared to mutate the table, although they do not, so that torch.compile
-neither removes nor reorders them. This module needs Triton (tests run it in Triton's interpreter).
+This module needs Triton (tests run it in Triton's interpreter).
 
 Letters: B tokens of a pass, padding included; T tokens of one sequence, L its committed tokens; H key/value heads, g
 query heads for each, D head size; P rows of the table; S parts into which a sequence's keys are split.
@@ -195,7 +193,6 @@ def _merge_parts(
     tl.store(merged + row * SIZE + dims, result, mask=inside)
 
 
-@torch.library.custom_op("lp_runtime::attend", mutates_args=())
 def attend(
     query: torch.Tensor,  # [1, g H, B, D]; the last dimension contiguous. The result has the same dtype.
     num_heads: int,  # H
@@ -240,11 +237,6 @@ def attend(
             num_warps=max(1, min(4, block_parts * block["BLOCK_SIZE"] // MERGED_BY_WARP)), **early_launch(query.device),
         )  # fmt: skip
     return result
-
-
-@attend.register_fake
-def attend_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    return torch.empty(query.transpose(1, 2).shape, dtype=query.dtype, device=query.device)
 
 
 def blocks(num_rows: int, size: int, num_bytes: int) -> dict[str, int]:

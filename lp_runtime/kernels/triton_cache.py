@@ -82,7 +82,6 @@ def _rotate_and_write(
         tl.store(target + HALF + dims, high * high_cos + low * high_sin, mask=is_kept)
 
 
-@torch.library.custom_op("lp_runtime::rotate_and_write", mutates_args=("table",))
 def rotate_and_write(
     query: torch.Tensor,  # [1, B, g H, D]; the heads of a token contiguous
     key: torch.Tensor,  # [1, B, H, D]; likewise
@@ -123,11 +122,6 @@ def head_blocks(half: int, num_queries: int) -> tuple[int, int]:
     return block, min(triton.next_power_of_2(num_queries), max(1, PROGRAM_PAIRS // block))
 
 
-@rotate_and_write.register_fake
-def _rotate_and_write_shapes(query: torch.Tensor, *args: object) -> torch.Tensor:
-    return torch.empty(query.shape, dtype=query.dtype, device=query.device)
-
-
 @triton.jit(do_not_specialize=["column"])
 def _write(
     states, owners, table, token_stride, head_stride, column,
@@ -144,7 +138,6 @@ def _write(
     tl.store(cache + (head * capacity + slot) * SIZE + dims, state, mask=(dims < SIZE) & (capacity > 0))
 
 
-@torch.library.custom_op("lp_runtime::write", mutates_args=("table",))
 def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: torch.Tensor, layer: int) -> None:
     """Write keys and values after the committed ones of their caches.
 

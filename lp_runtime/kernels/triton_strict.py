@@ -27,7 +27,6 @@ from lp_runtime.kernels.triton_attention import (
     MIN_BLOCK,
     NO_LIMIT,
     add_block,
-    attend_shapes,
     blocks,
     find_tile,
     num_warps,
@@ -158,7 +157,6 @@ def _attend_tail(
     tl.store(merged + places, result, mask=there)
 
 
-@torch.library.custom_op("lp_runtime::attend_strictly", mutates_args=())
 def attend_strictly(
     query: torch.Tensor,
     num_heads: int,
@@ -204,6 +202,3 @@ def attend_strictly(
         **block | {"BLOCK_ROWS": max(MIN_BLOCK, triton.next_power_of_2(groups))},
     )  # fmt: skip
     return result
-
-
-attend_strictly.register_fake(attend_shapes)

@@ -139,13 +139,11 @@ class ModelRunner:
         """Token counts that tree passes are padded to, ascending; empty without padding."""
         return () if self.fixed_passes is None else self.fixed_passes.sizes
 
-    def enable_graphs(
-        self, capture: bool, compiled: bool = False, refuses_waits: bool = True, batches: bool = True
-    ) -> None:
-        max_tokens = largest_size(self.strict_tokens, compiled, self.leading is not None)
+    def enable_graphs(self, capture: bool, refuses_waits: bool = True, batches: bool = True) -> None:
+        max_tokens = largest_size(self.strict_tokens, self.leading is not None)
         is_strict = self.strict_tokens is not None
         assert is_strict or self.masks.is_own
-        self.feed(BeginFixed(GraphOptions(capture, compiled, refuses_waits, batches, max_tokens)))
+        self.feed(BeginFixed(GraphOptions(capture, refuses_waits, batches, max_tokens)))
         self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
         self.supports_batching |= is_strict
 

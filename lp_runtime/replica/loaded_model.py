@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from lp_runtime.calibration.calibration import Measured
-from lp_runtime.calibration.step_meter import measure_steps
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
@@ -130,11 +129,7 @@ def load_replica(
         supports_batching=model.supports_batching and not config.profile,
         cache_bytes_per_token=model.cache_bytes_per_token,
     )
-    # Compiling takes minutes, and not equally long on all replicas. Run all passes once here, before the replicas meet:
-    # afterwards a replica waits at most failure.timeout for a peer.
-    is_compiled = model.graphs is not None and model.graphs.compiled
-    known = Measured(steps=measure_steps(model) if is_compiled else None)
-    return LoadedModel(model, info, known, progress, must_sleep(num_local, owns_device))
+    return LoadedModel(model, info, Measured(), progress, must_sleep(num_local, owns_device))
 
 
 def _sample_once(model: ModelRunner, sampler: Sampler) -> None:

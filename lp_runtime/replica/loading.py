@@ -119,9 +119,7 @@ def prepare_model(
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
     model.why_not_captured = _why_not_captured(model, config)
     if model.why_not_captured is None:
-        # torch.compile cannot trace the all-reduces between shards: they would break its graph into pieces.
-        is_compiled = config.compile == "full" and leading is None
-        model.enable_graphs(capture=True, compiled=is_compiled, batches=batches)
+        model.enable_graphs(capture=True, batches=batches)
     try:
         return model, check_runner(model)
     except ModelError as error:

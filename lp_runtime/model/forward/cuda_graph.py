@@ -12,7 +12,6 @@ Letters: B tokens of a pass, padding included, n wanted rows, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,14 +28,11 @@ from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_
 from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.kv_cache.batch import DeviceCache
 
-MAX_COMPILED = 128  # torch.compile's recompile limit; there are fewer PassSizes
-
 
 class GraphOptions(NamedTuple):
     """Options of fixed-size passes."""
 
     capture: bool  # whether passes are captured as CUDA graphs
-    compiled: bool = False  # whether the model is compiled by torch.compile
     refuses_waits: bool = True  # as in GraphCapture
     # Whether several sequences are fed in passes of fixed sizes, too. With exactness=strict they always are.
     batches: bool = True
@@ -98,7 +94,7 @@ class PassSet:
         compile_pass_inputs()
         if is_strict:
             compile_paths()
-        self._model = torch.compile(model, dynamic=False) if options.compiled else model
+        self._model = model
         self.options = options
         self._masks = masks
         self._keeps_logits = keeps_logits
@@ -158,18 +154,15 @@ class PassSet:
     def run_pass(self, one: FixedPass) -> None:
         """Run a pass eagerly, or while it is captured; sets its `logits` and `presampled`."""
         inputs = one.inputs
-        # Each size is compiled separately; beyond its recompile limit torch silently runs eagerly.
-        limit = torch._dynamo.config.patch(recompile_limit=MAX_COMPILED) if self.options.compiled else nullcontext()
         options = {self._cache_name: one.cache} | ({"logits_to_keep": inputs.wanted} if self._keeps_logits else {})
-        with limit:
-            output = self._model(
-                input_ids=inputs.ids[None],
-                position_ids=inputs.positions[None],
-                attention_mask=inputs.masks,
-                use_cache=True,
-                device_cache=one.cache,
-                **options,
-            )
+        output = self._model(
+            input_ids=inputs.ids[None],
+            position_ids=inputs.positions[None],
+            attention_mask=inputs.masks,
+            use_cache=True,
+            device_cache=one.cache,
+            **options,
+        )
         logits = output.logits[0] if self._keeps_logits else output.logits[0].index_select(0, inputs.wanted)
         if self._logits is None or len(self._logits) < len(logits):
             self._logits = self._allocate_logits(logits)

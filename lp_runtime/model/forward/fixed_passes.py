@@ -27,20 +27,17 @@ from lp_runtime.model.forward.step_inputs import StepLogits
 log = logging.getLogger(__name__)
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens
-COMPILED_SIZES = (1, 16, 64, 256)  # tokens; fewer, because torch.compile takes tens of seconds for each
 MIN_LARGEST = 256  # tokens: if a pass of this size does not fit into memory, none are captured
 MAX_SEQUENCES = 16  # in a pass; a larger batch takes several passes
 
 
-def pass_sizes(strict_tokens: int | None, is_compiled: bool) -> tuple[int, ...]:
-    if strict_tokens is not None:
-        return (strict_tokens,)
-    return COMPILED_SIZES if is_compiled else SIZES
+def pass_sizes(strict_tokens: int | None) -> tuple[int, ...]:
+    return SIZES if strict_tokens is None else (strict_tokens,)
 
 
-def largest_size(strict_tokens: int | None, is_compiled: bool, has_followers: bool) -> int:
+def largest_size(strict_tokens: int | None, has_followers: bool) -> int:
     """Return the tokens of the largest pass, if it fits into memory."""
-    largest = pass_sizes(strict_tokens, is_compiled)[-1]
+    largest = pass_sizes(strict_tokens)[-1]
     return min(largest, MIN_LARGEST) if has_followers and strict_tokens is None else largest
 
 
@@ -54,9 +51,9 @@ class FixedPasses:
         self._leading = leading
         self._made: PassSet = passes.made
         self._strict_tokens = passes.strict_tokens
-        self._all_sizes = pass_sizes(self._strict_tokens, self.options.compiled)
+        self._all_sizes = pass_sizes(self._strict_tokens)
         # A larger share takes a pass of any size; with exactness=strict, several passes.
-        self.max_tokens = largest_size(self._strict_tokens, self.options.compiled, leading is not None)
+        self.max_tokens = largest_size(self._strict_tokens, leading is not None)
 
     @property
     def options(self) -> GraphOptions:

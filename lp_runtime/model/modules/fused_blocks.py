@@ -94,8 +94,6 @@ class FusedNorm(nn.Module):
 
         The layer before the norm thus adds and normalizes in one operation, although the model passes on only the sum.
         """
-        if torch.compiler.is_compiling():  # torch.compile fuses the two operations itself
-            return states + (added if added_norm is None else added_norm(added))
         self._ahead = self.after_adding(states, added, added_norm)
         return self._ahead[0]
 

@@ -68,7 +68,7 @@ WITH_NORMS_AFTER = FUSED_BLOCKS | dict.fromkeys(("pre_feedforward_layernorm", "p
 
 def fuse_blocks(model: nn.Module) -> int:
     """Replace a model's known blocks in place, one by one to free their weights; return how many."""
-    kinds = (
+    kinds: tuple[tuple[Callable, Callable, Callable], ...] = (  # (is it one, its replacement, its input)
         (_is_attention, FusedAttention, _attention_input),
         (_is_mlp, FusedMLP, _mlp_input),
         (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 
 import pytest
@@ -10,13 +9,12 @@ import torch
 from support.one_slot import OneSlot
 from support.stand_ins import KERNELS
 from support.thinned import thinned
-from torch._dynamo.testing import CompileCounter
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward import cuda_graph
-from lp_runtime.model.forward.fixed_passes import COMPILED_SIZES, MAX_SEQUENCES, SIZES, FixedPasses
+from lp_runtime.model.forward.fixed_passes import MAX_SEQUENCES, SIZES, FixedPasses
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import CAPACITY_UNIT, ModelRunner
@@ -181,21 +179,6 @@ def test_passes_match_at_each_size_and_one_token_above(random_model):
             model.prefill([1, 2, 3])
         logits = [model.forward(tree, nodes, nodes) for model in (free, fixed)]
         torch.testing.assert_close(*logits, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_every_size_is_compiled(random_model, monkeypatch):
-    counter = CompileCounter()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
-    model = OneSlot(ModelRunner(random_model("Llama"), 512, own_attention=True))
-    model.enable_graphs(capture=False, compiled=True)
-    model.begin(40)
-    model.prefill([1, 2, 3])
-    rng = random.Random(0)
-    for number, size in enumerate(COMPILED_SIZES):
-        tree = random_tree(rng, 1, size - 1)
-        model.forward(tree, list(range(size)), [0], commit=False)
-        assert counter.frame_count == number + 1
 
 
 def test_self_check_passes_with_and_without_graphs(random_model):
