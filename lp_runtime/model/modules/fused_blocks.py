@@ -134,16 +134,20 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.config, self.layer_idx = attention.config, attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
-        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
-        is_merged = hasattr(attention, "qkv_proj")
-        parts = () if is_merged else (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.qkv_proj = attention.qkv_proj if is_merged else _merge(*parts)
+        self.num_key_value_groups: int = attention.num_key_value_groups
+        self.is_causal = attention.is_causal
+        if hasattr(attention, "qkv_proj"):
+            self.qkv_proj = attention.qkv_proj
+            num_heads = self.qkv_proj.out_features // self.head_dim // (self.num_key_value_groups + 2)
+            num_queries = num_heads * self.num_key_value_groups
+        else:
+            self.qkv_proj = _merge(attention.q_proj, attention.k_proj, attention.v_proj)
+            num_heads = attention.k_proj.out_features // self.head_dim
+            num_queries = attention.q_proj.out_features // self.head_dim
+        self._sizes = (num_queries, num_heads, num_heads)
         self.o_proj = attention.o_proj
         self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
-        num_all = self.qkv_proj.out_features // self.head_dim
-        num_heads = num_all // (self.num_key_value_groups + 2)
-        self._sizes = (num_all - 2 * num_heads, num_heads, num_heads)
 
     def forward(
         self,

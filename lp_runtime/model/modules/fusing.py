@@ -117,21 +117,24 @@ def _is_attention(module: Block) -> bool:
     return (
         names in CHILDREN
         and any(_runs_code_of(module, known) for known in ATTENTIONS)
-        and any(_same_code(_global(module, "apply_rotary_pos_emb"), known) for known in ROTATIONS)
-        and _same_code(_global(module, "rotate_half"), llama.rotate_half)
+        and _rotates_halves(module)
         and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
         and getattr(module, "attn_logit_softcapping", None) is None
-        and _rotates_whole_heads(module.config)
         and _can_merge(*(getattr(module, name) for name in (PROJECTIONS if "q_proj" in names else ("qkv_proj",))))
     )
 
 
-def _rotates_whole_heads(config: Block) -> bool:
-    """Whether rotary embedding covers all dimensions of a head, in all layers."""
+def _rotates_halves(attention: Block) -> bool:
+    """Whether rotary embedding rotates the halves of a head against each other, in all layers."""
+    config = attention.config
     parameters = getattr(config, "rope_parameters", None) or {}
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     factors = [getattr(config, "partial_rotary_factor", None), *(each.get("partial_rotary_factor") for each in kinds)]
-    return all(each is None or each == 1.0 for each in factors)
+    return (
+        all(each is None or each == 1.0 for each in factors)
+        and any(_same_code(_global(attention, "apply_rotary_pos_emb"), known) for known in ROTATIONS)
+        and _same_code(_global(attention, "rotate_half"), llama.rotate_half)
+    )
 
 
 def _is_mlp(module: Block) -> bool:
@@ -168,8 +171,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _adds_one(module: nn.Module) -> bool:
     """Whether a module runs the code of Gemma's norms, which multiply by 1 + weight."""
-    return _runs_code_of(module, gemma.GemmaRMSNorm) and _same_code(
-        getattr(type(module), "_norm", None), gemma.GemmaRMSNorm._norm
+    known = gemma.GemmaRMSNorm
+    names = ("forward", "_norm")
+    return not is_hooked(module) and all(
+        _same_code(getattr(type(module), name, None), getattr(known, name)) for name in names
     )
 
 
