@@ -155,7 +155,7 @@ run() {
         else
             [ -f "$models/real_$shape/config.json" ] ||
                 "$python" experiments/inflate_model.py --from "$models/real" --shape "$shape" --dtype bfloat16 --out "$models/real_$shape"
-            lp_bench model.path="$models/real_$shape" dtype=bfloat16 "${real[@]}" chat=true ${PROMPTS:+prompts="$PROMPTS"}
+            lp_bench model.path="$models/real_$shape" dtype=bfloat16 "${real[@]}" ${PROMPTS:+chat=true prompts="$PROMPTS"}
         fi
         ;;
     equality) "$python" benchmarks/correctness.py equality --output "$results" --device "$device" --backend "$nccl" --gpus 1 "${replicas[@]}" \

@@ -91,9 +91,11 @@ def test_commands_of_every_part_are_valid(script, call, size, monkeypatch):
         monkeypatch.syspath_prepend(ROOT / folder)
     noted, done = script(call, **({"SIZE": size} if size else {}))
     assert done.returncode == 0, done.stderr
-    assert len(noted) >= {"D": 2, "all": 15}.get(call, 5)
+    assert len(noted) >= {"B": 4, "D": 2, "all": 15}.get(call, 5)  # B's model exists already
     for arguments in noted:
-        if arguments[0].startswith("benchmarks/"):
+        if arguments[0] == "experiments/inflate_model.py":
+            assert (ROOT / arguments[0]).exists() and arguments[1] == "--from"
+        elif arguments[0].startswith("benchmarks/"):
             check_study(arguments)
         elif arguments[:2] == ["-m", "torch.distributed.run"]:
             check_study(arguments[arguments.index("benchmarks/speed.py") :])

@@ -54,13 +54,13 @@ def test_ray_serve_answers_streams_and_cancels_on_disconnect(tmp_path):
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="secret", max_retries=0)
         asked = {"model": "demo_model", "prompt": PROMPT, "temperature": 0, "extra_body": {"ignore_eos": True}}
         assert client.completions.create(max_tokens=48, **asked).choices[0].text == expected
+        asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}  # else the answer is copied in very few steps
         chunks = list(client.completions.create(max_tokens=48, stream=True, **asked))
         assert "".join(chunk.choices[0].text for chunk in chunks) == expected and len(chunks) > 3
         with pytest.raises(openai.AuthenticationError):
             client.with_options(api_key="guess").models.list()
         with pytest.raises(openai.BadRequestError, match="the prompt is empty"):
             client.completions.create(**asked | {"prompt": ""})
-        asked["extra_body"]["lookahead"] = {"W": 0, "N": 2, "G": 0}
         stream = client.completions.create(max_tokens=2000, stream=True, **asked)
         assert next(iter(stream)).choices[0].text  # arrives while the rest is still being decoded
         wait_until(lambda: figures()['lp_requests_running{model_name="demo_model"}'] == "1.0")
