@@ -40,30 +40,26 @@ class FusedNorm(nn.Module):
         super().__init__()
         self.weight = norm.weight
         self.epsilon: float = norm.eps if hasattr(norm, "eps") else norm.variance_epsilon
-        self._factors = 1.0 + norm.weight.detach().float() if adds_one else norm.weight.detach()
+        # [E], by which normalized states are multiplied: in the model's dtype, or in float32.
+        self.factors: torch.Tensor = 1.0 + norm.weight.detach().float() if adds_one else norm.weight.detach()
         self._shape = tuple(norm.weight.shape)
         # x w / sqrt(|x|^2 / E + epsilon) = x (w sqrt(E)) / hypot(|x|, sqrt(E epsilon)): four operations.
         scale = torch.tensor(float(norm.weight.numel())).sqrt()
-        self._scaled = self._factors.float() * scale
-        self._on_host = self._factors.float().numpy() if norm.weight.is_cpu else None
+        self._scaled = self.factors.float() * scale
+        self._on_host = self.factors.float().numpy() if norm.weight.is_cpu else None
         self._least = (scale * self.epsilon**0.5).to(norm.weight.device)
         self._kernels = kernels_for(norm.weight.device)
         self._ahead: tuple[torch.Tensor, torch.Tensor] | None = None  # (sum, normalized sum), set by add_ahead
-
-    @property
-    def factors(self) -> torch.Tensor:
-        """[E], by which normalized states are multiplied: in the model's dtype, or in float32."""
-        return self._factors
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         if self._ahead is not None:
             (total, normed), self._ahead = self._ahead, None
             if total is hidden_states:  # else the model passed on another tensor than the sum
                 return normed
-        if hidden_states.is_cuda and self._factors.dtype == hidden_states.dtype:
-            return nn.functional.rms_norm(hidden_states, self._shape, self._factors, self.epsilon)  # a single kernel
-        if self._kernels is not None and self._kernels.can_norm(hidden_states, self._factors):
-            return self._kernels.norm(hidden_states, self._factors, self.epsilon)
+        if hidden_states.is_cuda and self.factors.dtype == hidden_states.dtype:
+            return nn.functional.rms_norm(hidden_states, self._shape, self.factors, self.epsilon)  # a single kernel
+        if self._kernels is not None and self._kernels.can_norm(hidden_states, self.factors):
+            return self._kernels.norm(hidden_states, self.factors, self.epsilon)
         if self._on_host is not None and numba_cpu.supports(hidden_states):
             return numba_cpu.norm(hidden_states, self._on_host, self.epsilon)
         length = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True, dtype=torch.float32)
@@ -77,11 +73,11 @@ class FusedNorm(nn.Module):
 
         `added_norm` normalizes `added` first.
         """
-        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self._factors):
+        if self._kernels is not None and self._kernels.can_add_and_norm(states, added, self.factors):
             if added_norm is None:
-                return self._kernels.add_and_norm(states, added, self._factors, self.epsilon)
+                return self._kernels.add_and_norm(states, added, self.factors, self.epsilon)
             if added_norm.epsilon == self.epsilon:
-                return self._kernels.add_and_norm(states, added, self._factors, self.epsilon, added_norm.factors)
+                return self._kernels.add_and_norm(states, added, self.factors, self.epsilon, added_norm.factors)
         if added_norm is not None:
             added = added_norm(added)
         if self._on_host is not None and numba_cpu.supports(states) and numba_cpu.supports(added):
@@ -164,8 +160,8 @@ class FusedAttention(nn.Module):
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
         if isinstance(cache, DeviceCache):
             query, key, value = states.split(self._sizes, 2)
-            if isinstance(self.q_norm, FusedNorm) and isinstance(self.k_norm, FusedNorm):
-                norms = (self.q_norm.factors, self.k_norm.factors, self.q_norm.epsilon)
+            norms = self._norms_of_rotation()
+            if norms is not None:
                 query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx, norms)
             else:
                 query, key, value = self._norm(query, key, value)
@@ -203,6 +199,14 @@ class FusedAttention(nn.Module):
         keys, values = (each.narrow(2, 0, start + states.shape[1]) for each in cache.tensors(self.layer_idx))
         return rotated, keys, values
 
+    def _norms_of_rotation(self) -> tuple[torch.Tensor, torch.Tensor, float] | None:
+        """Return the norms of queries and keys, as `DeviceCache.rotate_and_write` computes them; None if it cannot."""
+        query_norm, key_norm = self.q_norm, self.k_norm
+        if not (isinstance(query_norm, FusedNorm) and isinstance(key_norm, FusedNorm)):
+            return None
+        is_equal = query_norm.epsilon == key_norm.epsilon
+        return (query_norm.factors, key_norm.factors, query_norm.epsilon) if is_equal else None
+
     def _norm(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -238,14 +242,10 @@ class FusedLayer(nn.Module):
         self.self_attn = cast(FusedAttention, layer.self_attn)
         self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
         self.mlp = layer.mlp
-        self._after_attention: FusedNorm | None = None
-        self._after_mlp: FusedNorm | None = None
-        self._before_mlp = self.post_attention_layernorm
-        if hasattr(layer, "pre_feedforward_layernorm"):
+        self._has_norms_after = hasattr(layer, "pre_feedforward_layernorm")
+        if self._has_norms_after:
             self.pre_feedforward_layernorm = cast(FusedNorm, layer.pre_feedforward_layernorm)
             self.post_feedforward_layernorm = cast(FusedNorm, layer.post_feedforward_layernorm)
-            self._after_attention, self._after_mlp = self.post_attention_layernorm, self.post_feedforward_layernorm
-            self._before_mlp = self.pre_feedforward_layernorm
         if hasattr(layer, "attention_type"):  # some models read this attribute of their layers
             self.attention_type = layer.attention_type
         self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple, so that torch does not register it as a submodule
@@ -268,11 +268,16 @@ class FusedLayer(nn.Module):
         normed = self.input_layernorm.forward(hidden_states)
         cache = past_key_values if cache is None else cache
         output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
-        hidden_states, normed = self._before_mlp.after_adding(hidden_states, output, self._after_attention)
+        after_mlp = None
+        if self._has_norms_after:
+            norm, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
+            hidden_states, normed = norm.after_adding(hidden_states, output, self.post_attention_layernorm)
+        else:
+            hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
         output = self.mlp.forward(normed)
         if self._next_norm:
-            return self._next_norm[0].add_ahead(hidden_states, output, self._after_mlp)
-        return hidden_states + (output if self._after_mlp is None else self._after_mlp(output))
+            return self._next_norm[0].add_ahead(hidden_states, output, after_mlp)
+        return hidden_states + (output if after_mlp is None else after_mlp(output))
 
 
 def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
