@@ -127,11 +127,21 @@ def model(gpu) -> ModelRunner:
     return ready_model(RuntimeConfig(dtype="float32"), CUDA)[0]
 
 
+class Expected(dict[str, list[int]]):
+    """Tokens of each request by name, decoded at first use on the CPU, one token per step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+
+    def __missing__(self, name: str) -> list[int]:
+        self[name] = decode_alone(self._model, replace(REQUESTS[name], lookahead=PLAIN))[0]
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def expected() -> dict[str, list[int]]:
-    """Tokens of each request, decoded on the CPU one token per step."""
-    model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
-    return {name: decode_alone(model, replace(request, lookahead=PLAIN))[0] for name, request in REQUESTS.items()}
+def expected() -> Expected:
+    return Expected()
 
 
 def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:

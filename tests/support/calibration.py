@@ -1,12 +1,15 @@
 """Shorter measurements at a replica's start: tests do not need accurate ones."""
 
 from lp_runtime.calibration import step_meter, vocabulary_prior
+from lp_runtime.model.modules import packed_linear
 
 
 def shorten() -> None:
-    """Limit the measurements and the vocabulary prior at start, in this process and its forks.
+    """Limit measurements, trials of layouts and the vocabulary prior at start, in this process and its forks.
 
     Each replica asks about one slice of the vocabulary, however fast it is: drafts must not depend on timing.
     """
-    step_meter.MEASURE_SECONDS = 0.2
+    step_meter.MEASURE_SECONDS = 0.05
+    step_meter.LONG_ROUNDS = 1
+    packed_linear.NUM_TRIALS = 1
     vocabulary_prior.ASKING_SECONDS = 0.0

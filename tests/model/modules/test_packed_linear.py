@@ -154,6 +154,7 @@ def test_small_model_gets_the_fastest_layout(random_model, monkeypatch, fastest)
         return 1.0 if kind is fastest else 2.0
 
     monkeypatch.setattr(packing, "_seconds_of_a_pass", seconds)
+    monkeypatch.setattr(packing, "NUM_TRIALS", 5)  # other tests have one
     layout = pack_fastest(model)
     assert layout is not None and LAYOUTS[layout] is (None if fastest is nn.Linear else fastest)
     assert [type(each) for each in layers()] == [fastest] * len(plain)
@@ -184,6 +185,7 @@ def test_large_model_is_timed_on_a_few_layers(random_model, monkeypatch, fastest
         tried.append(len(layers))
         return 1.0 if type(layers[0]) is fastest else 2.0
 
+    monkeypatch.setattr(packing, "NUM_TRIALS", 5)
     monkeypatch.setattr(packing, "SMALL_BYTES", 0)
     monkeypatch.setattr(packing, "SAMPLE_BYTES", 2 * linears[0].weight.nbytes)
     monkeypatch.setattr(packing, "_seconds_of_a_pass", lambda model: pytest.fail("the whole model is tried"))
