@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -55,6 +56,36 @@ class RestartAllowance:
         return sorted(index for index in self._given_up if counts[index] < self._most)
 
 
+class LoadingReplicas:
+    """Indices of the replicas whose models are loading, each with a deadline. Guarded by the pool's condition."""
+
+    def __init__(self, clock: Callable[[], float]):
+        self.timeout = math.inf  # seconds from the start of a process
+        self._clock = clock
+        self._deadlines: dict[int, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._deadlines)
+
+    def add(self, index: int) -> None:
+        """Add a replica, without a deadline until `note_start`: its process may have to wait for another's end."""
+        self._deadlines[index] = math.inf
+
+    def note_start(self, index: int) -> None:
+        if index in self._deadlines:
+            self._deadlines[index] = self._clock() + self.timeout
+
+    def discard(self, index: int) -> None:
+        self._deadlines.pop(index, None)
+
+    def overdue(self) -> list[int]:
+        now = self._clock()
+        return [index for index, deadline in self._deadlines.items() if now > deadline]
+
+
 class ReplicaPool:
     """State of all replicas, and the messages to and from them. Thread-safe.
 
@@ -78,7 +109,7 @@ class ReplicaPool:
         self._host = host
         self._allowance = RestartAllowance(num_replicas, failure.restarts, clock)
         self._groups: dict[int, Members] = {}  # the group that each replica is in
-        self._loading: set[int] = set()
+        self._loading = LoadingReplicas(clock)
         self._ready: set[int] = set()  # loaded, and not known to be lost
         self._start_failures: dict[int, Failed] | None = {}  # by index; None once `start` has succeeded
         self._incarnations = dict.fromkeys(range(num_replicas), 0)  # lost processes, by index
@@ -88,7 +119,11 @@ class ReplicaPool:
     # Starting and losing replicas.
 
     def start(self, timeout: float) -> None:
-        """Start all replicas; return when their models are loaded. If it raises, the caller must call `close`."""
+        """Start all replicas; return when their models are loaded. If it raises, the caller must call `close`.
+
+        A restarted replica has `timeout` seconds, too; after that it is lost.
+        """
+        self._loading.timeout = timeout
         for index in range(self.num_replicas):
             self._loading.add(index)
             self._host.start_process(index)
@@ -156,12 +191,20 @@ class ReplicaPool:
         try:
             wait_for_end()
             if restarts and not self.is_closed:
+                with self.changed:
+                    self._loading.note_start(index)
                 self._host.start_process(index)
         except Exception as error:  # no memory, no file descriptors, no node
             logger.warning("replica %d cannot be started again: %s", index, error)
             with self.changed:
                 self._loading.discard(index)
                 self.changed.notify_all()
+
+    def _lose_overdue(self) -> None:
+        with self.changed:
+            for index in self._loading.overdue():
+                reason = f"not ready within launcher.start_timeout={self._loading.timeout:g} seconds"
+                self.lose(index, reason, self._incarnations[index])
 
     def wait_until_ready(self, timeout: float) -> frozenset[int]:
         """Wait up to `timeout` seconds until a replica is ready or none is loading; return the ready ones."""
@@ -195,6 +238,7 @@ class ReplicaPool:
         while not self.is_closed:
             incarnations = dict(self._incarnations)
             self._restart_given_up()
+            self._lose_overdue()
             try:
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])

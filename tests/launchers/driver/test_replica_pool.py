@@ -97,6 +97,27 @@ def test_restarts_are_restored_after_an_hour(host):
     pool.close()
 
 
+def test_restarted_replica_that_never_becomes_ready_is_lost_again(host):
+    now = [0.0]
+    pool = ReplicaPool(host, 1, FailureConfig(restarts=2), lambda: now[0])
+    host.said.put((0, ModelLoaded()))
+    pool.start(60)
+    pool.lose(0, "it did not answer", 0)
+    now[0] = 100.0  # the time in which a lost process ends does not count
+    host.may_end.set()
+    wait_until(lambda: len(host.started) == 2)
+    assert pool.num_loading == 1 and pool.incarnation(0) == 1
+    now[0] = 161.0
+    wait_until(lambda: pool.incarnation(0) == 2)
+    assert pool.why_lost() == "replica 0: not ready within launcher.start_timeout=60 seconds"
+    wait_until(lambda: len(host.started) == 3)
+    host.said.put((0, ModelLoaded()))
+    wait_until(lambda: pool.ready == {0})
+    now[0] += 61.0
+    assert pool.ready == {0} and pool.num_restarts == {0: 2}
+    pool.close()
+
+
 def test_closing_pool_starts_no_process(host, pool):
     pool.lose(0, "it did not answer", 0)
     closing = threading.Thread(target=pool.close)
