@@ -14,7 +14,8 @@ S = new tokens / steps over all prompts, the prefill's step included. Decoding c
 `least repetitive` is S over the third of the prompts whose outputs repeat the fewest 4-grams.
 
 The model is queried once per node for all drafters (studies/recorded_model.py). --record saves its answers to files, so
-that a study that was cut off, or is repeated with another drafter, feeds new nodes only.
+that a study that was cut off, or is repeated with another drafter, feeds new nodes only. The vocabulary prior is saved
+there, too. A GPU knows all of it after its first start, a CPU after many: --prior-seconds asks for all of it now.
 
 With several replicas, a step is computed as one forward pass of the whole tree. The tree, the partition and therefore
 the number of steps are those of that many replicas. Only the study `host` measures time. Results go to OUTPUT/STUDY.md
@@ -31,6 +32,8 @@ from common import add_output_argument, add_prompt_arguments, one_line_errors
 from studies.drafting import STUDIES
 from studies.drafting_bench import Bench
 from studies.drafting_table import Study
+
+from lp_runtime.calibration import vocabulary_prior
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,6 +54,13 @@ def make_parser() -> argparse.ArgumentParser:
         help="starting_rates: other models' starting_rates.npz",
     )
     parser.add_argument("--record", type=Path, metavar="FOLDER", help="save the model's answers there")
+    parser.add_argument(
+        "--prior-seconds",
+        type=float,
+        default=vocabulary_prior.ASKING_SECONDS,
+        metavar="SECONDS",
+        help="time limit for asking the model for the vocabulary prior",
+    )
     add_output_argument(parser)
     return parser
 
@@ -58,6 +68,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the studies named on the command line (None: the process's), in the order of `STUDIES`."""
     args = make_parser().parse_args(arguments)
+    vocabulary_prior.ASKING_SECONDS = args.prior_seconds
     bench = Bench(args)
     sources = ", ".join(Path(source.rpartition(":")[0]).stem for source in args.prompts)
     about = f"{len(bench.prompts)} prompts ({sources}), {args.max_new_tokens} new tokens each"
