@@ -6,8 +6,8 @@ SmolLM2-135M-Instruct, 34 to 38% of a text's tokens are then among the eight can
 first token it is 18%.
 
 A start queries the model for ASKING_SECONDS, each replica about its part of the vocabulary. The cache on disk keeps the
-results, and the next start continues with the tokens that are still unknown. Those that the model predicts most often
-come first, because texts consist of them: a start on a CPU has time for a few hundred tokens only.
+results, and the next start continues with the tokens that are still unknown. The lowest ids come first: byte-pair
+encodings give them to the most frequent tokens.
 
 Letters: V vocabulary, R replicas, K top-k candidates.
 """
@@ -140,23 +140,16 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
     """Query the model about `tokens`, [m], slice by slice, for ASKING_SECONDS; at least about one slice."""
     deadline = time.perf_counter() + ASKING_SECONDS
     sampler = make_greedy_sampler(model)
-    num_named = _times_named(sampler, answers.packed[answers.is_known], model.vocabulary_size)
     max_tokens = min(MAX_SLICE_TOKENS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
     # A model fed with chains computes each text separately, from its first token.
     num_tokens = min(MIN_SLICE_TOKENS if model.feeds_chains else FIRST_SLICE_TOKENS, max_tokens)
     common_token: int | None = None
     while len(tokens):
-        started = time.perf_counter()
+        started, asked = time.perf_counter(), tokens[:num_tokens]
         try:
             if common_token is None:
-                packed = _spaced_answers(model, sampler, num_tokens)
-                common_token = int(np.bincount(sampler.unpack(packed)[0]).argmax())
-                num_named += _times_named(sampler, packed, len(num_named))
-            tokens = _most_named_first(tokens, num_named, num_tokens)
-            asked = tokens[:num_tokens]
-            packed = _candidates_after(model, sampler, common_token, asked)
-            answers.add(asked, packed)
-            num_named += _times_named(sampler, packed, len(num_named))
+                common_token = _common_token(model, sampler, num_tokens)
+            answers.add(asked, _candidates_after(model, sampler, common_token, asked))
         except torch.OutOfMemoryError:
             if num_tokens <= MIN_SLICE_TOKENS:
                 return
@@ -169,26 +162,11 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
             num_tokens = min(max_tokens, 2 * num_tokens)
 
 
-def _spaced_answers(model: ModelRunner, sampler: Sampler, num_tokens: int) -> np.ndarray:
-    """Return the packed candidates after up to `num_tokens` evenly spaced tokens, which show what is common."""
+def _common_token(model: ModelRunner, sampler: Sampler, num_tokens: int) -> int:
+    """Return the token to query others after, from a pass of up to `num_tokens` tokens."""
     size, num_spaced = model.vocabulary_size, min(NUM_SPACED, num_tokens)
-    return _candidates_after(model, sampler, size // 2, np.arange(num_spaced) * size // num_spaced)
-
-
-def _times_named(sampler: Sampler, packed: np.ndarray, vocabulary_size: int) -> np.ndarray:
-    """Return [V] how often each token is among the candidates of the rows `packed`."""
-    *_, entries = sampler.unpack(packed)
-    assert entries is not None  # the sampler reports top-k candidates
-    named = entries[:, :K].ravel()
-    return np.bincount(named[named >= 0], minlength=vocabulary_size)
-
-
-def _most_named_first(tokens: np.ndarray, num_named: np.ndarray, num: int) -> np.ndarray:
-    """Return `tokens` with the `num` of them that are named most often in front, of equal ones the lowest ids."""
-    if num >= len(tokens):
-        return tokens
-    order = np.argsort(-num_named[tokens], kind="stable")
-    return np.concatenate([tokens[order[:num]], np.sort(tokens[order[num:]])])
+    packed = _candidates_after(model, sampler, size // 2, np.arange(num_spaced) * size // num_spaced)
+    return int(np.bincount(sampler.unpack(packed)[0]).argmax())
 
 
 def _candidates_after(model: ModelRunner, sampler: Sampler, first: int, tokens: np.ndarray) -> np.ndarray:
