@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -25,7 +26,7 @@ from lp_runtime.launchers import ray_launcher
 from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
 from lp_runtime.launchers.wire.messages import Failed
 
-FIXED = LookaheadConfig(15, 5, 15)  # fixed, so nothing is measured at start
+FIXED = LookaheadConfig(15, 5, 15, prior="none")  # fixed, so nothing is measured at start
 
 ray = pytest.importorskip("ray")
 RAY = str(Path(sys.executable).with_name("ray"))
@@ -57,9 +58,9 @@ def runtime(cluster, demo_model_dir):
 
 def test_output_matches_transformers_generate(runtime, greedy):
     assert runtime.num_replicas == 2
-    for setting in [(15, 5, 15), (5, 3, 5)]:
+    for setting in (FIXED, replace(FIXED, W=5, N=3, G=5)):
         for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
-            out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=LookaheadConfig(*setting))
+            out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=setting)
             assert out.token_ids == expected, (setting, prompt)
             assert out.steps < reference.MAX_NEW_TOKENS
 
