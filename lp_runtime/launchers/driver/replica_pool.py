@@ -238,8 +238,8 @@ class ReplicaPool:
         while not self.is_closed:
             incarnations = dict(self._incarnations)
             self._restart_given_up()
-            self._lose_overdue()
             try:
+                self._lose_overdue()
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])
             except Exception:  # keep the thread alive: without it no answer would arrive
