@@ -236,10 +236,10 @@ class ReplicaPool:
 
     def _listen(self) -> None:
         while not self.is_closed:
-            incarnations = dict(self._incarnations)
-            self._restart_given_up()
             try:
+                self._restart_given_up()
                 self._lose_overdue()
+                incarnations = dict(self._incarnations)
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])
             except Exception:  # keep the thread alive: without it no answer would arrive
