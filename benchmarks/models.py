@@ -12,6 +12,8 @@ from inflate_model import inflated
 from inflation_shapes import SHAPES
 from torch import nn
 from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, PreTrainedConfig
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
 from lp_runtime.model.hf.types import CausalLM
@@ -32,7 +34,7 @@ GEMMA_12B = {
 RANDOM: dict[
     str, tuple[Callable[..., PreTrainedConfig], dict[str, Any]]
 ] = {  # models with random weights, and their sizes
-    # Mixtures of experts: about 5.5B parameters, and a tiny one.
+    # Mixtures of experts: about 5.5B parameters, 12 layers of Qwen3-30B-A3B and of gpt-oss-20b, and a tiny one.
     "experts": (
         MixtralConfig,
         {
@@ -43,6 +45,20 @@ RANDOM: dict[
             "num_key_value_heads": 16,
         },
     ),
+    "qwen3_experts": (
+        Qwen3MoeConfig,
+        {
+            "hidden_size": 2048,
+            "moe_intermediate_size": 768,
+            "num_hidden_layers": 12,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+        },
+    ),
+    "gpt_oss": (GptOssConfig, {"num_hidden_layers": 12, "num_local_experts": 32}),
     "small_experts": (
         MixtralConfig,
         {

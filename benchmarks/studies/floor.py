@@ -4,6 +4,8 @@
     python benchmarks/micro.py floor --models 7b 13b 34b --dtype bfloat16   the demo model inflated, in memory
     python benchmarks/micro.py floor --models windows --fusing auto off     with and without fused blocks
 
+    python benchmarks/micro.py floor --models experts qwen3_experts gpt_oss --fusing auto off   mixtures of experts
+
 The floor is weight bytes / copy bandwidth. The bandwidth is that of a large copy on the device, counting bytes read and
 written. A step does the work of decoding: copy inputs to the device, run the forward pass, and bring successors and
 top-k candidates back to the host. Figures are medians of --rounds, which alternate between the sizes. `issued ms` is
@@ -94,12 +96,20 @@ def copy_bandwidth(device: torch.device, num_bytes: int | None = None) -> float:
     return best
 
 
-def weight_bytes(model: CausalLM) -> int:
-    """Return the bytes that a step of one token reads.
+def weight_bytes(model: CausalLM, num_tokens: int) -> float:
+    """Return the bytes that a step reads.
 
-    All weights count, tied ones once, except for an embedding that is only looked up.
+    All weights count, tied ones once, except for an embedding that is only looked up. Of a mixture of experts, those
+    count that some token chooses, on average if all choices are equally likely.
     """
-    seen = {id(each): each.numel() * each.element_size() for each in model.parameters()}
+    text = model.config.get_text_config()
+    shares: dict[int, float] = {}
+    for module in model.modules():
+        down: Any = getattr(module, "down_proj", None)
+        if getattr(down, "ndim", 0) == 3:
+            share = 1 - (1 - text.num_experts_per_tok / len(down)) ** num_tokens
+            shares |= {id(weight): share for weight in module.parameters(recurse=False)}
+    seen = {id(each): each.numel() * each.element_size() * shares.get(id(each), 1) for each in model.parameters()}
     embedding: Any = model.get_input_embeddings()
     head = model.get_output_embeddings()
     if embedding.weight is not getattr(head, "weight", None):
@@ -191,12 +201,12 @@ def measure_model(
     if args.sums:
         add_sums(loaded, lone_reducer(device))
     model, _ = prepare_model(loaded, config, device)
-    size = weight_bytes(model.model)
-    floor = 1e3 * size / bandwidth
     times = measure(model, args.tokens, args.context, args.rounds)
     rows = []
     for tokens, (step, issued) in times.items():
         row: Row = {"model": name, "compile": mode if model.graphs else "off", "fusing": fusing, "tokens": tokens}
+        size = weight_bytes(model.model, tokens)
+        floor = 1e3 * size / bandwidth
         row |= {"sums": "yes" if args.sums else "no"}
         row |= {"GB": size / 1e9, "floor ms": floor, "step ms": step, "over floor": step / floor}
         rows.append(row | {"over the first": step / times[args.tokens[0]][0], "issued ms": issued})

@@ -26,7 +26,7 @@ def _rotate_and_write(
     query, key, value, cos, sin, query_weight, key_weight, owners, table, rotated,
     epsilon, query_stride, key_stride, value_stride, column,
     WIDTH: tl.constexpr, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, NUM_ANGLES: tl.constexpr, HAS_NORM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Normalize, rotate and write heads of a token; one program per token and block of query, key or value heads."""
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -73,11 +73,12 @@ def _rotate_and_write(
             # Round, as a separate norm would.
             low = low.to(rotated.dtype.element_ty).to(tl.float32)
             high = high.to(rotated.dtype.element_ty).to(tl.float32)
-        angles = token * 2 * HALF + dims
-        low_cos = tl.load(cos + angles, mask=dims < HALF).to(tl.float32)
-        high_cos = tl.load(cos + angles + HALF, mask=dims < HALF).to(tl.float32)
-        low_sin = tl.load(sin + angles, mask=dims < HALF).to(tl.float32)
-        high_sin = tl.load(sin + angles + HALF, mask=dims < HALF).to(tl.float32)
+        low_angles = token * NUM_ANGLES + dims
+        high_angles = low_angles + NUM_ANGLES - HALF
+        low_cos = tl.load(cos + low_angles, mask=dims < HALF).to(tl.float32)
+        high_cos = tl.load(cos + high_angles, mask=dims < HALF).to(tl.float32)
+        low_sin = tl.load(sin + low_angles, mask=dims < HALF).to(tl.float32)
+        high_sin = tl.load(sin + high_angles, mask=dims < HALF).to(tl.float32)
         tl.store(target + dims, low * low_cos - high * low_sin, mask=is_kept)
         tl.store(target + HALF + dims, high * high_cos + low * high_sin, mask=is_kept)
 
@@ -86,8 +87,8 @@ def rotate_and_write(
     query: torch.Tensor,  # [1, B, g H, D]; the heads of a token contiguous
     key: torch.Tensor,  # [1, B, H, D]; likewise
     value: torch.Tensor,  # [1, B, H, D]; likewise
-    cos: torch.Tensor,  # [1, B, D]
-    sin: torch.Tensor,  # [1, B, D]
+    cos: torch.Tensor,  # [1, B, D], or [1, B, D / 2] if both halves have the same angles
+    sin: torch.Tensor,  # likewise
     owners: torch.Tensor,  # [B] int64, each token's row in the table
     table: torch.Tensor,  # [P, 4 + 2 layers] int64
     layer: int,
@@ -110,7 +111,7 @@ def rotate_and_write(
         query if query_weight is None else query_weight, key if key_weight is None else key_weight, owners, table,
         rotated, epsilon, query.stride(1), key.stride(1), value.stride(1), HEADER + 2 * layer,
         WIDTH=table.shape[1], QUERY_HEADS=num_queries, KEY_HEADS=num_keys, HALF=size // 2,
-        BLOCK=block, BLOCK_HEADS=block_heads, HAS_NORM=query_weight is not None,
+        BLOCK=block, BLOCK_HEADS=block_heads, NUM_ANGLES=cos.shape[2], HAS_NORM=query_weight is not None,
         num_warps=max(1, block * block_heads // WARP_PAIRS), **early_launch(query.device),
     )  # fmt: skip
     return rotated

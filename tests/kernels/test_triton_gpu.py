@@ -25,7 +25,7 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward import cuda_graph, fixed_passes
-from lp_runtime.model.modules import fused_blocks, fusing
+from lp_runtime.model.modules import fused_blocks, fused_experts, fusing
 from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
@@ -76,13 +76,8 @@ class Launches(TorchDispatchMode):
 
 
 SIZES = (1, 24)  # tokens of a pass
-COUNTED = [  # models whose layers launch four products and five kernels
-    ("Llama", {}),
-    ("Qwen3", {"head_dim": 8}),
-    ("Gemma", {"head_dim": 8}),
-    ("Gemma3", {"head_dim": 8}),
-    ("Phi3", {}),
-]
+COUNTED = ("llama", "qwen3", "gemma", "gemma3", "phi3", "mixtral", "qwen3_moe", "gpt_oss")
+OF_ALL_LAYERS = {"rotate_and_write": 1, "attend": 1, "add_and_norm": 2}
 
 
 def counted_kernels(launches: Launches) -> SimpleNamespace:
@@ -108,8 +103,11 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
         "norm",
         "add_and_norm",
         "sample_and_pack",
+        "choose_experts",
+        "feed_experts",
     ]
-    checks = {name: getattr(kernels, name) for name in ("can_norm", "can_add_and_norm", "can_cut")}
+    others = ("can_norm", "can_add_and_norm", "can_cut", "MAX_PAIRS", "MAX_EXPERTS", "ExpertWeights")
+    checks = {name: getattr(kernels, name) for name in others}
     return SimpleNamespace(launches=launches, **checks, **{name: counted(name) for name in names})
 
 
@@ -117,6 +115,7 @@ def use_kernels(patch, kernels) -> None:
     """Make fused models and passes of fixed sizes use these kernels."""
     patch.setattr(cuda_graph, "kernels_for", lambda device: kernels)
     patch.setattr(fused_blocks, "kernels_for", lambda device: kernels)
+    patch.setattr(fused_experts, "kernels_for", lambda device: kernels)
     patch.setattr(fusing, "kernels_for", lambda device: kernels)
 
 
@@ -161,9 +160,12 @@ def test_steps_with_kernels_match_the_unchanged_model(random_model, name, settin
     assert check_model(fixed.runner) < 1e-4
 
 
-# Gemma 3 uses every kernel of a layer: norms after attention and MLP, and of queries and keys; GELU.
+# Gemma 3 has norms after attention and MLP, and of queries and keys, and GELU; gpt-oss experts, sinks and half angles.
+KERNELS_OF_A_LAYER = ("gemma3", "gpt_oss")
+
+
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each == "gemma3" else [pytest.mark.slow]) for each in FAMILIES]
+    "family", [pytest.param(each, marks=[] if each in KERNELS_OF_A_LAYER else [pytest.mark.slow]) for each in FAMILIES]
 )
 def test_families_with_kernels_match_eager_attention(random_model, family, monkeypatch):
     """A step of each family is compared with eager attention, if the model supports it."""
@@ -222,18 +224,19 @@ def test_decoding_with_kernels_gives_the_same_tokens(random_model, temperature, 
 
 @pytest.mark.slow
 @pytest.mark.skipif(DEVICE == "cuda", reason="counts a CPU's operations")
-@pytest.mark.parametrize(("name", "settings"), COUNTED)
-def test_layer_launches_the_expected_kernels(random_model, name, settings, monkeypatch):
-    """A layer launches four matrix products and our kernels; the norm kernels do the additions.
+@pytest.mark.parametrize("family", COUNTED)
+def test_layer_launches_the_expected_kernels(random_model, family, monkeypatch):
+    """A layer launches matrix products and our kernels; the norm kernels do the additions.
 
-    Attention counts once here, but it is two launches.
+    Attention counts once here, but it is two launches, and experts are three.
     """
+    name, settings = FAMILIES[family]
     monkeypatch.setattr(numba_cpu, "supports", lambda states: False)
     counts = []
     for num_layers in (2, 3):
         launches = Launches()
         use_kernels(monkeypatch, counted_kernels(launches))
-        layered = random_model(name, num_hidden_layers=num_layers, **settings)
+        layered = random_model(name, **(settings | {"num_hidden_layers": num_layers, "layer_types": None}))
         model = OneSlot(ModelRunner(layered, 512, own_attention=True))
         fuse_blocks(model.model)
         model.enable_graphs(capture=False)
@@ -245,7 +248,9 @@ def test_layer_launches_the_expected_kernels(random_model, name, settings, monke
         with launches:
             model.forward(tree, [0, 1, 2], [0, 1, 2])
         counts.append(launches.counts)
-    assert counts[1] - counts[0] == {"linear": 4, "rotate_and_write": 1, "attend": 1, "gate": 1, "add_and_norm": 2}
+    has_experts = "feed_experts" in counts[0]
+    of_mlp = {"linear": 3, "choose_experts": 1, "feed_experts": 1} if has_experts else {"linear": 4, "gate": 1}
+    assert counts[1] - counts[0] == OF_ALL_LAYERS | of_mlp
 
 
 @pytest.mark.slow
@@ -259,7 +264,7 @@ def test_kernels_compile_for_absent_gpus(capability):
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 47
+    assert len(lines) == 61
     for line in lines:
         used = dict(part.split("=") for part in line.split("}")[1].split())
         assert int(used["shared"]) <= MAX_SHARED_BYTES, line

@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from lp_runtime.kernels import triton_attention as attention
 from lp_runtime.kernels import triton_cache as cache
 from lp_runtime.kernels import triton_cut, triton_sampling
+from lp_runtime.kernels import triton_experts as experts
 from lp_runtime.kernels import triton_gpu as kernels
 from lp_runtime.kernels import triton_strict as strict
 
@@ -83,6 +84,30 @@ def print_strict(capability: int, dtype: str, size: int, groups: int) -> None:
     print(compile_kernel(strict._attend_tail, capability, dtype, others, tail, num_stages=2, num_warps=num_warps))
 
 
+def print_experts(capability: int) -> None:
+    """Print lines for the kernels of a mixture of experts: of few and of many pairs, dense and stored as gpt-oss's."""
+    others = dict.fromkeys(["states", "weights", "bias", "output"], "*{}") | {"experts": "*i64"}
+    others |= dict.fromkeys(["num_pairs", "num_outputs", "num_experts"], "i32") | {"alpha": "fp32", "limit": "fp32"}
+    cases = [("bf16", 16, 2, False), ("bf16", 16, 512, False), ("bf16", 64, 512, False)]
+    cases += [("bf16", 16, 64, True), ("bf16", 32, 512, True), ("fp32", 32, 512, True)]
+    for dtype, rows, num_pairs, is_transposed in cases:
+        for is_gated in (True, False):
+            tile = experts.tile_of(rows, num_pairs, 2048, TYPES[dtype], is_transposed and is_gated)
+            constants = {"CHOICES": 4, "BY_EXPERT": rows > 16, "ROWS": rows, "SEARCHED": experts.SEARCHED}
+            constants |= {"OUTPUTS": tile.outputs, "BLOCK": tile.block, "IS_TRANSPOSED": is_transposed}
+            constants |= {"HAS_BIAS": is_transposed, "IS_EVEN": not is_transposed}
+            constants |= {"IS_GATED": is_gated, "IS_INTERLEAVED": is_gated and is_transposed}
+            constants |= {"ACTIVATION": "clamped" if is_transposed else "silu"}
+            types = {name: each.format(dtype) for name, each in others.items()}
+            options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+            print(compile_kernel(experts._expert_product, capability, dtype, types, constants, **options))
+    choices = {"CHOICES": 8, "BLOCK": experts.SUM_BLOCK}
+    print(compile_kernel(experts._sum_choices, capability, "bf16", {"scores": "*bf16"}, choices))
+    choose = {"CHOICES": 8, "PLACES": 8, "SOFTMAX_FIRST": True, "NORMALIZES": True, "BLOCK": 128}
+    types = {"scores": "*bf16", "experts": "*i64", "num_experts": "i32"}
+    print(compile_kernel(experts._choose, capability, "bf16", types, choose, num_warps=1))
+
+
 def main(capabilities: list[int]) -> None:
     """Print a line for each kernel and compute capability."""
     for capability in capabilities:
@@ -127,7 +152,7 @@ def main(capabilities: list[int]) -> None:
             print_strict(capability, dtype, size, groups)
         for half, block_heads, has_norm in ((64, 16, False), (64, 16, True), (128, 8, True)):
             heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": half, "BLOCK": half}
-            heads |= {"BLOCK_HEADS": block_heads, "HAS_NORM": has_norm}
+            heads |= {"BLOCK_HEADS": block_heads, "NUM_ANGLES": 2 * half, "HAS_NORM": has_norm}
             others = {"query_weight": "*fp32", "key_weight": "*fp32"}
             print(compile_kernel(cache._rotate_and_write, capability, "bf16", others, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
@@ -151,6 +176,7 @@ def main(capabilities: list[int]) -> None:
             cut = {"HAS_TOP_K": True, "HAS_TOP_P": True, "SHIFT": shift, "BLOCK": triton_cut.CUT_BLOCK}
             num_warps = triton_cut.CUT_WARPS
             print(compile_kernel(triton_cut._find_cut, capability, dtype, SAMPLING, cut, num_warps=num_warps, **EXACT))
+        print_experts(capability)
 
 
 if __name__ == "__main__":

@@ -648,11 +648,16 @@ KERNELS = SimpleNamespace(
     can_add_and_norm=can_add_and_norm,
     can_cut=can_cut,
     cut_scores=cut_scores,
+    MAX_PAIRS=stand_ins.MAX_PAIRS,
+    MAX_EXPERTS=stand_ins.MAX_EXPERTS,
+    ExpertWeights=stand_ins.ExpertWeights,
     **{
         kernel.__name__: launched(kernel)
         for kernel in (
             stand_ins.gate,
             stand_ins.norm,
+            stand_ins.feed_experts,
+            stand_ins.choose_experts,
             add_and_norm,
             find_cut,
             sample_and_pack,

@@ -16,11 +16,16 @@ import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
+from lp_runtime.kernels.triton_experts import MAX_EXPERTS, MAX_PAIRS, ExpertWeights
 from lp_runtime.kernels.types import NO_TOKEN, Packing
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
 
 HEADER = 4
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu_tanh": functools.partial(torch.nn.functional.gelu, approximate="tanh"),
+}
 
 
 def memory_at(address: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -53,6 +58,8 @@ def write(key: Tensor, value: Tensor, owners: Tensor, table: Tensor, layer: int)
 def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate states without the cache of fused_blocks.py, since replays reuse tensors with new contents."""
     first, second = states.chunk(2, -1)
+    if cos.shape[-1] < states.shape[-1]:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return states * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
 
 
@@ -140,8 +147,41 @@ def norm(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     assert gate_up.is_contiguous()
     first, second = gate_up.float().chunk(2, -1)
-    gelu = functools.partial(torch.nn.functional.gelu, approximate="tanh")
-    return ({"silu": torch.nn.functional.silu, "gelu_tanh": gelu}[activation](first) * second).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](first) * second).to(gate_up.dtype)
+
+
+def feed_experts(states: Tensor, experts: Tensor, scores: Tensor, weights: ExpertWeights) -> Tensor:
+    """Compute all experts for all tokens, and keep the chosen ones."""
+    assert states.is_contiguous()
+    gate_up, down = weights.gate_up.to(scores.dtype), weights.down.to(scores.dtype)
+    if weights.is_transposed:
+        gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+    inner = torch.einsum("te,xfe->txf", states.to(scores.dtype), gate_up)
+    if weights.gate_up_bias is not None:
+        inner = inner + weights.gate_up_bias
+    gate, up = (inner[..., ::2], inner[..., 1::2]) if weights.is_interleaved else inner.chunk(2, -1)
+    if weights.activation == "clamped":
+        gate, up = gate.clamp(max=weights.limit), up.clamp(-weights.limit, weights.limit)
+        inner = gate * torch.sigmoid(weights.alpha * gate) * (up + 1)
+    else:
+        inner = ACTIVATIONS[weights.activation](gate) * up
+    outputs = torch.einsum("txf,xef->txe", inner, down)
+    if weights.down_bias is not None:
+        outputs = outputs + weights.down_bias
+    chosen = torch.zeros_like(outputs[..., 0]).scatter(1, experts, scores)
+    return torch.einsum("txe,tx->te", outputs, chosen).to(states.dtype)
+
+
+def choose_experts(
+    logits: Tensor, choices: int, softmax_first: bool, normalizes: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    values = logits.float().softmax(-1) if softmax_first else logits.float()
+    scores, experts = torch.topk(values, choices, dim=-1)
+    if not softmax_first:
+        scores = scores.softmax(-1)
+    elif normalizes:
+        scores = scores / scores.sum(-1, keepdim=True)
+    return scores.to(dtype), experts
 
 
 def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
@@ -189,6 +229,11 @@ KERNELS = SimpleNamespace(
     attend=attend,
     attend_strictly=attend_strictly,
     gate=gate,
+    MAX_PAIRS=MAX_PAIRS,
+    MAX_EXPERTS=MAX_EXPERTS,
+    ExpertWeights=ExpertWeights,
+    feed_experts=feed_experts,
+    choose_experts=choose_experts,
     can_cut=can_cut,
     sample_and_pack=sample_greedily,
 )

@@ -122,8 +122,8 @@ class FusedAttention(nn.Module):
 
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
     where a kernel does that, it also normalizes queries and keys before, if the model does, and writes keys and values
-    into the cache. Replaces blocks with LlamaAttention's attributes, as Mistral's and Qwen's have, or with
-    Phi3Attention's, where the three projections are one already.
+    into the cache. Replaces blocks with LlamaAttention's attributes, as Mistral's and Qwen's have, with sinks as
+    gpt-oss's, or with Phi3Attention's, where the three projections are one already.
     """
 
     def __init__(self, attention: Block):
@@ -144,11 +144,12 @@ class FusedAttention(nn.Module):
         self.o_proj = attention.o_proj
         self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
+        self.sinks: nn.Parameter | None = getattr(attention, "sinks", None)  # [g H] attention sinks
 
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, D] each
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, D] or [1, T, D / 2] each
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,  # name of `cache` before transformers 5.24
@@ -168,15 +169,23 @@ class FusedAttention(nn.Module):
                 query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
             query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         elif isinstance(cache, TreeCache) and numba_cpu.supports(states):
-            query, key, value = self._rotated_on_host(states, *position_embeddings, cache)
+            query, key, value = self._rotated_on_host(states, *self._for_both_halves(position_embeddings), cache)
         else:
-            query, key, value = (each.transpose(1, 2) for each in self._rotated(states, *position_embeddings))
+            rotated = self._rotated(states, *self._for_both_halves(position_embeddings))
+            query, key, value = (each.transpose(1, 2) for each in rotated)
             if cache is not None:
                 key, value = cache.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
         options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
+        if self.sinks is not None:
+            options["s_aux"] = self.sinks
         output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(*shape, -1)), weights
+
+    def _for_both_halves(self, factors: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines of all D dimensions; some models (gpt-oss) pass those of D / 2."""
+        cos, sin = factors
+        return factors if cos.shape[-1] == self.head_dim else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
 
     def _rotated_on_host(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
@@ -275,6 +284,8 @@ class FusedLayer(nn.Module):
         else:
             hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
         output = self.mlp.forward(normed)
+        if isinstance(output, tuple):  # a mixture of experts may also return scores
+            output = output[0]
         if self._next_norm:
             return self._next_norm[0].add_ahead(hidden_states, output, after_mlp)
         return hidden_states + (output if after_mlp is None else after_mlp(output))

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.integrations import moe
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.gemma2 import modeling_gemma2 as gemma2
@@ -33,6 +34,7 @@ from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from lp_runtime.model.modules.fused_experts import CLAMPED, FusedExperts, FusedRouter, activation_of
 from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_of
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,7 @@ ATTENTIONS = (
     qwen3.Qwen3Attention,
     gemma3.Gemma3Attention,
     phi3.Phi3Attention,
+    gpt_oss.GptOssAttention,
 )
 ROTATIONS = (llama.apply_rotary_pos_emb, phi3.apply_rotary_pos_emb)
 NORMS = (llama.LlamaRMSNorm, gpt_oss.GptOssRMSNorm)  # they round before and after the weight's product; we do after
@@ -53,6 +56,7 @@ LAYERS = (
     gemma2.Gemma2DecoderLayer,
     gemma3.Gemma3DecoderLayer,
     phi3.Phi3DecoderLayer,
+    gpt_oss.GptOssDecoderLayer,
 )
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 CHILDREN = ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, "o_proj", "q_norm", "k_norm"}, {"qkv_proj", "o_proj"})
@@ -76,6 +80,8 @@ def fuse_blocks(model: nn.Module) -> int:
             lambda norm: FusedNorm(norm, _adds_one(norm)),
             lambda norm: ((_random(norm.weight, len(norm.weight)),), {}),
         ),
+        (_is_experts, FusedExperts, _experts_input),
+        (_is_router, _fused_router, lambda router: ((_random(router.weight, router.weight.shape[1])[0],), {})),
         (_is_layer, FusedLayer, lambda layer: _attention_input(layer.self_attn)),
     )
     count = 0
@@ -134,6 +140,9 @@ def _rotates_halves(attention: Block) -> bool:
         all(each is None or each == 1.0 for each in factors)
         and any(_same_code(_global(attention, "apply_rotary_pos_emb"), known) for known in ROTATIONS)
         and _same_code(_global(attention, "rotate_half"), llama.rotate_half)
+    ) or (
+        _same_code(_global(attention, "apply_rotary_pos_emb"), gpt_oss.apply_rotary_pos_emb)
+        and _same_code(_global(attention, "_apply_rotary_emb"), gpt_oss._apply_rotary_emb)
     )
 
 
@@ -146,6 +155,54 @@ def _is_mlp(module: Block) -> bool:
 def _mlp_input(mlp: Block) -> tuple[tuple, dict]:
     first = mlp.gate_up_proj if hasattr(mlp, "gate_up_proj") else mlp.gate_proj
     return (_random(first.weight, first.in_features),), {}
+
+
+def _is_experts(module: Block) -> bool:
+    """Whether a module is the experts of a layer, as transformers stores them, on a GPU with the Triton kernels."""
+    weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    if not all(type(each) is nn.Parameter and each.dim() == 3 and each.is_contiguous() for each in weights):
+        return False
+    is_clamped = _same_code(getattr(type(module), "_apply_gate", None), gpt_oss.GptOssExperts._apply_gate)
+    return (
+        getattr(module, "has_gate", False)
+        and not getattr(module, "has_post_expert_norm", False)
+        and not getattr(module, "_is_expert_parallel", False)
+        and not is_hooked(module)
+        and (is_clamped or _same_code(type(module)._apply_gate, moe._default_apply_gate))
+        and (activation_of(module) == CLAMPED) == is_clamped
+        and activation_of(module) is not None
+        and kernels_for(module.down_proj.device) is not None
+    )
+
+
+def _experts_input(experts: Block) -> tuple[tuple, dict]:
+    """Return tokens that share some of their experts."""
+    weight = experts.down_proj
+    states = _random(weight, weight.shape[2 if experts.is_transposed else 1])[0]
+    chosen = torch.arange(2 * NUM_TOKENS, device=weight.device).view(2, NUM_TOKENS).T % (NUM_TOKENS + 1) % len(weight)
+    return (states, chosen.contiguous(), _random(weight, 2)[0].abs()), {}
+
+
+def _is_router(module: Block) -> bool:
+    """Whether a module is a known router of a mixture of experts, on a GPU with the Triton kernels."""
+    return (
+        hasattr(module, "top_k")
+        and type(getattr(module, "weight", None)) is nn.Parameter
+        and any(_runs_code_of(module, known) for known in _routers())
+        and (kernels := kernels_for(module.weight.device)) is not None
+        and len(module.weight) <= kernels.MAX_EXPERTS
+    )
+
+
+def _routers() -> tuple[type[nn.Module], ...]:
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe  # here: importing it takes time
+
+    return mixtral.MixtralTopKRouter, gpt_oss.GptOssTopKRouter, qwen3_moe.Qwen3MoeTopKRouter
+
+
+def _fused_router(router: Block) -> FusedRouter:
+    is_mixtral, is_gpt_oss, _ = (_runs_code_of(router, known) for known in _routers())
+    return FusedRouter(router, softmax_last=is_gpt_oss, is_float32=is_mixtral)
 
 
 def _is_layer(module: Block) -> bool:
@@ -205,7 +262,8 @@ def _global(module: nn.Module, name: str) -> Callable | None:
 
 def _attention_input(attention: Block) -> tuple[tuple, dict[str, object]]:
     weight = next(attention.parameters())
-    cos, sin = (_random(weight, attention.head_dim) for _ in range(2))
+    is_halved = getattr(attention, "sinks", None) is not None  # gpt-oss
+    cos, sin = (_random(weight, attention.head_dim // (2 if is_halved else 1)) for _ in range(2))
     return (), {
         "hidden_states": _random(weight, attention.o_proj.out_features),
         "position_embeddings": (cos, sin),
@@ -218,11 +276,21 @@ def _random(like: torch.Tensor, size: int) -> torch.Tensor:
     return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
 
 
+def _result_of(output: Any) -> torch.Tensor:
+    """Return what a block computed: of attention without weights, of a router the scores in the experts' places."""
+    if not isinstance(output, tuple):
+        return output
+    if len(output) == len(("logits", "scores", "experts")):
+        logits, scores, experts = output
+        return torch.zeros_like(logits, dtype=scores.dtype).scatter(1, experts, scores)
+    return output[0]
+
+
 @torch.inference_mode()
 def _agree(block: nn.Module, replacement: nn.Module, *args: Any, **kwargs: Any) -> bool:
     with on(next(block.parameters()).device):
         outputs = [each(*args, **kwargs) for each in (block, replacement)]
-    expected, actual = (each[0] if isinstance(each, tuple) else each for each in outputs)
+    expected, actual = map(_result_of, outputs)
     tolerance = TOLERANCES.get(expected.dtype, 0.0)
     difference = (actual.float() - expected.float()).norm()
     return actual.dtype == expected.dtype and bool(difference <= tolerance * expected.float().norm())

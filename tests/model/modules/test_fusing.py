@@ -42,7 +42,7 @@ FUSED = {  # in two layers; norms: two or four per layer, the last one, and for 
     "smollm3": {MLP: 2, NORM: 5},
     "gpt2": {},
     "gpt_neox": {},
-    "gpt_oss": {NORM: 5},
+    "gpt_oss": {ATTENTION: 2, NORM: 5, LAYER: 2},
     "olmo2": {MLP: 2, NORM: 9},
 }
 

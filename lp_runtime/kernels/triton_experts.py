@@ -1,0 +1,315 @@
+"""Triton kernels of a mixture of experts, for the few tokens of a step: three launches in place of about twenty.
+
+`choose_experts` is the router behind its product; `feed_experts` is everything after it. Each of its programs computes
+some outputs of one expert for all tokens that chose it, and finds these tokens itself: nothing is sorted, gathered or
+put back. An expert's weights are read once, unless many tokens chose it.
+
+Letters: T tokens, E hidden size, F an expert's inner size, X experts, k experts that a token chooses. A *pair* is a
+token and one of its experts; pair p is the (p % k)-th choice of token p / k.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from lp_runtime.kernels.early_launch import early_launch
+
+MAX_PAIRS = 4096  # of a pass: every program looks through all of them
+MAX_EXPERTS = 1024  # whose scores a program of the router can hold in registers
+SEARCHED = 128  # pairs that a program compares at a time
+MIN_ROWS, MAX_ROWS = 16, 64  # pairs of an expert that a program computes at a time
+MAX_ROWS_TRANSPOSED = 32  # more would need more registers than there are
+FEW_PROGRAMS = 160  # a GPU has about as many multiprocessors: cut products into smaller tiles
+SUM_BLOCK = 1024  # elements that a program sums
+GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
+GELU_CUBE = tl.constexpr(0.044715)
+
+
+class ExpertWeights(NamedTuple):
+    """Weights of all experts, and how an expert's gate is computed.
+
+    Attributes:
+        gate_up: [X, 2 F, E], or [X, E, 2 F] if transposed.
+        down: [X, E, F], or [X, F, E] if transposed.
+        gate_up_bias: [X, 2 F]; None without biases.
+        down_bias: [X, E]; None without biases.
+        is_transposed: whether weights are stored with inputs first.
+        is_interleaved: whether gate and up values alternate; otherwise all gates come first.
+        activation: silu, gelu_tanh, or clamped: gpt-oss's, with `alpha` and `limit`.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    is_transposed: bool = False
+    is_interleaved: bool = False
+    activation: str = "silu"
+    alpha: float = 1.0
+    limit: float = 0.0
+
+
+@triton.jit
+def _num_pairs_of(experts, expert, num_pairs, SEARCHED: tl.constexpr):
+    """Return how many of the first `num_pairs` pairs are an expert's."""
+    count = 0
+    for start in range(0, num_pairs, SEARCHED):
+        each = start + tl.arange(0, SEARCHED)
+        is_its = tl.load(experts + each, mask=each < num_pairs, other=-1) == expert
+        count += tl.sum(is_its.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def _pairs_of(experts, expert, first, num_pairs, ROWS: tl.constexpr, SEARCHED: tl.constexpr):
+    """Return an expert's pairs from its `first`-th on, [ROWS]; missing ones are pair 0."""
+    rows = tl.arange(0, ROWS)
+    pairs = tl.zeros([ROWS], tl.int32)
+    count = 0
+    for start in range(0, num_pairs, SEARCHED):
+        each = start + tl.arange(0, SEARCHED)
+        is_its = (tl.load(experts + each, mask=each < num_pairs, other=-1) == expert).to(tl.int32)
+        ranks = tl.where(is_its > 0, count + tl.cumsum(is_its, 0) - 1 - first, -1)
+        pairs += tl.sum(tl.where(ranks[None, :] == rows[:, None], each[None, :], 0), 1)
+        count += tl.sum(is_its, 0)
+    return pairs
+
+
+@triton.jit
+def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "clamped":
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        return gate * tl.sigmoid(gate * alpha) * (up + 1)
+    inner = gate
+    if ACTIVATION == "gelu_tanh":  # x (1 + tanh(y)) / 2 = x sigmoid(2 y)
+        inner = 2 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)
+    return gate * tl.sigmoid(inner) * up
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _expert_product(
+    states, weights, bias, experts, output, num_pairs, size, num_outputs, alpha, limit,
+    CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    HAS_BIAS: tl.constexpr, IS_TRANSPOSED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EVEN: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Multiply the rows of an expert's pairs by some of its weights.
+
+    If IS_GATED, rows are tokens' and OUTPUTS weights give OUTPUTS / 2 gated values; otherwise rows are pairs'.
+    """
+    place = tl.program_id(0)
+    if EARLY:
+        gdc_wait()
+    expert = place.to(tl.int64)
+    if not BY_EXPERT:  # a program for each pair; the first pair of an expert computes all of them
+        expert = tl.load(experts + place)
+        if _num_pairs_of(experts, expert, place, SEARCHED) > 0:
+            return
+    count = _num_pairs_of(experts, expert, num_pairs, SEARCHED)
+    if count == 0:
+        return
+    num_weights = num_outputs * (2 if IS_GATED else 1)
+    outs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    inside = outs < num_weights
+    if IS_GATED and not IS_INTERLEAVED:
+        outs = (outs % 2) * num_outputs + outs // 2
+    inner = tl.arange(0, BLOCK)
+    weights += expert * num_weights * size
+    if IS_TRANSPOSED:
+        tile = weights + outs[:, None] + inner[None, :].to(tl.int64) * num_weights
+        step = BLOCK * num_weights
+    else:
+        tile = weights + outs[:, None].to(tl.int64) * size + inner[None, :]
+        step = BLOCK
+    rows = tl.arange(0, ROWS)
+    first = 0
+    while first < count:
+        pairs = _pairs_of(experts, expert, first, num_pairs, ROWS, SEARCHED)
+        is_used = first + rows < count
+        sources = (pairs // CHOICES if IS_GATED else pairs).to(tl.int64)
+        column = states + sources[None, :] * size + inner[:, None]
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+        part = tile
+        for start in range(0, size, BLOCK):
+            if IS_EVEN:
+                left = tl.load(part, mask=inside[:, None], other=0.0)
+                right = tl.load(column, mask=is_used[None, :], other=0.0)
+            else:
+                in_row = start + inner < size
+                left = tl.load(part, mask=inside[:, None] & in_row[None, :], other=0.0)
+                right = tl.load(column, mask=is_used[None, :] & in_row[:, None], other=0.0)
+            total = tl.dot(left, right, total, input_precision="ieee")
+            part += step
+            column += BLOCK
+        if HAS_BIAS:
+            added = tl.load(bias + expert * num_weights + outs, mask=inside, other=0.0)
+            total += added.to(tl.float32)[:, None]
+        if IS_GATED:
+            halves = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, ROWS]), [0, 2, 1])
+            gate, up = tl.split(halves)
+            total = _gated(gate, up, alpha, limit, ACTIVATION)
+            columns = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
+        else:
+            columns = outs
+        target = output + pairs[None, :].to(tl.int64) * num_outputs + columns[:, None]
+        tl.store(target, total.to(output.dtype.element_ty), mask=(columns < num_outputs)[:, None] & is_used[None, :])
+        first += ROWS
+
+
+@triton.jit
+def _sum_choices(outputs, scores, total, size, CHOICES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+    """Add the outputs of a token's experts, each times its score."""
+    token = tl.program_id(0).to(tl.int64)
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = places < size
+    if EARLY:
+        gdc_wait()
+    row = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(CHOICES):
+        pair = token * CHOICES + choice
+        score = tl.load(scores + pair).to(tl.float32)
+        row += score * tl.load(outputs + pair * size + places, mask=inside, other=0.0).to(tl.float32)
+    tl.store(total + token * size + places, row.to(total.dtype.element_ty), mask=inside)
+
+
+class Tile(NamedTuple):
+    """How a product is cut: a program computes OUTPUTS weights' products, from BLOCK inputs at a time."""
+
+    outputs: int
+    block: int
+    num_warps: int
+    num_stages: int
+
+
+def tile_of(rows: int, num_pairs: int, num_weights: int, bytes_per_value: int, is_interleaved: bool) -> Tile:
+    """Return the tile of a product, chosen by a sweep on an H200 (docs/decisions/gpu.md).
+
+    Args:
+        rows: pairs that a program computes at a time.
+        num_pairs: pairs of the pass.
+        num_weights: products of a pair.
+        bytes_per_value: of the weights' dtype.
+        is_interleaved: whether gate and up values alternate.
+    """
+    if bytes_per_value > 2:
+        return Tile(32, 64, 4, 2)
+    if is_interleaved:
+        return Tile(128, 32, 4, 4)
+    tile = Tile(64, 64, 4, 5 if rows < MAX_ROWS else 4)
+    return Tile(16, 128, 2, 4) if num_pairs * triton.cdiv(num_weights, tile.outputs) < FEW_PROGRAMS else tile
+
+
+def feed_experts(
+    states: torch.Tensor, experts: torch.Tensor, scores: torch.Tensor, weights: ExpertWeights
+) -> torch.Tensor:
+    """Return the outputs of tokens' experts, added with their scores: [T, E].
+
+    Products and sums are in float32; an expert's inner values and its outputs are rounded to the model's dtype.
+
+    Args:
+        states: [T, E] of the weights' dtype, contiguous.
+        experts: [T, k] int64, different ones for each token; T k at most MAX_PAIRS.
+        scores: [T, k] by which the outputs are multiplied.
+    """
+    num_tokens, size = states.shape
+    choices = experts.shape[1]
+    experts, scores = experts.contiguous(), scores.contiguous()
+    inner = multiply(states, experts, weights, is_gated=True)
+    outputs = multiply(inner, experts, weights, is_gated=False)
+    total = torch.empty_like(states)
+    block = min(SUM_BLOCK, triton.next_power_of_2(size))
+    _sum_choices[(num_tokens, triton.cdiv(size, block))](
+        outputs, scores, total, size, CHOICES=choices, BLOCK=block, **early_launch(states.device)
+    )
+    return total
+
+
+def multiply(states: torch.Tensor, experts: torch.Tensor, weights: ExpertWeights, is_gated: bool) -> torch.Tensor:
+    """Return every pair's product with its expert's weights.
+
+    Args:
+        states: [T, E] if `is_gated`; otherwise [T k, F].
+        experts: [T, k] int64, contiguous.
+        is_gated: whether to compute the experts' inner values, [T k, F], or their outputs, [T k, E].
+    """
+    num_pairs, num_experts = experts.numel(), len(weights.down)
+    weight, bias = (weights.gate_up, weights.gate_up_bias) if is_gated else (weights.down, weights.down_bias)
+    size = states.shape[1]
+    num_weights = weight.shape[2 if weights.is_transposed else 1]
+    num_outputs = num_weights // 2 if is_gated else num_weights
+    output = states.new_empty(num_pairs, num_outputs)
+    rows = triton.next_power_of_2(max(1, 2 * num_pairs // num_experts))
+    max_rows = MAX_ROWS_TRANSPOSED if weights.is_transposed else MAX_ROWS
+    rows = max(MIN_ROWS, min(max_rows, rows, triton.next_power_of_2(len(experts))))
+    is_interleaved = is_gated and weights.is_interleaved
+    tile = tile_of(rows, num_pairs, num_weights, states.element_size(), is_interleaved)
+    _expert_product[(min(num_pairs, num_experts), triton.cdiv(num_weights, tile.outputs))](
+        states, weight, weight if bias is None else bias, experts, output, num_pairs, size, num_outputs,
+        weights.alpha, weights.limit, CHOICES=experts.shape[1], BY_EXPERT=num_pairs > num_experts, IS_GATED=is_gated,
+        ACTIVATION=weights.activation, HAS_BIAS=bias is not None, IS_TRANSPOSED=weights.is_transposed,
+        IS_INTERLEAVED=is_interleaved, IS_EVEN=size % tile.block == 0, ROWS=rows,
+        OUTPUTS=tile.outputs, BLOCK=tile.block, SEARCHED=SEARCHED, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **early_launch(states.device),
+    )  # fmt: skip
+    return output
+
+
+@triton.jit
+def _choose(
+    logits, scores, experts, num_experts, CHOICES: tl.constexpr, PLACES: tl.constexpr, SOFTMAX_FIRST: tl.constexpr,
+    NORMALIZES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of one token: the highest scores, the first of equal ones."""
+    token = tl.program_id(0).to(tl.int64)
+    each, places = tl.arange(0, BLOCK), tl.arange(0, PLACES)
+    if EARLY:
+        gdc_wait()
+    left = tl.load(logits + token * num_experts + each, mask=each < num_experts, other=float("-inf")).to(tl.float32)
+    if SOFTMAX_FIRST:
+        powers = tl.exp(left - tl.max(left, 0))
+        left = tl.where(each < num_experts, powers / tl.sum(powers, 0), float("-inf"))
+    best = tl.full([PLACES], float("-inf"), tl.float32)
+    chosen = tl.zeros([PLACES], tl.int32)
+    for choice in tl.static_range(CHOICES):
+        highest = tl.max(left, 0)
+        expert = tl.min(tl.where(left == highest, each, BLOCK - 1), 0)
+        best = tl.where(places == choice, highest, best)
+        chosen = tl.where(places == choice, expert, chosen)
+        left = tl.where(each == expert, float("-inf"), left)
+    is_one = places < CHOICES
+    if SOFTMAX_FIRST:
+        if NORMALIZES:
+            best = best / tl.sum(tl.where(is_one, best, 0.0), 0)
+    else:
+        powers = tl.exp(best - tl.max(best, 0))
+        best = powers / tl.sum(powers, 0)
+    tl.store(scores + token * CHOICES + places, best.to(scores.dtype.element_ty), mask=is_one)
+    tl.store(experts + token * CHOICES + places, chosen.to(tl.int64), mask=is_one)
+
+
+def choose_experts(
+    logits: torch.Tensor, choices: int, softmax_first: bool, normalizes: bool, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each token's best experts, as (scores of `dtype`, int64 experts), [T, k] each.
+
+    Args:
+        logits: [T, X] contiguous, X at most MAX_EXPERTS.
+        choices: k.
+        softmax_first: whether scores are probabilities among all experts; otherwise among the chosen ones.
+        normalizes: whether scores of all experts are then divided by the sum of the chosen ones'.
+    """
+    num_tokens, num_experts = logits.shape
+    scores = torch.empty(num_tokens, choices, dtype=dtype, device=logits.device)
+    experts = torch.empty(num_tokens, choices, dtype=torch.int64, device=logits.device)
+    _choose[(num_tokens,)](
+        logits, scores, experts, num_experts, CHOICES=choices, PLACES=triton.next_power_of_2(choices),
+        SOFTMAX_FIRST=softmax_first, NORMALIZES=normalizes, BLOCK=triton.next_power_of_2(num_experts), num_warps=1,
+        **early_launch(logits.device),
+    )  # fmt: skip
+    return scores, experts

@@ -1,0 +1,93 @@
+"""Fused experts and router of a mixture of experts: transformers' results in three launches and two, on a GPU.
+
+fusing.py puts them into a model.
+
+Letters: T tokens, E hidden size, F an expert's inner size, X experts, k experts that a token chooses.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.model.modules.fused_blocks import ACTIVATIONS, Block
+
+CLAMPED = "clamped"  # gpt-oss's gate: sigmoid linear units with limits
+
+
+def activation_of(experts: Block) -> str | None:
+    """Return the kernels' name of the experts' activation; None if they have none."""
+    if not hasattr(experts, "act_fn"):
+        return CLAMPED
+    return next((name for name, kinds in ACTIVATIONS.items() if isinstance(experts.act_fn, kinds)), None)
+
+
+class FusedExperts(nn.Module):
+    """Experts of a layer, [T, E] to [T, E], for the few tokens of a step; longer inputs are left to the block itself.
+
+    Replaces blocks that `use_experts_implementation` of transformers has decorated: gate and up projections of all
+    experts are one parameter, [X, 2 F, E] or, transposed, [X, E, 2 F].
+    """
+
+    def __init__(self, experts: Block):
+        super().__init__()
+        kernels = kernels_for(experts.down_proj.device)
+        assert kernels is not None
+        self.experts = experts
+        self._kernels = kernels
+        activation = activation_of(experts)
+        assert activation is not None
+        self._weights = kernels.ExpertWeights(
+            experts.gate_up_proj.detach(),
+            experts.down_proj.detach(),
+            experts.gate_up_proj_bias.detach() if experts.has_bias else None,
+            experts.down_proj_bias.detach() if experts.has_bias else None,
+            is_transposed=experts.is_transposed,
+            is_interleaved=not experts.is_concatenated,
+            activation=activation,
+            **({"alpha": experts.alpha, "limit": experts.limit} if activation == CLAMPED else {}),
+        )
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the sum of the chosen experts' outputs, each times its weight.
+
+        Args:
+            hidden_states: [T, E].
+            top_k_index: [T, k] the experts that each token chose.
+            top_k_weights: [T, k] what their outputs are multiplied by.
+        """
+        if top_k_index.numel() > self._kernels.MAX_PAIRS or hidden_states.dtype != self._weights.down.dtype:
+            return self.experts(hidden_states, top_k_index, top_k_weights)
+        return self._kernels.feed_experts(hidden_states.contiguous(), top_k_index, top_k_weights, self._weights)
+
+
+class FusedRouter(nn.Module):
+    """Router of a layer: one product, and one kernel for everything after it.
+
+    Scores are probabilities among all experts, or among those that are chosen if `softmax_last`. They have the logits'
+    dtype, or float32 if `is_float32`.
+    """
+
+    def __init__(self, router: Block, softmax_last: bool = False, is_float32: bool = False):
+        super().__init__()
+        kernels = kernels_for(router.weight.device)
+        assert kernels is not None
+        self.weight = router.weight
+        self.bias = getattr(router, "bias", None)
+        self.top_k: int = router.top_k
+        self._kernels = kernels
+        self._softmax_last, self._is_float32 = softmax_last, is_float32
+        self._normalizes: bool = getattr(router, "norm_topk_prob", True)
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return ([T, X] logits, [T, k] scores of the chosen experts, [T, k] the chosen experts)."""
+        states = hidden_states.reshape(-1, hidden_states.shape[-1])
+        logits = nn.functional.linear(states, self.weight, self.bias)
+        dtype = torch.float32 if self._is_float32 else logits.dtype
+        scores, experts = self._kernels.choose_experts(
+            logits, self.top_k, not self._softmax_last, self._normalizes, dtype
+        )
+        return logits, scores, experts

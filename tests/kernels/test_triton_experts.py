@@ -1,0 +1,73 @@
+"""Triton's kernels of a mixture of experts, compared with float64: interpreted if there is no GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support import stand_ins
+
+kernels = pytest.importorskip("lp_runtime.kernels.triton_experts", reason="needs Triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
+if DEVICE == "cuda":
+    TOLERANCES[torch.bfloat16] = 3e-2
+
+
+def random_weights(num_experts, size, inner, dtype, activation):
+    """Return random weights, stored as gpt-oss's if the activation is its own."""
+    is_clamped = activation == "clamped"
+    shapes = [(num_experts, 2 * inner, size), (num_experts, size, inner)]
+    weights = [torch.randn(shape, dtype=dtype, device=DEVICE) / 4 for shape in shapes]
+    if not is_clamped:
+        return kernels.ExpertWeights(*weights, activation=activation)
+    weights = [each.transpose(1, 2).contiguous() for each in weights]
+    biases = [torch.randn(num_experts, width, dtype=dtype, device=DEVICE) for width in (2 * inner, size)]
+    return kernels.ExpertWeights(*weights, *biases, True, True, activation, alpha=1.7, limit=1.0)
+
+
+def random_choices(num_tokens, num_experts, num_chosen):
+    return torch.stack([torch.randperm(num_experts, device=DEVICE)[:num_chosen] for _ in range(num_tokens)])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_chosen", "num_experts", "size", "inner", "activation"),
+    [
+        (1, 2, 8, 64, 48, "silu"),  # fewer pairs than experts
+        (5, 3, 4, 72, 40, "gelu_tanh"),  # sizes that no block divides
+        (7, 3, 20, 128, 64, "clamped"),  # pairs that share experts, with experts left over
+        (40, 2, 3, 64, 32, "clamped"),
+        (70, 2, 2, 32, 24, "silu"),  # more pairs of an expert than a program computes at a time
+    ],
+)
+def test_experts_match_float64_reference(num_tokens, num_chosen, num_experts, size, inner, activation, dtype):
+    torch.manual_seed(num_tokens)
+    weights = random_weights(num_experts, size, inner, dtype, activation)
+    states = torch.randn(num_tokens, size, device=DEVICE).to(dtype)
+    experts = random_choices(num_tokens, num_experts, num_chosen)
+    scores = torch.rand(num_tokens, num_chosen, device=DEVICE)
+    exact = [each.double() if isinstance(each, torch.Tensor) else each for each in weights]
+    expected = stand_ins.feed_experts(states.double(), experts, scores.double(), kernels.ExpertWeights(*exact))
+    actual = kernels.feed_experts(states, experts, scores.to(dtype), weights)
+    assert actual.dtype == dtype
+    difference = (actual.double() - expected).norm() / expected.norm()
+    assert difference <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("softmax_first", [True, False])
+@pytest.mark.parametrize("normalizes", [True, False])
+@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (60, 4), (128, 8), (5, 3)])
+def test_router_matches_softmax_and_top_k(num_experts, num_chosen, softmax_first, normalizes):
+    logits = 2 * torch.randn(9, num_experts, device=DEVICE)
+    arguments = (num_chosen, softmax_first, normalizes, torch.float32)
+    expected_scores, expected = stand_ins.choose_experts(logits, *arguments)
+    scores, experts = kernels.choose_experts(logits, *arguments)
+    assert torch.equal(experts, expected) and experts.dtype == torch.int64
+    torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-6)
+
+
+def test_equal_scores_choose_the_first_experts():
+    logits = torch.zeros(2, 6, device=DEVICE)
+    logits[1, 4] = 1.0
+    _, experts = kernels.choose_experts(logits, 3, True, True, torch.float32)
+    assert experts.tolist() == [[0, 1, 2], [4, 0, 1]]
