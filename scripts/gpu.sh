@@ -4,8 +4,8 @@
 #   scripts/gpu.sh OUT A     versions and bandwidth; the floor at SHAPE; the kernels of a step; every kernel; tests/gpu
 #   scripts/gpu.sh OUT B     lp-bench at SHAPE; nucleus sampling, prefixes, batches; the exchange; NCCL of one rank
 #   scripts/gpu.sh OUT C     the floor at LARGE; a real model and its text at SHAPE's cost, if there is one; transformers
-#                            compiled; experts; replicas that share a GPU, and shards; sums inside captured passes
-#   scripts/gpu.sh OUT D     V = 131,072; WINDOWS: the floor, fused or not, and a prefix of 32k
+#                            compiled; replicas that share a GPU, and shards; sums inside captured passes
+#   scripts/gpu.sh OUT D     V = 131,072; WINDOWS and EXPERTS: the floor, fused or not; a prefix of 32k
 #   scripts/gpu.sh OUT all   A to D without their limits; with several GPUs also NCCL, shared memory, kills and LP
 #   scripts/gpu.sh OUT B exchange nccl      these parts of a call only
 #
@@ -13,7 +13,7 @@
 # per call: CALL.txt, the whole output, and CALL.jsonl, a line of results for each part.
 #
 # Models are inflated demo models in GPU memory, except for lp-bench's, which is written to MODELS. Environment:
-#   SHAPE=7b LARGE=34b EXPERTS=experts WINDOWS=windows   the models to measure
+#   SHAPE=7b LARGE=34b WINDOWS=windows EXPERTS="experts qwen3_experts gpt_oss"   the models to measure
 #   MODELS=/tmp/lp_models                folder for the inflated model; MODELS/real is the real model, if it exists.
 #                                        A folder in /dev/shm is faster, if it has room for 27 GB
 #   PROMPTS=FILE:FIELD[,FILE:FIELD]      prompts of lp-bench; built-in ones by default
@@ -45,14 +45,16 @@ fi
 mkdir -p "$out" "$models"
 
 if [ "${SIZE:-}" = tiny ]; then
-    shape=${SHAPE:-demo} large=${LARGE:-demo} experts=${EXPERTS:-small_experts} windows=${WINDOWS:-small_windows} vocabulary=5000 wide=6000
+    shape=${SHAPE:-demo} large=${LARGE:-demo} windows=${WINDOWS:-small_windows} vocabulary=5000 wide=6000
+    experts=(${EXPERTS:-small_experts})
     machine=(--copy-mib 16 --product 128) floor=(--rounds 2 --context 40) copy=(--copy-mib 16) few=(1 8) many=(1 8 16) new=8
     kernels=(--tokens 1 8 --prefixes 40 --heads 4 2 --head-size 64 --intermediate 256 --vocabulary 512)
     requests=(--limit 1 --prefixes 64 --batch 2) exchange=(--gpus 2 --nodes 16 --rounds 20) degrees='[1,2]'
     gpu_tests=("tests/gpu -k slow_reader") share=(--gpus 1 2 --settings 5,3,5 --limit 1 --max-new-tokens 8)
     real=(device=cpu limit=1 lookahead.prior=none "methods=[hf,default]") # real models are too large for a simulated GPU
 else
-    shape=${SHAPE:-7b} large=${LARGE:-34b} experts=${EXPERTS:-experts} windows=${WINDOWS:-windows} vocabulary=32000 wide=131072
+    shape=${SHAPE:-7b} large=${LARGE:-34b} windows=${WINDOWS:-windows} vocabulary=32000 wide=131072
+    experts=(${EXPERTS:-experts qwen3_experts gpt_oss})
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
@@ -78,8 +80,8 @@ parts_of() {
     case $1 in
     A) echo machine:30 floor:70 profile:50 kernels:100 off:50 tests:240 ;;
     B) echo inflate:70 bench:120 requests:120 exchange:80 nccl:40 ;;
-    C) echo large:60 cost:110 real:60 inflate:40 compiled:70 experts:40 share:100 shards:60 ;;
-    D) echo wide:180 windows:360 ;;
+    C) echo large:60 cost:110 real:60 inflate:40 compiled:70 share:120 shards:80 ;;
+    D) echo wide:150 windows:210 experts:180 ;;
     many) echo equality:1800 ranks:1800 kills:1800 parallel:3600 splits:3600 tensor_parallel:3600 ;;
     esac
 }
@@ -139,7 +141,10 @@ run() {
             --settings 5,3,5 --limit 3 --max-new-tokens "$new" --prompts "$(own_prompts)"
         "${micro[@]}" floor --output "$results" --models "$shape" "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}" "${sums[@]}"
         ;;
-    experts) "${micro[@]}" experts --output "$results" --compile auto --model "$experts" "${half[@]}" "${floor[@]}" --tokens "${few[@]}" ;;
+    experts)
+        "${micro[@]}" experts --output "$results" --compile auto "${floor[@]}" --tokens "${few[@]}"
+        "${micro[@]}" floor --output "$results" --models "${experts[@]}" --fusing auto off "${half[@]}" "${floor[@]}" "${copy[@]}" --tokens "${few[@]}"
+        ;;
     real)
         if [ ! -f "$models/real/config.json" ]; then
             echo "no model in $models/real: scripts/get_real_model.sh makes one"

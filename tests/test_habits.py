@@ -24,6 +24,9 @@ LIBRARY_PRIVATE = {
     "_attn_implementation",  # transformers: a config's attention
     "_supports_attention_backend",
     "_prefix_allowed_tokens_fn",
+    "_apply_gate",  # of experts
+    "_default_apply_gate",
+    "_apply_rotary_emb",
     "_forward_hooks",  # torch.nn.Module
     "_forward_pre_hooks",
     "_dynamo",

@@ -2,6 +2,8 @@
 
     python benchmarks/micro.py experts --model experts --dtype bfloat16 --tokens 1 8 64 --compile auto off
 
+`micro.py floor --models experts qwen3_experts gpt_oss` compares steps with the time to read the experts' weights.
+
 There is a row for each way to launch a pass and each number of tokens. `text` compares greedy decoding of the very
 small mixture in float32 with transformers' `generate`; the exit status is 1 if they differ or a model is refused.
 """

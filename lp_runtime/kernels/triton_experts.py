@@ -1,8 +1,8 @@
 """Triton kernels of a mixture of experts, for the few tokens of a step: three launches in place of about twenty.
 
-`choose_experts` is the router behind its product; `feed_experts` is everything after it. Each of its programs computes
-some outputs of one expert for all tokens that chose it, and finds these tokens itself: nothing is sorted, gathered or
-put back. An expert's weights are read once, unless many tokens chose it.
+`choose_experts` is the router after its product, `feed_experts` the experts. A program of their products computes some
+outputs of one expert for all tokens that chose it, and finds these tokens itself: nothing is sorted, gathered or put
+back. An expert's weights are read once, unless many tokens chose it.
 
 Letters: T tokens, E hidden size, F an expert's inner size, X experts, k experts that a token chooses. A *pair* is a
 token and one of its experts; pair p is the (p % k)-th choice of token p / k.
@@ -81,7 +81,44 @@ def _pairs_of(experts, expert, first, num_pairs, ROWS: tl.constexpr, SEARCHED: t
 
 
 @triton.jit
-def _gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+def _expert_of(experts, num_pairs, BY_EXPERT: tl.constexpr, SEARCHED: tl.constexpr):
+    """Return the expert that a program computes, and how many pairs it has: none if another program computes it."""
+    place = tl.program_id(0)
+    expert = place.to(tl.int64)
+    num_before = 0
+    if not BY_EXPERT:  # a program for each pair; the first pair of an expert computes all of them
+        expert = tl.load(experts + place)
+        num_before = _num_pairs_of(experts, expert, place, SEARCHED)
+    count = 0
+    if num_before == 0:
+        count = _num_pairs_of(experts, expert, num_pairs, SEARCHED)
+    return expert, count
+
+
+@triton.jit
+def _product(
+    weights, states, weight_step, is_weight, is_row, inner, size,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, IS_EVEN: tl.constexpr,
+):  # fmt: skip
+    """Return [OUTPUTS, ROWS] products; `weights` and `states` point to their first BLOCK inputs."""
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    for start in range(0, size, BLOCK):
+        if IS_EVEN:
+            left = tl.load(weights, mask=is_weight[:, None], other=0.0)
+            right = tl.load(states, mask=is_row[None, :], other=0.0)
+        else:
+            in_row = start + inner < size
+            left = tl.load(weights, mask=is_weight[:, None] & in_row[None, :], other=0.0)
+            right = tl.load(states, mask=is_row[None, :] & in_row[:, None], other=0.0)
+        total = tl.dot(left, right, total, input_precision="ieee")
+        weights += weight_step
+        states += BLOCK
+    return total
+
+
+@triton.jit
+def gated(gate, up, alpha, limit, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up, float32; `alpha` and `limit` are those of the activation "clamped"."""
     if ACTIVATION == "clamped":
         gate = tl.minimum(gate, limit)
         up = tl.minimum(tl.maximum(up, -limit), limit)
@@ -103,62 +140,40 @@ def _expert_product(
 
     If IS_GATED, rows are tokens' and OUTPUTS weights give OUTPUTS / 2 gated values; otherwise rows are pairs'.
     """
-    place = tl.program_id(0)
     if EARLY:
         gdc_wait()
-    expert = place.to(tl.int64)
-    if not BY_EXPERT:  # a program for each pair; the first pair of an expert computes all of them
-        expert = tl.load(experts + place)
-        if _num_pairs_of(experts, expert, place, SEARCHED) > 0:
-            return
-    count = _num_pairs_of(experts, expert, num_pairs, SEARCHED)
+    expert, count = _expert_of(experts, num_pairs, BY_EXPERT, SEARCHED)
     if count == 0:
         return
     num_weights = num_outputs * (2 if IS_GATED else 1)
     outs = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
-    inside = outs < num_weights
-    if IS_GATED and not IS_INTERLEAVED:
+    is_weight = outs < num_weights
+    if IS_GATED and not IS_INTERLEAVED:  # gate and up values of an output become neighbours
         outs = (outs % 2) * num_outputs + outs // 2
     inner = tl.arange(0, BLOCK)
     weights += expert * num_weights * size
     if IS_TRANSPOSED:
         tile = weights + outs[:, None] + inner[None, :].to(tl.int64) * num_weights
-        step = BLOCK * num_weights
     else:
         tile = weights + outs[:, None].to(tl.int64) * size + inner[None, :]
-        step = BLOCK
-    rows = tl.arange(0, ROWS)
+    weight_step = BLOCK * num_weights if IS_TRANSPOSED else BLOCK
     first = 0
     while first < count:
         pairs = _pairs_of(experts, expert, first, num_pairs, ROWS, SEARCHED)
-        is_used = first + rows < count
+        is_row = first + tl.arange(0, ROWS) < count
         sources = (pairs // CHOICES if IS_GATED else pairs).to(tl.int64)
-        column = states + sources[None, :] * size + inner[:, None]
-        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-        part = tile
-        for start in range(0, size, BLOCK):
-            if IS_EVEN:
-                left = tl.load(part, mask=inside[:, None], other=0.0)
-                right = tl.load(column, mask=is_used[None, :], other=0.0)
-            else:
-                in_row = start + inner < size
-                left = tl.load(part, mask=inside[:, None] & in_row[None, :], other=0.0)
-                right = tl.load(column, mask=is_used[None, :] & in_row[:, None], other=0.0)
-            total = tl.dot(left, right, total, input_precision="ieee")
-            part += step
-            column += BLOCK
+        source = states + sources[None, :] * size + inner[:, None]
+        total = _product(tile, source, weight_step, is_weight, is_row, inner, size, OUTPUTS, ROWS, BLOCK, IS_EVEN)
         if HAS_BIAS:
-            added = tl.load(bias + expert * num_weights + outs, mask=inside, other=0.0)
+            added = tl.load(bias + expert * num_weights + outs, mask=is_weight, other=0.0)
             total += added.to(tl.float32)[:, None]
+        columns = outs
         if IS_GATED:
-            halves = tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, ROWS]), [0, 2, 1])
-            gate, up = tl.split(halves)
-            total = _gated(gate, up, alpha, limit, ACTIVATION)
+            gate, up = tl.split(tl.permute(tl.reshape(total, [OUTPUTS // 2, 2, ROWS]), [0, 2, 1]))
+            total = gated(gate, up, alpha, limit, ACTIVATION)
             columns = tl.program_id(1) * (OUTPUTS // 2) + tl.arange(0, OUTPUTS // 2)
-        else:
-            columns = outs
         target = output + pairs[None, :].to(tl.int64) * num_outputs + columns[:, None]
-        tl.store(target, total.to(output.dtype.element_ty), mask=(columns < num_outputs)[:, None] & is_used[None, :])
+        tl.store(target, total.to(output.dtype.element_ty), mask=(columns < num_outputs)[:, None] & is_row[None, :])
         first += ROWS
 
 
@@ -179,7 +194,7 @@ def _sum_choices(outputs, scores, total, size, CHOICES: tl.constexpr, BLOCK: tl.
 
 
 class Tile(NamedTuple):
-    """How a product is cut: a program computes OUTPUTS weights' products, from BLOCK inputs at a time."""
+    """Sizes of a program: it multiplies `outputs` rows of weights, `block` inputs at a time."""
 
     outputs: int
     block: int
@@ -244,7 +259,7 @@ def multiply(states: torch.Tensor, experts: torch.Tensor, weights: ExpertWeights
     num_weights = weight.shape[2 if weights.is_transposed else 1]
     num_outputs = num_weights // 2 if is_gated else num_weights
     output = states.new_empty(num_pairs, num_outputs)
-    rows = triton.next_power_of_2(max(1, 2 * num_pairs // num_experts))
+    rows = triton.next_power_of_2(max(1, 4 * num_pairs // num_experts))
     max_rows = MAX_ROWS_TRANSPOSED if weights.is_transposed else MAX_ROWS
     rows = max(MIN_ROWS, min(max_rows, rows, triton.next_power_of_2(len(experts))))
     is_interleaved = is_gated and weights.is_interleaved

@@ -1,8 +1,8 @@
 """All Triton kernels in one module, and the small ones: the MLP's gate, and the addition with a norm.
 
 triton_cache.py has the kernels that rotate queries and keys and write the caches; triton_attention.py and
-triton_strict.py have attention; triton_sampling.py and triton_cut.py the rest. All need Triton (tests run them in its
-interpreter).
+triton_strict.py have attention; triton_experts.py has mixtures of experts; triton_sampling.py and triton_cut.py the
+rest. All need Triton (tests run them in its interpreter).
 
 Letters: T tokens, E hidden size, F the MLP's inner size.
 """
@@ -26,6 +26,7 @@ from lp_runtime.kernels.triton_experts import MAX_PAIRS as MAX_PAIRS
 from lp_runtime.kernels.triton_experts import ExpertWeights as ExpertWeights
 from lp_runtime.kernels.triton_experts import choose_experts as choose_experts
 from lp_runtime.kernels.triton_experts import feed_experts as feed_experts
+from lp_runtime.kernels.triton_experts import gated
 from lp_runtime.kernels.triton_sampling import find_in_slice as find_in_slice
 from lp_runtime.kernels.triton_sampling import pack_candidates as pack_candidates
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack
@@ -35,12 +36,10 @@ GATE_BLOCK = 1024  # elements that a program computes
 MAX_NORM_SIZE = 1 << 14  # largest E whose row a program can hold in registers
 WARP_ELEMENTS = 512  # elements of a row per warp
 MAX_WARPS = 16
-GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
-GELU_CUBE = tl.constexpr(0.044715)
 
 
 @triton.jit
-def _gate(gate_up, output, size, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def _gate(gate_up, output, size, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = places < size
@@ -48,10 +47,7 @@ def _gate(gate_up, output, size, GELU: tl.constexpr, BLOCK: tl.constexpr, EARLY:
         gdc_wait()
     gate = tl.load(gate_up + token * 2 * size + places, mask=inside).to(tl.float32)
     up = tl.load(gate_up + token * 2 * size + size + places, mask=inside).to(tl.float32)
-    inner = gate
-    if GELU:  # x (1 + tanh(y)) / 2 = x sigmoid(2 y)
-        inner = 2 * GELU_SCALE * (gate + GELU_CUBE * gate * gate * gate)
-    tl.store(output + token * size + places, gate * tl.sigmoid(inner) * up, mask=inside)
+    tl.store(output + token * size + places, gated(gate, up, 0.0, 0.0, ACTIVATION), mask=inside)
 
 
 def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
@@ -62,8 +58,7 @@ def gate(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
     size = gate_up.shape[-1] // 2
     output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype, device=gate_up.device)
     grid = (output.numel() // size, triton.cdiv(size, GATE_BLOCK))
-    is_gelu = activation == "gelu_tanh"
-    _gate[grid](gate_up, output, size, GELU=is_gelu, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
+    _gate[grid](gate_up, output, size, ACTIVATION=activation, BLOCK=GATE_BLOCK, **early_launch(gate_up.device))
     return output
 
 

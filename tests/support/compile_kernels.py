@@ -157,8 +157,9 @@ def main(capabilities: list[int]) -> None:
             print(compile_kernel(cache._rotate_and_write, capability, "bf16", others, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}
         print(compile_kernel(cache._write, capability, "bf16", {}, head, num_warps=1))
-        for is_gelu in (False, True):
-            print(compile_kernel(kernels._gate, capability, "bf16", {}, {"GELU": is_gelu, "BLOCK": kernels.GATE_BLOCK}))
+        for activation in ("silu", "gelu_tanh"):
+            gate = {"ACTIVATION": activation, "BLOCK": kernels.GATE_BLOCK}
+            print(compile_kernel(kernels._gate, capability, "bf16", {}, gate))
         for size in (4096, 8192, kernels.MAX_NORM_SIZE):
             block = {"BLOCK": size, "HAS_ADDED": True, "NORMS_ADDED": size == kernels.MAX_NORM_SIZE}
             num_warps, others = kernels.num_norm_warps(size), {"added_weight": "*bf16"}

@@ -160,19 +160,20 @@ def _mlp_input(mlp: Block) -> tuple[tuple, dict]:
 def _is_experts(module: Block) -> bool:
     """Whether a module is the experts of a layer, as transformers stores them, on a GPU with the Triton kernels."""
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
-    if not all(type(each) is nn.Parameter and each.dim() == 3 and each.is_contiguous() for each in weights):
-        return False
-    is_clamped = _same_code(getattr(type(module), "_apply_gate", None), gpt_oss.GptOssExperts._apply_gate)
     return (
-        getattr(module, "has_gate", False)
-        and not getattr(module, "has_post_expert_norm", False)
-        and not getattr(module, "_is_expert_parallel", False)
+        all(type(each) is nn.Parameter and each.dim() == 3 and each.is_contiguous() for each in weights)
+        and getattr(module, "has_gate", False)
+        and not any(getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel"))
         and not is_hooked(module)
-        and (is_clamped or _same_code(type(module)._apply_gate, moe._default_apply_gate))
-        and (activation_of(module) == CLAMPED) == is_clamped
-        and activation_of(module) is not None
+        and _has_known_gate(module)
         and kernels_for(module.down_proj.device) is not None
     )
+
+
+def _has_known_gate(experts: Block) -> bool:
+    activation = activation_of(experts)
+    known = gpt_oss.GptOssExperts._apply_gate if activation == CLAMPED else moe._default_apply_gate
+    return activation is not None and _same_code(getattr(type(experts), "_apply_gate", None), known)
 
 
 def _experts_input(experts: Block) -> tuple[tuple, dict]:
