@@ -110,12 +110,11 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
     return model
 
 
-def random_model(name: str, dtype: str, device: torch.device) -> CausalLM:
-    """Return a model of RANDOM, which never ends a text."""
+def random_model(name: str, dtype: str, device: torch.device, **changes: int) -> CausalLM:
+    """Return a model of RANDOM, which never ends a text; `changes` are sizes in place of its own."""
     kind, sizes = RANDOM[name]
-    config = kind(
-        **sizes, vocab_size=4096, max_position_embeddings=CONTEXT_TOKENS, eos_token_id=None, bos_token_id=None
-    )
+    ends = {"eos_token_id": None, "bos_token_id": None}
+    config = kind(**sizes | changes, vocab_size=4096, max_position_embeddings=CONTEXT_TOKENS, **ends)
     torch.manual_seed(0)
     with device:
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()

@@ -19,12 +19,12 @@ from triton.language.extra.cuda import gdc_wait
 
 from lp_runtime.kernels.early_launch import early_launch
 
-MAX_PAIRS = 4096  # of a pass: every program looks through all of them
+MAX_TOKENS = 1024  # of a pass: every program compares all of its pairs
 MAX_EXPERTS = 1024  # whose scores a program of the router can hold in registers
-SEARCHED = 128  # pairs that a program compares at a time
+SEARCH_BLOCK = 128  # pairs that a program compares at a time
 MIN_ROWS, MAX_ROWS = 16, 64  # pairs of an expert that a program computes at a time
 MAX_ROWS_TRANSPOSED = 32  # more would need more registers than there are
-FEW_PROGRAMS = 160  # a GPU has about as many multiprocessors: cut products into smaller tiles
+FEW_PROGRAMS = 160  # fewer would leave multiprocessors idle: a product gets smaller tiles
 SUM_BLOCK = 1024  # elements that a program sums
 GELU_SCALE = tl.constexpr(0.7978845608028654)  # sqrt(2 / pi)
 GELU_CUBE = tl.constexpr(0.044715)
@@ -55,43 +55,43 @@ class ExpertWeights(NamedTuple):
 
 
 @triton.jit
-def _num_pairs_of(experts, expert, num_pairs, SEARCHED: tl.constexpr):
+def _num_pairs_of(experts, expert, num_pairs, SEARCH: tl.constexpr):
     """Return how many of the first `num_pairs` pairs are an expert's."""
     count = 0
-    for start in range(0, num_pairs, SEARCHED):
-        each = start + tl.arange(0, SEARCHED)
-        is_its = tl.load(experts + each, mask=each < num_pairs, other=-1) == expert
-        count += tl.sum(is_its.to(tl.int32), 0)
+    for start in range(0, num_pairs, SEARCH):
+        each = start + tl.arange(0, SEARCH)
+        matches = tl.load(experts + each, mask=each < num_pairs, other=-1) == expert
+        count += tl.sum(matches.to(tl.int32), 0)
     return count
 
 
 @triton.jit
-def _pairs_of(experts, expert, first, num_pairs, ROWS: tl.constexpr, SEARCHED: tl.constexpr):
+def _pairs_of(experts, expert, first, num_pairs, ROWS: tl.constexpr, SEARCH: tl.constexpr):
     """Return an expert's pairs from its `first`-th on, [ROWS]; missing ones are pair 0."""
     rows = tl.arange(0, ROWS)
     pairs = tl.zeros([ROWS], tl.int32)
     count = 0
-    for start in range(0, num_pairs, SEARCHED):
-        each = start + tl.arange(0, SEARCHED)
-        is_its = (tl.load(experts + each, mask=each < num_pairs, other=-1) == expert).to(tl.int32)
-        ranks = tl.where(is_its > 0, count + tl.cumsum(is_its, 0) - 1 - first, -1)
+    for start in range(0, num_pairs, SEARCH):
+        each = start + tl.arange(0, SEARCH)
+        matches = (tl.load(experts + each, mask=each < num_pairs, other=-1) == expert).to(tl.int32)
+        ranks = tl.where(matches > 0, count + tl.cumsum(matches, 0) - 1 - first, -1)
         pairs += tl.sum(tl.where(ranks[None, :] == rows[:, None], each[None, :], 0), 1)
-        count += tl.sum(is_its, 0)
+        count += tl.sum(matches, 0)
     return pairs
 
 
 @triton.jit
-def _expert_of(experts, num_pairs, BY_EXPERT: tl.constexpr, SEARCHED: tl.constexpr):
+def _expert_of(experts, num_pairs, BY_EXPERT: tl.constexpr, SEARCH: tl.constexpr):
     """Return the expert that a program computes, and how many pairs it has: none if another program computes it."""
-    place = tl.program_id(0)
-    expert = place.to(tl.int64)
+    program = tl.program_id(0)
+    expert = program.to(tl.int64)
     num_before = 0
     if not BY_EXPERT:  # a program for each pair; the first pair of an expert computes all of them
-        expert = tl.load(experts + place)
-        num_before = _num_pairs_of(experts, expert, place, SEARCHED)
+        expert = tl.load(experts + program)
+        num_before = _num_pairs_of(experts, expert, program, SEARCH)
     count = 0
     if num_before == 0:
-        count = _num_pairs_of(experts, expert, num_pairs, SEARCHED)
+        count = _num_pairs_of(experts, expert, num_pairs, SEARCH)
     return expert, count
 
 
@@ -134,7 +134,7 @@ def _expert_product(
     states, weights, bias, experts, output, num_pairs, size, num_outputs, alpha, limit,
     CHOICES: tl.constexpr, BY_EXPERT: tl.constexpr, IS_GATED: tl.constexpr, ACTIVATION: tl.constexpr,
     HAS_BIAS: tl.constexpr, IS_TRANSPOSED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EVEN: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SEARCHED: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, BLOCK: tl.constexpr, SEARCH: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Multiply the rows of an expert's pairs by some of its weights.
 
@@ -142,7 +142,7 @@ def _expert_product(
     """
     if EARLY:
         gdc_wait()
-    expert, count = _expert_of(experts, num_pairs, BY_EXPERT, SEARCHED)
+    expert, count = _expert_of(experts, num_pairs, BY_EXPERT, SEARCH)
     if count == 0:
         return
     num_weights = num_outputs * (2 if IS_GATED else 1)
@@ -159,7 +159,7 @@ def _expert_product(
     weight_step = BLOCK * num_weights if IS_TRANSPOSED else BLOCK
     first = 0
     while first < count:
-        pairs = _pairs_of(experts, expert, first, num_pairs, ROWS, SEARCHED)
+        pairs = _pairs_of(experts, expert, first, num_pairs, ROWS, SEARCH)
         is_row = first + tl.arange(0, ROWS) < count
         sources = (pairs // CHOICES if IS_GATED else pairs).to(tl.int64)
         source = states + sources[None, :] * size + inner[:, None]
@@ -194,7 +194,7 @@ def _sum_choices(outputs, scores, total, size, CHOICES: tl.constexpr, BLOCK: tl.
 
 
 class Tile(NamedTuple):
-    """Sizes of a program: it multiplies `outputs` rows of weights, `block` inputs at a time."""
+    """Sizes of a program: it computes `outputs` products of each row, from `block` inputs at a time."""
 
     outputs: int
     block: int
@@ -229,7 +229,7 @@ def feed_experts(
 
     Args:
         states: [T, E] of the weights' dtype, contiguous.
-        experts: [T, k] int64, different ones for each token; T k at most MAX_PAIRS.
+        experts: [T, k] int64, different ones for each token; T at most MAX_TOKENS.
         scores: [T, k] by which the outputs are multiplied.
     """
     num_tokens, size = states.shape
@@ -269,7 +269,7 @@ def multiply(states: torch.Tensor, experts: torch.Tensor, weights: ExpertWeights
         weights.alpha, weights.limit, CHOICES=experts.shape[1], BY_EXPERT=num_pairs > num_experts, IS_GATED=is_gated,
         ACTIVATION=weights.activation, HAS_BIAS=bias is not None, IS_TRANSPOSED=weights.is_transposed,
         IS_INTERLEAVED=is_interleaved, IS_EVEN=size % tile.block == 0, ROWS=rows,
-        OUTPUTS=tile.outputs, BLOCK=tile.block, SEARCHED=SEARCHED, num_warps=tile.num_warps,
+        OUTPUTS=tile.outputs, BLOCK=tile.block, SEARCH=SEARCH_BLOCK, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **early_launch(states.device),
     )  # fmt: skip
     return output
@@ -293,7 +293,8 @@ def _choose(
     chosen = tl.zeros([PLACES], tl.int32)
     for choice in tl.static_range(CHOICES):
         highest = tl.max(left, 0)
-        expert = tl.min(tl.where(left == highest, each, BLOCK - 1), 0)
+        expert = tl.min(tl.where(left == highest, each, num_experts - 1), 0)
+        expert = tl.minimum(expert, num_experts - 1)  # of logits that are NaN, any
         best = tl.where(places == choice, highest, best)
         chosen = tl.where(places == choice, expert, chosen)
         left = tl.where(each == expert, float("-inf"), left)

@@ -14,6 +14,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ConfigError, ModelError
+from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.capacity import free_bytes
 from lp_runtime.model.checks.make_runner import check_runner, make_runner
 from lp_runtime.model.forward.cuda_graph import why_not_captured
@@ -153,13 +154,7 @@ def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[
 def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_slice: bool) -> list[str]:
     """Fuse and pack a model's layers as configured; return the settings that turn the applied changes off."""
     undo = []
-    may_fuse = (
-        config.model.fusing == "auto"
-        and config.model.device_map is None
-        and config.num_stages == 1
-        and why_chains(loaded) is None
-    )
-    if may_fuse and fuse_blocks(loaded):
+    if _fuse(loaded, config):
         undo.append("model.fusing=off")
         if device.type == "cuda":
             torch.cuda.empty_cache()  # return freed memory to other processes on this GPU
@@ -169,6 +164,21 @@ def _optimize(loaded: CausalLM, config: RuntimeConfig, device: torch.device, is_
         if _pack_fastest(loaded, config.cache_dir) if measures else pack_linears(loaded):
             undo.append("model.packing=off")
     return undo
+
+
+def _fuse(loaded: CausalLM, config: RuntimeConfig) -> int:
+    """Fuse a model's blocks as configured; return how many."""
+    may_fuse = (
+        config.model.fusing == "auto"
+        and config.model.device_map is None
+        and config.num_stages == 1
+        and why_chains(loaded) is None
+    )
+    if not may_fuse:
+        return 0
+    if config.exactness == "fast":
+        choose_attention(loaded, own_attention=True)  # blocks with eager attention, as gpt-oss's, would not be fused
+    return fuse_blocks(loaded)
 
 
 def _pack_fastest(model: CausalLM, cache_dir: str | None) -> bool:

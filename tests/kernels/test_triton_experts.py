@@ -71,3 +71,11 @@ def test_equal_scores_choose_the_first_experts():
     logits[1, 4] = 1.0
     _, experts = kernels.choose_experts(logits, 3, True, True, torch.float32)
     assert experts.tolist() == [[0, 1, 2], [4, 0, 1]]
+
+
+@pytest.mark.parametrize("softmax_first", [True, False])
+def test_logits_that_are_not_numbers_choose_existing_experts(softmax_first):
+    logits = torch.full((2, 5), torch.nan, device=DEVICE)
+    logits[1, :4] = -torch.inf
+    _, experts = kernels.choose_experts(logits, 3, softmax_first, True, torch.float32)
+    assert ((experts >= 0) & (experts < 5)).all()

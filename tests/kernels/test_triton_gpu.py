@@ -106,7 +106,7 @@ def counted_kernels(launches: Launches) -> SimpleNamespace:
         "choose_experts",
         "feed_experts",
     ]
-    others = ("can_norm", "can_add_and_norm", "can_cut", "MAX_PAIRS", "MAX_EXPERTS", "ExpertWeights")
+    others = ("can_norm", "can_add_and_norm", "can_cut", "MAX_TOKENS", "MAX_EXPERTS", "ExpertWeights")
     checks = {name: getattr(kernels, name) for name in others}
     return SimpleNamespace(launches=launches, **checks, **{name: counted(name) for name in names})
 
@@ -162,6 +162,7 @@ def test_steps_with_kernels_match_the_unchanged_model(random_model, name, settin
 
 # Gemma 3 has norms after attention and MLP, and of queries and keys, and GELU; gpt-oss experts, sinks and half angles.
 KERNELS_OF_A_LAYER = ("gemma3", "gpt_oss")
+WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
 @pytest.mark.parametrize(
@@ -176,6 +177,8 @@ def test_families_with_kernels_match_eager_attention(random_model, family, monke
     if not fixed.masks.is_own:
         pytest.skip("has an attention of its own: its passes are not captured")
     fuse_blocks(fixed.model)
+    experts = sum(isinstance(each, fused_experts.FusedExperts) for each in fixed.model.modules())
+    assert experts == (2 if family in WITH_EXPERTS else 0)
     fixed.enable_graphs(capture=False)
     tree = TokenTree([1, 2], max_depth=4)
     for branch in ([3, 4], [3, 5], [6]):

@@ -93,7 +93,7 @@ def print_experts(capability: int) -> None:
     for dtype, rows, num_pairs, is_transposed in cases:
         for is_gated in (True, False):
             tile = experts.tile_of(rows, num_pairs, 2048, TYPES[dtype], is_transposed and is_gated)
-            constants = {"CHOICES": 4, "BY_EXPERT": rows > 16, "ROWS": rows, "SEARCHED": experts.SEARCHED}
+            constants = {"CHOICES": 4, "BY_EXPERT": rows > 16, "ROWS": rows, "SEARCH": experts.SEARCH_BLOCK}
             constants |= {"OUTPUTS": tile.outputs, "BLOCK": tile.block, "IS_TRANSPOSED": is_transposed}
             constants |= {"HAS_BIAS": is_transposed, "IS_EVEN": not is_transposed}
             constants |= {"IS_GATED": is_gated, "IS_INTERLEAVED": is_gated and is_transposed}

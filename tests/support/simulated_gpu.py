@@ -648,7 +648,7 @@ KERNELS = SimpleNamespace(
     can_add_and_norm=can_add_and_norm,
     can_cut=can_cut,
     cut_scores=cut_scores,
-    MAX_PAIRS=stand_ins.MAX_PAIRS,
+    MAX_TOKENS=stand_ins.MAX_TOKENS,
     MAX_EXPERTS=stand_ins.MAX_EXPERTS,
     ExpertWeights=stand_ins.ExpertWeights,
     **{

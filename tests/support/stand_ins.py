@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
-from lp_runtime.kernels.triton_experts import MAX_EXPERTS, MAX_PAIRS, ExpertWeights
+from lp_runtime.kernels.triton_experts import MAX_EXPERTS, MAX_TOKENS, ExpertWeights
 from lp_runtime.kernels.types import NO_TOKEN, Packing
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
@@ -229,7 +229,7 @@ KERNELS = SimpleNamespace(
     attend=attend,
     attend_strictly=attend_strictly,
     gate=gate,
-    MAX_PAIRS=MAX_PAIRS,
+    MAX_TOKENS=MAX_TOKENS,
     MAX_EXPERTS=MAX_EXPERTS,
     ExpertWeights=ExpertWeights,
     feed_experts=feed_experts,

@@ -145,6 +145,7 @@ class FusedAttention(nn.Module):
         self.q_norm: nn.Module | None = getattr(attention, "q_norm", None)
         self.k_norm: nn.Module | None = getattr(attention, "k_norm", None)
         self.sinks: nn.Parameter | None = getattr(attention, "sinks", None)  # [g H] attention sinks
+        self.sliding_window: int | None = getattr(attention, "sliding_window", None)  # in tokens
 
     def forward(
         self,
@@ -178,14 +179,14 @@ class FusedAttention(nn.Module):
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
         options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
         if self.sinks is not None:
-            options["s_aux"] = self.sinks
+            options |= {"s_aux": self.sinks, "sliding_window": self.sliding_window}
         output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(*shape, -1)), weights
 
     def _for_both_halves(self, factors: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines of all D dimensions; some models (gpt-oss) pass those of D / 2."""
         cos, sin = factors
-        return factors if cos.shape[-1] == self.head_dim else (torch.cat((cos, cos), -1), torch.cat((sin, sin), -1))
+        return factors if cos.shape[-1] == self.head_dim else (_doubled(cos), _doubled(sin))
 
     def _rotated_on_host(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
@@ -297,7 +298,13 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
 
 
-@functools.lru_cache(maxsize=4)  # tensors hash by identity: all layers of a pass receive the same sines
+@functools.lru_cache(maxsize=4)  # tensors hash by identity: all layers of a pass receive the same factors
+def _doubled(factors: torch.Tensor) -> torch.Tensor:
+    """Repeat cosines or sines for the second half of a head: [1, T, D / 2] to [1, T, D]."""
+    return torch.cat((factors, factors), -1)
+
+
+@functools.lru_cache(maxsize=4)  # see above
 def _signed(sin: torch.Tensor) -> torch.Tensor:
     """Negate the first half of the sines: [1, T, D] to [1, T, 1, D]."""
     first, second = sin.chunk(2, -1)

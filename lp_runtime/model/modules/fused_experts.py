@@ -1,4 +1,4 @@
-"""Fused experts and router of a mixture of experts: transformers' results in three launches and two, on a GPU.
+"""Fused experts and router of a mixture of experts on a GPU: experts in three launches, the router in two.
 
 fusing.py puts them into a model.
 
@@ -24,7 +24,7 @@ def activation_of(experts: Block) -> str | None:
 
 
 class FusedExperts(nn.Module):
-    """Experts of a layer, [T, E] to [T, E], for the few tokens of a step; longer inputs are left to the block itself.
+    """Experts of a layer, [T, E] to [T, E]. Passes of more than MAX_TOKENS tokens are left to the replaced block.
 
     Replaces blocks that `use_experts_implementation` of transformers has decorated: gate and up projections of all
     experts are one parameter, [X, 2 F, E] or, transposed, [X, E, 2 F].
@@ -32,12 +32,12 @@ class FusedExperts(nn.Module):
 
     def __init__(self, experts: Block):
         super().__init__()
-        kernels = kernels_for(experts.down_proj.device)
-        assert kernels is not None
-        self.experts = experts
+        kernels, activation = kernels_for(experts.down_proj.device), activation_of(experts)
+        assert kernels is not None and activation is not None
+        for name, parameter in experts.named_parameters(recurse=False):
+            self.register_parameter(name, parameter)
+        self._block = (experts,)  # in a tuple, so that torch does not register its weights twice
         self._kernels = kernels
-        activation = activation_of(experts)
-        assert activation is not None
         self._weights = kernels.ExpertWeights(
             experts.gate_up_proj.detach(),
             experts.down_proj.detach(),
@@ -59,8 +59,8 @@ class FusedExperts(nn.Module):
             top_k_index: [T, k] the experts that each token chose.
             top_k_weights: [T, k] what their outputs are multiplied by.
         """
-        if top_k_index.numel() > self._kernels.MAX_PAIRS or hidden_states.dtype != self._weights.down.dtype:
-            return self.experts(hidden_states, top_k_index, top_k_weights)
+        if len(hidden_states) > self._kernels.MAX_TOKENS or hidden_states.dtype != self._weights.down.dtype:
+            return self._block[0](hidden_states, top_k_index, top_k_weights)
         return self._kernels.feed_experts(hidden_states.contiguous(), top_k_index, top_k_weights, self._weights)
 
 

@@ -58,9 +58,11 @@ LAYERS = (
     phi3.Phi3DecoderLayer,
     gpt_oss.GptOssDecoderLayer,
 )
+EXPERTS = (mixtral.MixtralExperts, gpt_oss.GptOssExperts)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 CHILDREN = ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, "o_proj", "q_norm", "k_norm"}, {"qkv_proj", "o_proj"})
 NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
+NUM_OF_EXPERTS = 200  # the same of experts: some get more tokens than a program of the kernel computes at a time
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
 FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
     "self_attn": FusedAttention,
@@ -162,9 +164,8 @@ def _is_experts(module: Block) -> bool:
     weights = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
     return (
         all(type(each) is nn.Parameter and each.dim() == 3 and each.is_contiguous() for each in weights)
-        and getattr(module, "has_gate", False)
-        and not any(getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel"))
-        and not is_hooked(module)
+        and any(_runs_code_of(module, known) for known in EXPERTS)
+        and not getattr(module, "_is_expert_parallel", False)
         and _has_known_gate(module)
         and kernels_for(module.down_proj.device) is not None
     )
@@ -177,11 +178,13 @@ def _has_known_gate(experts: Block) -> bool:
 
 
 def _experts_input(experts: Block) -> tuple[tuple, dict]:
-    """Return tokens that share some of their experts."""
+    """Return tokens that choose two experts each, the first ones more often."""
     weight = experts.down_proj
-    states = _random(weight, weight.shape[2 if experts.is_transposed else 1])[0]
-    chosen = torch.arange(2 * NUM_TOKENS, device=weight.device).view(2, NUM_TOKENS).T % (NUM_TOKENS + 1) % len(weight)
-    return (states, chosen.contiguous(), _random(weight, 2)[0].abs()), {}
+    size, num_experts = weight.shape[2 if experts.is_transposed else 1], len(weight)
+    states = _random(weight, size, NUM_OF_EXPERTS)[0]
+    first = torch.arange(NUM_OF_EXPERTS, device=weight.device) % 7 % num_experts
+    second = (first + 1 + torch.arange(NUM_OF_EXPERTS, device=weight.device) % max(1, num_experts - 1)) % num_experts
+    return (states, torch.stack((first, second), 1), _random(weight, 2, NUM_OF_EXPERTS)[0].abs()), {}
 
 
 def _is_router(module: Block) -> bool:
@@ -272,9 +275,9 @@ def _attention_input(attention: Block) -> tuple[tuple, dict[str, object]]:
     }
 
 
-def _random(like: torch.Tensor, size: int) -> torch.Tensor:
+def _random(like: torch.Tensor, size: int, num_tokens: int = NUM_TOKENS) -> torch.Tensor:
     generator = torch.Generator().manual_seed(size)
-    return torch.randn(1, NUM_TOKENS, size, generator=generator).to(like)
+    return torch.randn(1, num_tokens, size, generator=generator).to(like)
 
 
 def _result_of(output: Any) -> torch.Tensor:

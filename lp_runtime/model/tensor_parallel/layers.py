@@ -6,6 +6,7 @@ Letters: P shards, T tokens, V vocabulary, E hidden size.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +24,13 @@ class SliceModule(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         return self.sliced.weight  # type: ignore[return-value]  # torch declares it as Tensor | Module
+
+
+class SummedOutputs(SliceModule):
+    """Module whose output on each shard is a part of a sum: a mixture's experts, with slices of every expert."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self._reducer.all_reduce(self.sliced(*args, **kwargs))
 
 
 class RowwiseLinear(SliceModule):

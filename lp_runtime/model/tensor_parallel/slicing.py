@@ -12,7 +12,6 @@ Letters: P shards.
 from __future__ import annotations
 
 import re
-from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lp_runtime.distributed.reducers import Reducer
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
-from lp_runtime.model.tensor_parallel.layers import GatheredLinear, RowwiseLinear, VocabularyEmbedding
+from lp_runtime.model.tensor_parallel.layers import GatheredLinear, RowwiseLinear, SummedOutputs, VocabularyEmbedding
 
 # Styles of transformers' plans. Modules of the local ones just compute with their slices; a later module sums.
 PACKED_STYLES = ("packed_colwise", "packed_rowwise")
@@ -129,12 +128,9 @@ def slice_model(model: PreTrainedModel, link: ShardLink) -> None:
     for module in model.modules():
         vars(module).pop("forward", None)  # transformers' wrapper, which would call its own collectives
         _keep_slices(module, weights)
-    for name, module in list(model.named_modules()):
+    for name, module in reversed(list(model.named_modules())):  # children before the modules that contain them
         style = plan.get(LAYER_NUMBER.sub("*", name))
-        if style in SUMMED_STYLES:
-            _add_biases_once(module, place)
-            module.register_forward_hook(partial(_sum_output, link.reducer))
-        elif style is not None and style != "replicate":
+        if style is not None and style != "replicate":
             parent = model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], _replaced(module, style, link.reducer, place))
 
@@ -152,6 +148,9 @@ def _keep_slices(module: nn.Module, weights: Weights) -> None:
 
 def _replaced(module: nn.Module, style: str, reducer: Reducer, place: ShardPlace) -> nn.Module:
     """Set a module's sizes to those of its slice, and wrap it if the shards' outputs must be combined."""
+    if style in SUMMED_STYLES:
+        _add_biases_once(module, place)
+        return SummedOutputs(module, reducer)
     if isinstance(module, nn.Embedding):
         chunk = _chunk(module.num_embeddings, place)
         module.num_embeddings, module.padding_idx = len(module.weight), None  # this slice may lack the padding index
@@ -178,7 +177,3 @@ def _add_biases_once(module: nn.Module, place: ShardPlace) -> None:
     for name, parameter in module.named_parameters(recurse=False):
         if name in WHOLE_BIASES and not place.is_leader:
             parameter.data.zero_()
-
-
-def _sum_output(reducer: Reducer, module: nn.Module, arguments: object, output: torch.Tensor) -> torch.Tensor:
-    return reducer.all_reduce(output)

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.model.attention import parts
 from lp_runtime.model.attention.parts import attend_window
+from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
@@ -74,11 +75,13 @@ def test_windowed_model_matches_generate(family):
     assert tokens == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_later_chunk_reads_only_the_window_and_its_own_keys(family):
+def test_later_chunk_reads_only_the_window_and_its_own_keys(family, fuses):
     """Half of the layers have full attention, except in Mistral, where no layer has."""
     name, settings = FAMILIES[family]
     model = OneSlot(ModelRunner(random_model(name, seed=3, **settings), CHUNK, own_attention=True))
+    assert bool(fuses and fuse_blocks(model.model)) == fuses
     model.begin(8 * CHUNK)
     model.prefill(range(1, 1 + 4 * CHUNK))
     with Watch() as watch:
