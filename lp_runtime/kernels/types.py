@@ -1,6 +1,6 @@
-"""Arguments of the sampling kernel; separate from it, so that importing them does not need Triton.
+"""Arguments of the kernels; separate from them, so that importing them does not need Triton.
 
-Letters: n nodes, K top-k candidates of a node.
+Letters: n nodes, K top-k candidates of a node; R dimensions of a head that rotary embedding rotates.
 """
 
 from __future__ import annotations
@@ -28,3 +28,22 @@ class Packing(NamedTuple):
 
     num: int  # K; 0 for no candidates
     width: int  # integers per row, at least 1 + K / 2; unused ones are 0
+
+
+class Rotation(NamedTuple):
+    """Pairs that rotary embedding makes of the first R dimensions of a head; the others are not rotated.
+
+    Attributes:
+        are_neighbors: whether dimensions 2i and 2i + 1 are a pair (GLM, Cohere); otherwise i and i + R / 2 are.
+        angle_step: of neighbours, columns of cosines and sines from one pair to the next: 1, or 2 if each dimension has
+            its own column.
+        is_halved: whether there are R / 2 columns of cosines and sines (gpt-oss); otherwise R.
+    """
+
+    are_neighbors: bool = False
+    angle_step: int = 1
+    is_halved: bool = False
+
+    def num_rotated(self, cos: torch.Tensor) -> int:
+        """Return R, given the cosines, [1, T, columns]."""
+        return cos.shape[-1] * (2 if self.is_halved else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 
 import pytest
@@ -10,8 +11,8 @@ from support.fed import DEVICE, HEADS, LAYER, NUM_LAYERS, TOLERANCES, Fed, expec
 from support.thinned import thinned
 from torch.nn.functional import rms_norm
 
+from lp_runtime.kernels.types import Rotation
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs
-from lp_runtime.model.modules.fused_blocks import rotate
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_gpu", reason="needs Triton")
 triton_attention = pytest.importorskip("lp_runtime.kernels.triton_attention", reason="needs Triton")
@@ -125,43 +126,57 @@ def test_parts_without_keys_are_neither_written_nor_read(
     torch.testing.assert_close(actual.double(), expected_of(query, [one], 1, 0.3), rtol=4e-3, atol=4e-3)
 
 
+ROTATIONS = {  # by the transformers model with this rotation: ours, and columns of cosines for a head of 64
+    "llama": (Rotation(), 64),
+    "phi3": (Rotation(), 48),
+    "gpt_oss": (Rotation(is_halved=True), 32),
+    "glm4": (Rotation(are_neighbors=True), 32),
+    "cohere": (Rotation(are_neighbors=True, angle_step=2), 64),
+}
+
+
 @pytest.mark.parametrize(
-    ("case", "is_apart", "dtype", "weight_dtype"),
+    ("name", "case", "is_apart", "dtype", "weight_dtype"),
     thinned(
-        6,
+        5,
+        list(ROTATIONS),
         [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)],
         [True, False],
         TOLERANCES,
         [None, torch.float32, "own"],
     ),
 )
-def test_rotate_and_write_matches_torch(case, is_apart, dtype, weight_dtype):
+def test_rotate_and_write_matches_transformers(name, case, is_apart, dtype, weight_dtype):
     """Queries, keys and values may be separate tensors, or slices of one row per token, and may pass norms first."""
     sizes, groups, size = case
+    rotation, columns = ROTATIONS[name]
+    columns = columns * size // 64 // 2 * 2
+    apply = importlib.import_module(f"transformers.models.{name}.modeling_{name}").apply_rotary_pos_emb
     heads = (HEADS * groups, HEADS, HEADS)
     fed = [feed(*each, size, dtype, 0, 0, seed) for seed, each in enumerate(sizes)]
     inputs = inputs_of(fed, 8, len(sizes), NO_LIMITS)
     states = torch.randn(1, 8, sum(heads), size, device=DEVICE).to(dtype)
     query, key, value = ((each.contiguous() if is_apart else each) for each in states.split(heads, 2))
-    cos, sin = torch.randn(2, 1, 8, size, device=DEVICE).to(dtype)
+    cos, sin = torch.randn(2, 1, 8, columns, device=DEVICE).to(dtype)
     before = [[each.clone() for each in one.cache.tensors(LAYER)] for one in fed]
     _, owners, table, _ = inputs.device_inputs
     norms = (None, None)
     if weight_dtype is not None:
         norms = tuple(torch.rand(2, size, device=DEVICE).to(dtype if weight_dtype == "own" else weight_dtype))
-    rotated = kernels.rotate_and_write(query, key, value, cos, sin, owners, table, LAYER, *norms, 1e-3)
+    rotated = kernels.rotate_and_write(query, key, value, cos, sin, owners, table, LAYER, *norms, 1e-3, rotation)
     tolerance = {"rtol": TOLERANCES[dtype], "atol": 2 * TOLERANCES[dtype]}
     if weight_dtype is not None:
         query, key = (
             rms_norm(each.float(), [size], weight.float(), 1e-3).to(dtype)
             for each, weight in zip((query, key), norms, strict=True)
         )
-    torch.testing.assert_close(rotated, rotate(query, cos, sin), **tolerance)
+    expected, expected_keys = apply(query, key, cos, sin, unsqueeze_dim=2)
+    torch.testing.assert_close(rotated, expected, **tolerance)
     first = 0
     for (num_tokens, num_cached), one, caches in zip(sizes, fed, before, strict=True):
         own, new = slice(first, first + num_tokens), slice(num_cached, num_cached + num_tokens)
         keys, values = one.cache.tensors(LAYER)
-        torch.testing.assert_close(keys[:, :, new].transpose(1, 2), rotate(key, cos, sin)[:, own], **tolerance)
+        torch.testing.assert_close(keys[:, :, new].transpose(1, 2), expected_keys[:, own], **tolerance)
         assert torch.equal(values[:, :, new].transpose(1, 2), value[:, own])
         for memory, old in zip((keys, values), caches, strict=True):
             memory[:, :, new] = torch.nan
@@ -175,7 +190,7 @@ def test_pass_of_padding_only_returns_zeros():
     query, key, value = states.split((2 * HEADS, HEADS, HEADS), 2)
     positions, owners, table, words = inputs.device_inputs
     rotated = kernels.rotate_and_write(
-        query, key, value, states[:, :, 0], states[:, :, 1], owners, table, LAYER, None, None, 0.0
+        query, key, value, states[:, :, 0], states[:, :, 1], owners, table, LAYER, None, None, 0.0, Rotation()
     )
     kernels.write(key.transpose(1, 2), value.transpose(1, 2), owners, table, LAYER)
     lowest = inputs.masks[0, 0, 0]

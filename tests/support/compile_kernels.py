@@ -150,9 +150,10 @@ def main(capabilities: list[int]) -> None:
             ("fp32", 64, 4),
         ):
             print_strict(capability, dtype, size, groups)
-        for half, block_heads, has_norm in ((64, 16, False), (64, 16, True), (128, 8, True)):
-            heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "HALF": half, "BLOCK": half}
-            heads |= {"BLOCK_HEADS": block_heads, "NUM_ANGLES": 2 * half, "HAS_NORM": has_norm}
+        for half, num_rotated, has_norm in ((64, 128, False), (64, 128, True), (128, 256, True), (64, 64, False)):
+            heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "SIZE": 2 * half, "HALF": num_rotated // 2}
+            heads |= {"BLOCK": half, "NEIGHBORS": num_rotated < 2 * half, "ANGLE_STEP": 1}
+            heads |= {"BLOCK_HEADS": 1024 // half, "NUM_ANGLES": num_rotated, "HAS_NORM": has_norm}
             others = {"query_weight": "*fp32", "key_weight": "*fp32"}
             print(compile_kernel(cache._rotate_and_write, capability, "bf16", others, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
 from lp_runtime.kernels.triton_experts import MAX_EXPERTS, MAX_TOKENS, ExpertWeights
-from lp_runtime.kernels.types import NO_TOKEN, Packing
+from lp_runtime.kernels.types import NO_TOKEN, Packing, Rotation
+from lp_runtime.model.modules.fused_blocks import rotate_some
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
 
@@ -55,25 +56,30 @@ def write(key: Tensor, value: Tensor, owners: Tensor, table: Tensor, layer: int)
             target[:, length : length + count] = states[0, :, first : first + count]
 
 
-def rotated(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(states: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
     """Rotate states without the cache of fused_blocks.py, since replays reuse tensors with new contents."""
-    first, second = states.chunk(2, -1)
-    if cos.shape[-1] < states.shape[-1]:
+    if rotation.is_halved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
-    return states * cos.unsqueeze(2) + torch.cat((-second, first), -1) * sin.unsqueeze(2)
+    return rotate_some(states, cos, sin, rotation)
 
 
 @torch.library.custom_op("lp_stand_ins::rotate_and_write", mutates_args=("table",))
-def rotate_and_write(
+def _rotate_and_write(
     query: Tensor, key: Tensor, value: Tensor, cos: Tensor, sin: Tensor, owners: Tensor, table: Tensor, layer: int,
     query_weight: Tensor | None, key_weight: Tensor | None, epsilon: float,
+    are_neighbors: bool, angle_step: int, is_halved: bool,
 ) -> Tensor:  # fmt: skip
     size = query.shape[3]
+    rotation = Rotation(are_neighbors, angle_step, is_halved)
     assert all(each.stride()[2:] == (size, 1) for each in (query, key, value))
     if query_weight is not None and key_weight is not None:
         query, key = norm(query, query_weight, epsilon), norm(key, key_weight, epsilon)
-    write(rotated(key, cos, sin).transpose(1, 2), value.transpose(1, 2), owners, table, layer)
-    return rotated(query, cos, sin)
+    write(rotated(key, cos, sin, rotation).transpose(1, 2), value.transpose(1, 2), owners, table, layer)
+    return rotated(query, cos, sin, rotation).contiguous()
+
+
+def rotate_and_write(*args: object) -> Tensor:
+    return _rotate_and_write(*args[:-1], *args[-1])  # an operator takes no NamedTuple
 
 
 def visible(lowest: Tensor, positions: Tensor, words: Tensor, first: int, count: int, length: int) -> Tensor:
@@ -128,7 +134,7 @@ def attend_strictly(
     return output
 
 
-@rotate_and_write.register_fake
+@_rotate_and_write.register_fake
 def _(query: Tensor, *args: object) -> Tensor:
     return torch.empty(query.shape, dtype=query.dtype, device=query.device)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from lp_runtime.kernels.types import Rotation
 from lp_runtime.model.attention.mask import LayerMasks
 from lp_runtime.model.kv_cache.cache import TreeCache
 
@@ -131,18 +132,19 @@ class DeviceCache(_StandInCache):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        factors: tuple[torch.Tensor, torch.Tensor],  # cosines and sines
         layer: int,
-        norms: tuple[torch.Tensor | None, torch.Tensor | None, float] = (None, None, 0.0),
+        rotation: Rotation,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None = None,
     ) -> torch.Tensor:
         """Rotate queries and keys, and write keys and values; shapes are those of kernels/triton_cache.py.
 
         `norms` are the weights and the epsilon of the RMS norms that queries and keys pass first, if there are any.
         """
         self._layer = layer
+        norms_or_none = (None, None, 0.0) if norms is None else norms
         return self._kernels.rotate_and_write(
-            query, key, value, cos, sin, self._inputs.owners, self._inputs.table, layer, *norms
+            query, key, value, *factors, self._inputs.owners, self._inputs.table, layer, *norms_or_none, rotation
         )
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:

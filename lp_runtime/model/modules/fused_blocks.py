@@ -9,7 +9,7 @@ MLP's inner size.
 from __future__ import annotations
 
 import functools
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,11 +19,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lp_runtime.kernels import numba_cpu
 from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.kernels.types import Rotation
 from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
+HALVES = Rotation()
 ACTIVATIONS = {  # gates that the kernels compute, and their modules
     "silu": (nn.SiLU, type(ACT2FN["silu"])),
     "gelu_tanh": (type(ACT2FN["gelu_pytorch_tanh"]),),
@@ -123,11 +125,13 @@ class FusedAttention(nn.Module):
     One matmul computes queries, keys and values, [..., (g + 2) H D]. Queries and keys are rotated in one operation;
     where a kernel does that, it also normalizes queries and keys before, if the model does, and writes keys and values
     into the cache. Replaces blocks with LlamaAttention's attributes, as Mistral's and Qwen's have, with sinks as
-    gpt-oss's, or with Phi3Attention's, where the three projections are one already.
+    gpt-oss's, or with Phi3Attention's, where the three projections are one already. `rotation` is how the block that is
+    replaced rotates queries and keys.
     """
 
-    def __init__(self, attention: Block):
+    def __init__(self, attention: Block, rotation: Rotation = HALVES):
         super().__init__()
+        self._rotation = rotation
         self.config, self.layer_idx = attention.config, attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.num_key_value_groups: int = attention.num_key_value_groups
@@ -150,7 +154,7 @@ class FusedAttention(nn.Module):
     def forward(
         self,
         hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, D] or [1, T, D / 2] each
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],  # cosines and sines, [1, T, columns] each; see Rotation
         attention_mask: torch.Tensor | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,  # name of `cache` before transformers 5.24
@@ -161,21 +165,9 @@ class FusedAttention(nn.Module):
         shape = hidden_states.shape[:-1]
         states = self.qkv_proj(hidden_states).view(*shape, -1, self.head_dim)
         if isinstance(cache, DeviceCache):
-            query, key, value = states.split(self._sizes, 2)
-            norms = self._norms_of_rotation()
-            if norms is not None:
-                query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx, norms)
-            else:
-                query, key, value = self._norm(query, key, value)
-                query = cache.rotate_and_write(query, key, value, *position_embeddings, self.layer_idx)
-            query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-        elif isinstance(cache, TreeCache) and numba_cpu.supports(states):
-            query, key, value = self._rotated_on_host(states, *self._for_both_halves(position_embeddings), cache)
+            query, key, value = self._rotated_on_device(states, position_embeddings, cache)
         else:
-            rotated = self._rotated(states, *self._for_both_halves(position_embeddings))
-            query, key, value = (each.transpose(1, 2) for each in rotated)
-            if cache is not None:
-                key, value = cache.update(key, value, self.layer_idx)
+            query, key, value = self._rotated(states, position_embeddings, cache)
         attend = ALL_ATTENTION_FUNCTIONS[attention_of(self.config)]
         options = {"dropout": 0.0, "scaling": self.scaling, **kwargs}
         if self.sinks is not None:
@@ -183,10 +175,44 @@ class FusedAttention(nn.Module):
         output, weights = attend(self, query, key, value, attention_mask, **options)
         return self.o_proj(output.reshape(*shape, -1)), weights
 
-    def _for_both_halves(self, factors: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines of all D dimensions; some models (gpt-oss) pass those of D / 2."""
-        cos, sin = factors
-        return factors if cos.shape[-1] == self.head_dim else (_doubled(cos), _doubled(sin))
+    def _rotated_on_device(
+        self, states: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], cache: DeviceCache
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys and write keys and values into the cache, in one kernel.
+
+        Takes [1, T, (g + 2) H, D]; returns rotated queries, [1, g H, T, D], and the keys and values of these tokens.
+        """
+        query, key, value = states.split(self._sizes, 2)
+        norms = self._norms_of_rotation()
+        if norms is None:
+            query, key, value = self._norm(query, key, value)
+        query = cache.rotate_and_write(query, key, value, factors, self.layer_idx, self._rotation, norms)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        return query, key, value
+
+    def _rotated(
+        self, states: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], cache: Cache | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Rotate queries and keys, and write keys and values into a cache, if there is one.
+
+        Takes [1, T, (g + 2) H, D]; returns queries, [1, g H, T, D], and the cache's whole keys and values.
+        """
+        cos, sin = map(_doubled, factors) if self._rotation.is_halved else factors
+        is_whole = not self._rotation.are_neighbors and cos.shape[-1] == self.head_dim
+        if isinstance(cache, TreeCache) and is_whole and numba_cpu.supports(states):
+            return self._rotated_on_host(states, cos, sin, cache)
+        turn = rotate if is_whole else functools.partial(rotate_some, rotation=self._rotation)
+        num_queries, num_keys, _ = self._sizes
+        if self.q_norm is not None:
+            query, key, value = self._norm(*states.split(self._sizes, 2))
+            query, key = turn(query, cos, sin), turn(key, cos, sin)
+        else:
+            query, key = turn(states[:, :, : num_queries + num_keys], cos, sin).split((num_queries, num_keys), 2)
+            value = states[:, :, num_queries + num_keys :]
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        return query, key, value
 
     def _rotated_on_host(
         self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: TreeCache
@@ -225,37 +251,51 @@ class FusedAttention(nn.Module):
             return query, key, value
         return self.q_norm(query), self.k_norm(key), value
 
-    def _rotated(
-        self, states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Split [1, T, (g + 2) H, D] into queries, keys and values; rotate queries and keys."""
-        num_queries, num_keys, _ = self._sizes
-        if self.q_norm is not None:
-            query, key, value = self._norm(*states.split(self._sizes, 2))
-            return rotate(query, cos, sin), rotate(key, cos, sin), value
-        rotated = rotate(states[:, :, : num_queries + num_keys], cos, sin)
-        query, key = rotated.split((num_queries, num_keys), 2)
-        return query, key, states[:, :, num_queries + num_keys :]
+
+class LayerNorms(NamedTuple):
+    """Names of a decoder layer's norms besides `input_layernorm`; None for those that it does not have."""
+
+    after_attention: str | None
+    before_mlp: str
+    after_mlp: str | None
+
+    @property
+    def names(self) -> list[str]:
+        return [each for each in self if each is not None]
+
+    def of(self, layer: Block) -> list[Any]:
+        """Return the three norms; None for those that the layer does not have."""
+        return [None if each is None else getattr(layer, each) for each in self]
+
+
+LAYER_NORMS = (
+    LayerNorms(None, "post_attention_layernorm", None),  # Llama's
+    LayerNorms("post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),  # Gemma 2's
+    LayerNorms("post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),  # GLM 4's
+)
+
+
+def norms_of(layer: nn.Module) -> LayerNorms | None:
+    """Return the names of a layer's norms; None if it does not have exactly the norms of one of LAYER_NORMS."""
+    names = {name for name, _ in layer.named_children() if name.endswith("layernorm")}
+    return next((each for each in LAYER_NORMS if {"input_layernorm", *each.names} == names), None)
 
 
 class FusedLayer(nn.Module):
     """Decoder layer, [1, T, E] to [1, T, E], made of FusedNorm, FusedAttention and any MLP.
 
     Shares the blocks of the layer that it replaces; norms and attention must be fused already. In some models (Gemma 2
-    and 3), norms also follow attention and MLP, before the additions. If `precede` has named the norm that follows the
-    layer, the layer's last addition computes that norm too.
+    and 3, GLM 4), norms also follow attention and MLP, before the additions. If `precede` has named the norm that
+    follows the layer, the layer's last addition computes that norm too.
     """
 
     def __init__(self, layer: Block):
         super().__init__()
-        self.input_layernorm = cast(FusedNorm, layer.input_layernorm)
-        self.self_attn = cast(FusedAttention, layer.self_attn)
-        self.post_attention_layernorm = cast(FusedNorm, layer.post_attention_layernorm)
-        self.mlp = layer.mlp
-        self._has_norms_after = hasattr(layer, "pre_feedforward_layernorm")
-        if self._has_norms_after:
-            self.pre_feedforward_layernorm = cast(FusedNorm, layer.pre_feedforward_layernorm)
-            self.post_feedforward_layernorm = cast(FusedNorm, layer.post_feedforward_layernorm)
+        norms = norms_of(layer)
+        assert norms is not None
+        for name in ("input_layernorm", "self_attn", "mlp", *norms.names):
+            setattr(self, name, getattr(layer, name))
+        self._norms: LayerNorms = norms
         if hasattr(layer, "attention_type"):  # some models read this attribute of their layers
             self.attention_type = layer.attention_type
         self._next_norm: tuple[FusedNorm, ...] = ()  # in a tuple, so that torch does not register it as a submodule
@@ -274,17 +314,14 @@ class FusedLayer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         assert position_embeddings is not None
+        layer = cast(Any, self)
+        after_attention, norm, after_mlp = self._norms.of(layer)
         # Call the forward methods directly: nn.Module.__call__ takes as long as some of the blocks.
-        normed = self.input_layernorm.forward(hidden_states)
+        normed = layer.input_layernorm.forward(hidden_states)
         cache = past_key_values if cache is None else cache
-        output, _ = self.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
-        after_mlp = None
-        if self._has_norms_after:
-            norm, after_mlp = self.pre_feedforward_layernorm, self.post_feedforward_layernorm
-            hidden_states, normed = norm.after_adding(hidden_states, output, self.post_attention_layernorm)
-        else:
-            hidden_states, normed = self.post_attention_layernorm.after_adding(hidden_states, output)
-        output = self.mlp.forward(normed)
+        output, _ = layer.self_attn.forward(normed, position_embeddings, attention_mask, cache, **kwargs)
+        hidden_states, normed = norm.after_adding(hidden_states, output, after_attention)
+        output = layer.mlp.forward(normed)
         if isinstance(output, tuple):  # a mixture of experts may also return scores
             output = output[0]
         if self._next_norm:
@@ -296,6 +333,22 @@ def rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.
     """Apply rotary embedding to x, [1, T, heads, D]: x cos + (-x2, x1) sin, x1 and x2 the halves of x."""
     half = states.shape[-1] // 2
     return torch.addcmul(states * cos.unsqueeze(2), states.roll(half, -1), _signed(sin))
+
+
+def rotate_some(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Apply rotary embedding to the first R dimensions of heads, [1, T, heads, D]; `cos` and `sin` are [1, T, R]."""
+    num_rotated = cos.shape[-1]
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
+    rotated, rest = states[..., :num_rotated], states[..., num_rotated:]
+    if rotation.are_neighbors:
+        first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
+        if rotation.angle_step == 1:
+            cos, sin = (each[..., : num_rotated // 2].repeat_interleave(2, -1) for each in (cos, sin))
+        turned = torch.stack((-second, first), -1).flatten(-2)
+    else:
+        first, second = rotated.chunk(2, -1)
+        turned = torch.cat((-second, first), -1)
+    return torch.cat(((rotated * cos + turned * sin).to(states.dtype), rest), -1)
 
 
 @functools.lru_cache(maxsize=4)  # tensors hash by identity: all layers of a pass receive the same factors

@@ -10,6 +10,8 @@ Letters: E hidden size, D head size.
 
 from __future__ import annotations
 
+import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
@@ -32,12 +34,22 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
+from lp_runtime.kernels.types import Rotation
 from lp_runtime.model.hf.config import attention_of
-from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm
+from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm, norms_of
 from lp_runtime.model.modules.fused_experts import CLAMPED, FusedExperts, FusedRouter, activation_of
 from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_of
 
 log = logging.getLogger(__name__)
+
+
+def _modeling(name: str) -> Callable[[], Any]:
+    """Return a function that imports transformers' code of a model type: only a model that may run it needs it."""
+    return functools.cache(lambda: importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
+
+
+cohere, ernie, glm4, glm4_moe = map(_modeling, ("cohere", "ernie4_5", "glm4", "glm4_moe"))
+nemotron, qwen3_moe = map(_modeling, ("nemotron", "qwen3_moe"))
 
 ATTENTIONS = (
     llama.LlamaAttention,
@@ -48,7 +60,6 @@ ATTENTIONS = (
     phi3.Phi3Attention,
     gpt_oss.GptOssAttention,
 )
-ROTATIONS = (llama.apply_rotary_pos_emb, phi3.apply_rotary_pos_emb)
 NORMS = (llama.LlamaRMSNorm, gpt_oss.GptOssRMSNorm)  # they round before and after the weight's product; we do after
 LAYERS = (
     llama.LlamaDecoderLayer,
@@ -64,18 +75,12 @@ CHILDREN = ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, "o_proj", "q_norm", "k_norm
 NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
 NUM_OF_EXPERTS = 200  # the same of experts: some get more tokens than a program of the kernel computes at a time
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
-FUSED_BLOCKS = {  # children of a layer whose blocks have all been replaced
-    "self_attn": FusedAttention,
-    "input_layernorm": FusedNorm,
-    "post_attention_layernorm": FusedNorm,
-}
-WITH_NORMS_AFTER = FUSED_BLOCKS | dict.fromkeys(("pre_feedforward_layernorm", "post_feedforward_layernorm"), FusedNorm)
 
 
 def fuse_blocks(model: nn.Module) -> int:
     """Replace a model's known blocks in place, one by one to free their weights; return how many."""
     kinds: tuple[tuple[Callable, Callable, Callable], ...] = (  # (is it one, its replacement, its input)
-        (_is_attention, FusedAttention, _attention_input),
+        (_is_attention, _fused_attention, _attention_input),
         (_is_mlp, FusedMLP, _mlp_input),
         (
             _is_norm,
@@ -124,28 +129,33 @@ def _is_attention(module: Block) -> bool:
     names = {name for name, _ in module.named_children()}
     return (
         names in CHILDREN
-        and any(_runs_code_of(module, known) for known in ATTENTIONS)
-        and _rotates_halves(module)
+        and (any(_runs_code_of(module, x) for x in ATTENTIONS) or _runs_code_of(module, glm4_moe().Glm4MoeAttention))
+        and rotation_of(module) is not None
         and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
         and getattr(module, "attn_logit_softcapping", None) is None
         and _can_merge(*(getattr(module, name) for name in (PROJECTIONS if "q_proj" in names else ("qkv_proj",))))
     )
 
 
-def _rotates_halves(attention: Block) -> bool:
-    """Whether rotary embedding rotates the halves of a head against each other, in all layers."""
-    config = attention.config
-    parameters = getattr(config, "rope_parameters", None) or {}
-    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
-    factors = [getattr(config, "partial_rotary_factor", None), *(each.get("partial_rotary_factor") for each in kinds)]
-    return (
-        all(each is None or each == 1.0 for each in factors)
-        and any(_same_code(_global(attention, "apply_rotary_pos_emb"), known) for known in ROTATIONS)
-        and _same_code(_global(attention, "rotate_half"), llama.rotate_half)
-    ) or (
-        _same_code(_global(attention, "apply_rotary_pos_emb"), gpt_oss.apply_rotary_pos_emb)
-        and _same_code(_global(attention, "_apply_rotary_emb"), gpt_oss._apply_rotary_emb)
-    )
+def _fused_attention(attention: Block) -> FusedAttention:
+    rotation = rotation_of(attention)
+    assert rotation is not None
+    return FusedAttention(attention, rotation)
+
+
+def rotation_of(attention: Block) -> Rotation | None:
+    """Return how an attention block rotates queries and keys; None if its code is not known."""
+    apply, half = _global(attention, "apply_rotary_pos_emb"), _global(attention, "rotate_half")
+    if _same_code(half, llama.rotate_half):
+        known = (lambda: llama, lambda: phi3, glm4_moe, nemotron)
+        return Rotation() if any(_same_code(apply, each().apply_rotary_pos_emb) for each in known) else None
+    if _same_code(apply, gpt_oss.apply_rotary_pos_emb):
+        is_known = _same_code(_global(attention, "_apply_rotary_emb"), gpt_oss._apply_rotary_emb)
+        return Rotation(is_halved=True) if is_known else None
+    for modeling, step in ((glm4, 1), (ernie, 1), (cohere, 2)):
+        if _same_code(apply, modeling().apply_rotary_pos_emb) and _same_code(half, modeling().rotate_half):
+            return Rotation(are_neighbors=True, angle_step=step)
+    return None
 
 
 def _is_mlp(module: Block) -> bool:
@@ -199,9 +209,7 @@ def _is_router(module: Block) -> bool:
 
 
 def _routers() -> tuple[type[nn.Module], ...]:
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe  # here: importing it takes time
-
-    return mixtral.MixtralTopKRouter, gpt_oss.GptOssTopKRouter, qwen3_moe.Qwen3MoeTopKRouter
+    return mixtral.MixtralTopKRouter, gpt_oss.GptOssTopKRouter, qwen3_moe().Qwen3MoeTopKRouter
 
 
 def _fused_router(router: Block) -> FusedRouter:
@@ -214,11 +222,14 @@ def _is_layer(module: Block) -> bool:
 
     Its MLP may be any module. Dropout does nothing when a model is not trained.
     """
+    norms = norms_of(module)
+    if norms is None:
+        return False
     blocks = {name: type(child) for name, child in module.named_children() if type(child) is not nn.Dropout}
     blocks.pop("mlp", None)
     return (
-        any(_runs_code_of(module, known) for known in LAYERS)
-        and blocks in (FUSED_BLOCKS, WITH_NORMS_AFTER)
+        blocks == {"self_attn": FusedAttention} | dict.fromkeys(("input_layernorm", *norms.names), FusedNorm)
+        and (any(_runs_code_of(module, x) for x in LAYERS) or _runs_code_of(module, glm4().Glm4DecoderLayer))
         and not any(map(is_hooked, module.children()))
         # On a GPU without the Triton kernels nothing is captured, and FusedLayer gains nothing.
         and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
@@ -265,9 +276,14 @@ def _global(module: nn.Module, name: str) -> Callable | None:
 
 
 def _attention_input(attention: Block) -> tuple[tuple, dict[str, object]]:
-    weight = next(attention.parameters())
-    is_halved = getattr(attention, "sinks", None) is not None  # gpt-oss
-    cos, sin = (_random(weight, attention.head_dim // (2 if is_halved else 1)) for _ in range(2))
+    weight, config = next(attention.parameters()), attention.config
+    parameters = getattr(config, "rope_parameters", None) or {}
+    kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
+    shares = [each.get("partial_rotary_factor") for each in kinds] + [getattr(config, "partial_rotary_factor", None)]
+    num_rotated = int(attention.head_dim * next((each for each in shares if each is not None), 1.0))
+    # FusedAttention keeps gpt-oss's sinks; its angles are those of half a head.
+    columns = num_rotated // (2 if getattr(attention, "sinks", None) is not None else 1)
+    cos, sin = (_random(weight, columns) for _ in range(2))
     return (), {
         "hidden_states": _random(weight, attention.o_proj.out_features),
         "position_embeddings": (cos, sin),

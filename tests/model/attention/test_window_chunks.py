@@ -10,7 +10,8 @@ from support.small_models import FAMILIES, random_model
 from support.thinned import thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lp_runtime.model.attention import parts
+from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.attention import parts, tree_attention
 from lp_runtime.model.attention.parts import attend_window
 from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.runner import ModelRunner
@@ -75,13 +76,11 @@ def test_windowed_model_matches_generate(family):
     assert tokens == expected[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("fuses", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma3", "gpt_oss"])
-def test_later_chunk_reads_only_the_window_and_its_own_keys(family, fuses):
+def test_later_chunk_reads_only_the_window_and_its_own_keys(family):
     """Half of the layers have full attention, except in Mistral, where no layer has."""
     name, settings = FAMILIES[family]
     model = OneSlot(ModelRunner(random_model(name, seed=3, **settings), CHUNK, own_attention=True))
-    assert bool(fuses and fuse_blocks(model.model)) == fuses
     model.begin(8 * CHUNK)
     model.prefill(range(1, 1 + 4 * CHUNK))
     with Watch() as watch:
@@ -89,3 +88,24 @@ def test_later_chunk_reads_only_the_window_and_its_own_keys(family, fuses):
     with_full_attention = [WINDOW - 1 + CHUNK, 4 * CHUNK, CHUNK]
     by_layer = {"mistral": [WINDOW - 1 + CHUNK] * 2, "gemma3": with_full_attention, "gpt_oss": with_full_attention}
     assert watch.num_keys == by_layer[family]
+
+
+@pytest.mark.parametrize("fuses", [False, True])
+def test_tree_with_sinks_reads_only_the_window(fuses, monkeypatch):
+    name, settings = FAMILIES["gpt_oss"]
+    model = OneSlot(ModelRunner(random_model(name, seed=3, **settings), CHUNK, own_attention=True))
+    assert bool(fuses and fuse_blocks(model.model)) == fuses
+    model.begin(100)
+    model.prefill(range(40))
+    num_keys, attend = [], tree_attention.attend_masked
+
+    def watched(query, key, *args):
+        num_keys.append(key.shape[2])
+        return attend(query, key, *args)
+
+    monkeypatch.setattr(tree_attention, "attend_masked", watched)
+    tree = TokenTree([1, 2], max_depth=4)
+    tree.add_branch([3, 4])
+    nodes = list(range(len(tree)))
+    model.forward(tree, nodes, nodes)
+    assert num_keys == [WINDOW - 1 + len(tree), 40 + len(tree)]  # a sliding layer, and one with full attention

@@ -182,12 +182,27 @@ def test_block_that_cannot_be_compared_is_not_fused():
     assert blocks_of(model) == {ATTENTION: 2, MLP: 2, NORM: 4, LAYER: 2}
 
 
-def test_attention_that_rotates_a_part_of_each_head_is_not_fused():
-    rotary = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-    model = random_model("Phi3", rope_parameters=rotary)
+PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "num_layers"),
+    [
+        ("Phi3", {}, 2),
+        ("Glm4", {"head_dim": 8}, 2),
+        ("Glm4", {"head_dim": 12}, 2),
+        ("Glm4Moe", {"use_qk_norm": True, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8}, 2),
+        ("Ernie4_5", {"head_dim": 8, "rope_parameters": None}, 2),
+        ("Cohere", {"use_qk_norm": True, "rope_parameters": None}, 0),  # its layers add attention and MLP at once
+        ("Nemotron", {}, 0),
+    ],
+)
+def test_attention_that_rotates_a_part_or_neighbors_is_fused(name, settings, num_layers):
+    model = random_model(name, initializer_range=0.3, **{"rope_parameters": PARTIAL} | settings)
     before = logits_of(model)
     fuse_blocks(model)
-    assert blocks_of(model) == {MLP: 2, NORM: 5}
+    blocks = blocks_of(model)
+    assert (blocks[ATTENTION], blocks.get(LAYER, 0)) == (2, num_layers)
     for actual, expected in zip(logits_of(model), before, strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
