@@ -21,9 +21,9 @@ from lp_runtime.kernels.triton_cache import write as write
 from lp_runtime.kernels.triton_cut import can_cut as can_cut
 from lp_runtime.kernels.triton_cut import cut_scores as cut_scores
 from lp_runtime.kernels.triton_cut import find_cut as find_cut
-from lp_runtime.kernels.triton_experts import MAX_EXPERTS as MAX_EXPERTS
 from lp_runtime.kernels.triton_experts import MAX_TOKENS as MAX_TOKENS
 from lp_runtime.kernels.triton_experts import ExpertWeights as ExpertWeights
+from lp_runtime.kernels.triton_experts import can_choose as can_choose
 from lp_runtime.kernels.triton_experts import choose_experts as choose_experts
 from lp_runtime.kernels.triton_experts import feed_experts as feed_experts
 from lp_runtime.kernels.triton_experts import gated

@@ -1,6 +1,6 @@
 """Arguments of the kernels; separate from them, so that importing them does not need Triton.
 
-Letters: n nodes, K top-k candidates of a node; R dimensions of a head that rotary embedding rotates.
+Letters: n nodes, K top-k candidates of a node; R dimensions of a head that rotary embedding rotates; X experts.
 """
 
 from __future__ import annotations
@@ -47,3 +47,25 @@ class Rotation(NamedTuple):
     def num_rotated(self, cos: torch.Tensor) -> int:
         """Return R, given the cosines, [1, T, columns]."""
         return cos.shape[-1] * (2 if self.is_halved else 1)
+
+
+class Routing(NamedTuple):
+    """The rule by which a mixture's router chooses the experts of a token.
+
+    Attributes:
+        num_chosen: experts of a token.
+        scores: what an expert's output is multiplied by: its probability among all experts ("softmax") or among those
+            that are chosen ("softmax of chosen"), or the sigmoid of its logit ("sigmoid").
+        normalizes: whether scores are divided by their sum over the chosen experts; not for "softmax of chosen".
+        scale: what scores are multiplied by at the end.
+        num_groups: groups of equal size; only experts of the `num_kept` groups with the largest sums of their two best
+            scores can be chosen. 1 for no groups.
+        num_kept: see above.
+    """
+
+    num_chosen: int
+    scores: str = "softmax"
+    normalizes: bool = True
+    scale: float = 1.0
+    num_groups: int = 1
+    num_kept: int = 1

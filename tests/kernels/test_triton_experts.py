@@ -6,6 +6,8 @@ import pytest
 import torch
 from support import stand_ins
 
+from lp_runtime.kernels.types import Routing
+
 kernels = pytest.importorskip("lp_runtime.kernels.triton_experts", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
@@ -54,28 +56,45 @@ def test_experts_match_float64_reference(num_tokens, num_chosen, num_experts, si
     assert difference <= TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("softmax_first", [True, False])
-@pytest.mark.parametrize("normalizes", [True, False])
-@pytest.mark.parametrize(("num_experts", "num_chosen"), [(8, 2), (60, 4), (128, 8), (5, 3)])
-def test_router_matches_softmax_and_top_k(num_experts, num_chosen, softmax_first, normalizes):
+ROUTINGS = {
+    "mixtral": (8, Routing(2)),
+    "qwen3": (128, Routing(8, normalizes=False)),
+    "gpt_oss": (60, Routing(4, "softmax of chosen")),
+    "glm": (60, Routing(5, "sigmoid", scale=2.5)),
+    "deepseek": (64, Routing(6, "sigmoid", scale=2.5, num_groups=8, num_kept=3)),
+    "one group": (32, Routing(3, "sigmoid", normalizes=False, num_groups=4, num_kept=1)),
+}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_router_matches_softmax_and_top_k(name):
+    num_experts, routing = ROUTINGS[name]
+    assert kernels.can_choose(num_experts, routing)
+    torch.manual_seed(0)
     logits = 2 * torch.randn(9, num_experts, device=DEVICE)
-    arguments = (num_chosen, softmax_first, normalizes, torch.float32)
-    expected_scores, expected = stand_ins.choose_experts(logits, *arguments)
-    scores, experts = kernels.choose_experts(logits, *arguments)
+    correction = torch.randn(num_experts, device=DEVICE) if routing.scores == "sigmoid" else None
+    expected_scores, expected = stand_ins.choose_experts(logits, routing, torch.float32, correction)
+    scores, experts = kernels.choose_experts(logits, routing, torch.float32, correction)
     assert torch.equal(experts, expected) and experts.dtype == torch.int64
     torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-6)
+
+
+def test_groups_need_powers_of_two():
+    assert not kernels.can_choose(60, Routing(4, "sigmoid", num_groups=4, num_kept=2))
+    assert not kernels.can_choose(64, Routing(4, "sigmoid", num_groups=3, num_kept=2))
+    assert not kernels.can_choose(2 * kernels.MAX_EXPERTS, Routing(4))
 
 
 def test_equal_scores_choose_the_first_experts():
     logits = torch.zeros(2, 6, device=DEVICE)
     logits[1, 4] = 1.0
-    _, experts = kernels.choose_experts(logits, 3, True, True, torch.float32)
+    _, experts = kernels.choose_experts(logits, Routing(3), torch.float32)
     assert experts.tolist() == [[0, 1, 2], [4, 0, 1]]
 
 
-@pytest.mark.parametrize("softmax_first", [True, False])
-def test_logits_that_are_not_numbers_choose_existing_experts(softmax_first):
+@pytest.mark.parametrize("scores", ["softmax", "softmax of chosen", "sigmoid"])
+def test_logits_that_are_not_numbers_choose_existing_experts(scores):
     logits = torch.full((2, 5), torch.nan, device=DEVICE)
     logits[1, :4] = -torch.inf
-    _, experts = kernels.choose_experts(logits, 3, softmax_first, True, torch.float32)
+    _, experts = kernels.choose_experts(logits, Routing(3, scores), torch.float32)
     assert ((experts >= 0) & (experts < 5)).all()

@@ -103,9 +103,11 @@ def print_experts(capability: int) -> None:
             print(compile_kernel(experts._expert_product, capability, dtype, types, constants, **options))
     choices = {"CHOICES": 8, "BLOCK": experts.SUM_BLOCK}
     print(compile_kernel(experts._sum_choices, capability, "bf16", {"scores": "*bf16"}, choices))
-    choose = {"CHOICES": 8, "PLACES": 8, "SOFTMAX_FIRST": True, "NORMALIZES": True, "BLOCK": 128}
-    types = {"scores": "*bf16", "experts": "*i64", "num_experts": "i32"}
-    print(compile_kernel(experts._choose, capability, "bf16", types, choose, num_warps=1))
+    types = {"correction": "*fp32", "scores": "*bf16", "experts": "*i64", "num_experts": "i32", "scale": "fp32"}
+    for scores, num_experts, num_groups in (("softmax", 128, 1), ("sigmoid", 256, 8)):
+        choose = {"CHOICES": 8, "PLACES": 8, "SCORES": scores, "NORMALIZES": True, "BLOCK": num_experts}
+        choose |= {"HAS_CORRECTION": num_groups > 1, "GROUPS": num_groups, "KEPT": num_groups // 2}
+        print(compile_kernel(experts._choose, capability, "bf16", types, choose, num_warps=1))
 
 
 def main(capabilities: list[int]) -> None:

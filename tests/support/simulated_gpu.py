@@ -649,7 +649,7 @@ KERNELS = SimpleNamespace(
     can_cut=can_cut,
     cut_scores=cut_scores,
     MAX_TOKENS=stand_ins.MAX_TOKENS,
-    MAX_EXPERTS=stand_ins.MAX_EXPERTS,
+    can_choose=stand_ins.can_choose,
     ExpertWeights=stand_ins.ExpertWeights,
     **{
         kernel.__name__: launched(kernel)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
-from lp_runtime.kernels.triton_experts import MAX_EXPERTS, MAX_TOKENS, ExpertWeights
-from lp_runtime.kernels.types import NO_TOKEN, Packing, Rotation
+from lp_runtime.kernels.triton_experts import MAX_TOKENS, ExpertWeights, can_choose
+from lp_runtime.kernels.types import NO_TOKEN, Packing, Rotation, Routing
 from lp_runtime.model.modules.fused_blocks import rotate_some
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
@@ -179,15 +179,22 @@ def feed_experts(states: Tensor, experts: Tensor, scores: Tensor, weights: Exper
 
 
 def choose_experts(
-    logits: Tensor, choices: int, softmax_first: bool, normalizes: bool, dtype: torch.dtype
+    logits: Tensor, routing: Routing, dtype: torch.dtype, correction: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    values = logits.float().softmax(-1) if softmax_first else logits.float()
-    scores, experts = torch.topk(values, choices, dim=-1)
-    if not softmax_first:
-        scores = scores.softmax(-1)
-    elif normalizes:
+    values = {"softmax": logits.float().softmax(-1), "sigmoid": logits.float().sigmoid()}.get(routing.scores, logits)
+    ranked = values if correction is None else values + correction
+    if routing.num_groups > 1:
+        grouped = ranked.unflatten(-1, (routing.num_groups, -1))
+        _, kept = grouped.topk(2, -1).values.sum(-1).topk(routing.num_kept, -1)
+        is_kept = torch.zeros_like(grouped[..., 0]).scatter(1, kept, 1.0) > 0
+        ranked = grouped.masked_fill(~is_kept.unsqueeze(-1), -torch.inf).flatten(-2)
+    _, experts = torch.topk(ranked, routing.num_chosen, dim=-1)
+    scores = values.gather(1, experts)
+    if routing.scores == "softmax of chosen":
+        scores = scores.float().softmax(-1)
+    elif routing.normalizes:
         scores = scores / scores.sum(-1, keepdim=True)
-    return scores.to(dtype), experts
+    return (routing.scale * scores).to(dtype), experts
 
 
 def packed(scores: Tensor, noisy: Tensor, packing: Packing) -> Tensor:
@@ -236,7 +243,7 @@ KERNELS = SimpleNamespace(
     attend_strictly=attend_strictly,
     gate=gate,
     MAX_TOKENS=MAX_TOKENS,
-    MAX_EXPERTS=MAX_EXPERTS,
+    can_choose=can_choose,
     ExpertWeights=ExpertWeights,
     feed_experts=feed_experts,
     choose_experts=choose_experts,

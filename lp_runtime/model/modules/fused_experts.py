@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lp_runtime.kernels.dispatch import kernels_for
+from lp_runtime.kernels.types import Routing
 from lp_runtime.model.modules.fused_blocks import ACTIVATIONS, Block
 
 CLAMPED = "clamped"  # gpt-oss's gate: sigmoid linear units with limits
@@ -67,27 +68,27 @@ class FusedExperts(nn.Module):
 class FusedRouter(nn.Module):
     """Router of a layer: one product, and one kernel for everything after it.
 
-    Scores are probabilities among all experts, or among those that are chosen if `softmax_last`. They have the logits'
-    dtype, or float32 if `is_float32`.
+    Scores have the logits' dtype, or float32 if `is_float32`. With a correction (DeepSeek V3's bias of each expert's
+    score), logits are computed in float32, too.
     """
 
-    def __init__(self, router: Block, softmax_last: bool = False, is_float32: bool = False):
+    def __init__(self, router: Block, routing: Routing, is_float32: bool = False):
         super().__init__()
         kernels = kernels_for(router.weight.device)
         assert kernels is not None
         self.weight = router.weight
         self.bias = getattr(router, "bias", None)
-        self.top_k: int = router.top_k
+        self.e_score_correction_bias: torch.Tensor | None = getattr(router, "e_score_correction_bias", None)
         self._kernels = kernels
-        self._softmax_last, self._is_float32 = softmax_last, is_float32
-        self._normalizes: bool = getattr(router, "norm_topk_prob", True)
+        self._routing, self._is_float32 = routing, is_float32
+        is_exact = self.e_score_correction_bias is not None
+        self._product_weight = self.weight.detach().float() if is_exact else self.weight.detach()
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return ([T, X] logits, [T, k] scores of the chosen experts, [T, k] the chosen experts)."""
-        states = hidden_states.reshape(-1, hidden_states.shape[-1])
-        logits = nn.functional.linear(states, self.weight, self.bias)
+        states = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self._product_weight.dtype)
+        logits = nn.functional.linear(states, self._product_weight, self.bias)
         dtype = torch.float32 if self._is_float32 else logits.dtype
-        scores, experts = self._kernels.choose_experts(
-            logits, self.top_k, not self._softmax_last, self._normalizes, dtype
-        )
+        correction = self.e_score_correction_bias
+        scores, experts = self._kernels.choose_experts(logits, self._routing, dtype, correction)
         return logits, scores, experts

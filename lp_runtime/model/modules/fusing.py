@@ -34,7 +34,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
-from lp_runtime.kernels.types import Rotation
+from lp_runtime.kernels.types import Rotation, Routing
 from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm, norms_of
 from lp_runtime.model.modules.fused_experts import CLAMPED, FusedExperts, FusedRouter, activation_of
@@ -199,22 +199,30 @@ def _experts_input(experts: Block) -> tuple[tuple, dict]:
 
 def _is_router(module: Block) -> bool:
     """Whether a module is a known router of a mixture of experts, on a GPU with the Triton kernels."""
-    return (
-        hasattr(module, "top_k")
-        and type(getattr(module, "weight", None)) is nn.Parameter
-        and any(_runs_code_of(module, known) for known in _routers())
-        and (kernels := kernels_for(module.weight.device)) is not None
-        and len(module.weight) <= kernels.MAX_EXPERTS
-    )
+    if not hasattr(module, "top_k") or type(getattr(module, "weight", None)) is not nn.Parameter:
+        return False
+    routing, kernels = routing_of(module), kernels_for(module.weight.device)
+    return routing is not None and kernels is not None and kernels.can_choose(len(module.weight), routing)
 
 
-def _routers() -> tuple[type[nn.Module], ...]:
-    return mixtral.MixtralTopKRouter, gpt_oss.GptOssTopKRouter, qwen3_moe().Qwen3MoeTopKRouter
+def routing_of(router: Block) -> Routing | None:
+    """Return how a router chooses experts; None if its code is not known."""
+    if _runs_code_of(router, mixtral.MixtralTopKRouter):
+        return Routing(router.top_k)
+    if _runs_code_of(router, gpt_oss.GptOssTopKRouter):
+        return Routing(router.top_k, scores="softmax of chosen")
+    if _runs_code_of(router, qwen3_moe().Qwen3MoeTopKRouter):
+        return Routing(router.top_k, normalizes=router.norm_topk_prob)
+    if _runs_code_of(router, glm4_moe().Glm4MoeTopkRouter) and hasattr(router, "num_group"):  # DeepSeek V3's code, too
+        scale, groups = router.routed_scaling_factor, (router.num_group, router.topk_group)
+        return Routing(router.top_k, "sigmoid", router.norm_topk_prob, scale, *groups)
+    return None
 
 
 def _fused_router(router: Block) -> FusedRouter:
-    is_mixtral, is_gpt_oss, _ = (_runs_code_of(router, known) for known in _routers())
-    return FusedRouter(router, softmax_last=is_gpt_oss, is_float32=is_mixtral)
+    routing = routing_of(router)
+    assert routing is not None
+    return FusedRouter(router, routing, is_float32=_runs_code_of(router, mixtral.MixtralTopKRouter))
 
 
 def _is_layer(module: Block) -> bool:

@@ -21,8 +21,8 @@ from lp_runtime.replica.loading import prepare_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(20)[None]
-SIGMOIDS = {  # routers that are not known
-    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1,
+SIGMOIDS = {  # routers with groups
+    "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 2, "topk_group": 1,
     "n_shared_experts": 1, "first_k_dense_replace": 0, "q_lora_rank": None, "kv_lora_rank": 16,
     "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
 }  # fmt: skip
@@ -53,7 +53,7 @@ def test_experts_and_known_routers_are_replaced(family, used):
     model = random_model(name, seed=1, initializer_range=0.3, **settings)
     before, names = model(IDS).logits, set(model.state_dict())
     fuse_blocks(model)
-    assert num_fused(model) == (2, 0 if family == "deepseek_v3" else 2)
+    assert num_fused(model) == (2, 2)
     torch.testing.assert_close(model(IDS).logits, before, rtol=2e-4, atol=2e-4)
     assert {each for each in names if ".experts." in each} <= set(model.state_dict())
     assert fuse_blocks(model) == 0, "a second time"
