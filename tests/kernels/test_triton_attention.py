@@ -138,7 +138,7 @@ ROTATIONS = {  # by the transformers model with this rotation: ours, and columns
 @pytest.mark.parametrize(
     ("name", "case", "is_apart", "dtype", "weight_dtype"),
     thinned(
-        5,
+        7,
         list(ROTATIONS),
         [([(1, 9)], 1, 16), ([(4, 3), (3, 20)], 3, 20), ([(3, 5)], 2, 64)],
         [True, False],

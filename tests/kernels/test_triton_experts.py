@@ -37,7 +37,7 @@ def random_choices(num_tokens, num_experts, num_chosen):
     [
         (1, 2, 8, 64, 48, "silu"),  # fewer pairs than experts
         (5, 3, 4, 72, 40, "gelu_tanh"),  # sizes that no block divides
-        (7, 3, 20, 128, 64, "clamped"),  # pairs that share experts, with experts left over
+        (7, 3, 20, 48, 32, "clamped"),  # pairs that share experts, with experts left over
         (40, 2, 3, 64, 32, "clamped"),
         (70, 2, 2, 32, 24, "silu"),  # more pairs of an expert than a program computes at a time
     ],

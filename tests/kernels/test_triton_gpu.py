@@ -160,13 +160,12 @@ def test_steps_with_kernels_match_the_unchanged_model(random_model, name, settin
     assert check_model(fixed.runner) < 1e-4
 
 
-# Gemma 3 has norms after attention and MLP, and of queries and keys, and GELU; gpt-oss experts, sinks and half angles.
-KERNELS_OF_A_LAYER = ("gemma3", "gpt_oss")
 WITH_EXPERTS = ("mixtral", "qwen3_moe", "gpt_oss")
 
 
+# Gemma 3 uses every kernel of a dense layer: norms after attention and MLP, and of queries and keys; GELU.
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=[] if each in KERNELS_OF_A_LAYER else [pytest.mark.slow]) for each in FAMILIES]
+    "family", [pytest.param(each, marks=[] if each == "gemma3" else [pytest.mark.slow]) for each in FAMILIES]
 )
 def test_families_with_kernels_match_eager_attention(random_model, family, monkeypatch):
     """A step of each family is compared with eager attention, if the model supports it."""
