@@ -230,7 +230,7 @@ def feed_experts(
 
     Args:
         states: [T, E] of the weights' dtype, contiguous.
-        experts: [T, k] int64, different ones for each token; T at most MAX_TOKENS.
+        experts: [T, k] int64; T at most MAX_TOKENS.
         scores: [T, k] by which the outputs are multiplied.
     """
     num_tokens, size = states.shape

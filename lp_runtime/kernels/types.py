@@ -44,6 +44,9 @@ class Rotation(NamedTuple):
     angle_step: int = 1
     is_halved: bool = False
 
+    def num_columns(self, num_rotated: int) -> int:
+        return num_rotated // 2 if self.is_halved else num_rotated
+
     def num_rotated(self, cos: torch.Tensor) -> int:
         """Return R, given the cosines, [1, T, columns]."""
         return cos.shape[-1] * (2 if self.is_halved else 1)
@@ -58,9 +61,8 @@ class Routing(NamedTuple):
             that are chosen ("softmax of chosen"), or the sigmoid of its logit ("sigmoid").
         normalizes: whether scores are divided by their sum over the chosen experts; not for "softmax of chosen".
         scale: what scores are multiplied by at the end.
-        num_groups: groups of equal size; only experts of the `num_kept` groups with the largest sums of their two best
-            scores can be chosen. 1 for no groups.
-        num_kept: see above.
+        num_groups: groups of equal size that experts are in; 1 for no groups.
+        num_kept: groups whose experts can be chosen: those with the largest sums of their two best scores.
     """
 
     num_chosen: int

@@ -152,10 +152,18 @@ def main(capabilities: list[int]) -> None:
             ("fp32", 64, 4),
         ):
             print_strict(capability, dtype, size, groups)
-        for half, num_rotated, has_norm in ((64, 128, False), (64, 128, True), (128, 256, True), (64, 64, False)):
+        for half, num_rotated, has_norm, neighbors, step, num_angles in (
+            (64, 128, False, False, 1, 128),
+            (64, 128, True, False, 1, 128),
+            (128, 256, True, False, 1, 256),
+            (32, 64, False, False, 1, 32),  # gpt-oss
+            (64, 96, True, False, 1, 96),  # a part of each head
+            (64, 64, False, True, 1, 64),  # GLM 4
+            (64, 128, False, True, 2, 128),  # Cohere
+        ):
             heads = {"WIDTH": 68, "QUERY_HEADS": 32, "KEY_HEADS": 8, "SIZE": 2 * half, "HALF": num_rotated // 2}
-            heads |= {"BLOCK": half, "NEIGHBORS": num_rotated < 2 * half, "ANGLE_STEP": 1}
-            heads |= {"BLOCK_HEADS": 1024 // half, "NUM_ANGLES": num_rotated, "HAS_NORM": has_norm}
+            heads |= {"BLOCK": half, "NEIGHBORS": neighbors, "ANGLE_STEP": step}
+            heads |= {"BLOCK_HEADS": 1024 // half, "NUM_ANGLES": num_angles, "HAS_NORM": has_norm}
             others = {"query_weight": "*fp32", "key_weight": "*fp32"}
             print(compile_kernel(cache._rotate_and_write, capability, "bf16", others, heads, num_warps=4))
         head = {"WIDTH": 68, "SIZE": 128, "BLOCK": 128}

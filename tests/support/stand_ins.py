@@ -159,6 +159,7 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
 def feed_experts(states: Tensor, experts: Tensor, scores: Tensor, weights: ExpertWeights) -> Tensor:
     """Compute all experts for all tokens, and keep the chosen ones."""
     assert states.is_contiguous()
+    scores = scores if scores.dtype == torch.float64 else scores.float()
     gate_up, down = weights.gate_up.to(scores.dtype), weights.down.to(scores.dtype)
     if weights.is_transposed:
         gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)

@@ -25,7 +25,6 @@ from lp_runtime.model.kv_cache.batch import DeviceCache
 from lp_runtime.model.kv_cache.cache import TreeCache
 
 Block = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
-HALVES = Rotation()
 ACTIVATIONS = {  # gates that the kernels compute, and their modules
     "silu": (nn.SiLU, type(ACT2FN["silu"])),
     "gelu_tanh": (type(ACT2FN["gelu_pytorch_tanh"]),),
@@ -129,9 +128,9 @@ class FusedAttention(nn.Module):
     replaced rotates queries and keys.
     """
 
-    def __init__(self, attention: Block, rotation: Rotation = HALVES):
+    def __init__(self, attention: Block, rotation: Rotation):
         super().__init__()
-        self._rotation = rotation
+        self.rotation = rotation
         self.config, self.layer_idx = attention.config, attention.layer_idx
         self.head_dim, self.scaling = attention.head_dim, attention.scaling
         self.num_key_value_groups: int = attention.num_key_value_groups
@@ -186,7 +185,7 @@ class FusedAttention(nn.Module):
         norms = self._norms_of_rotation()
         if norms is None:
             query, key, value = self._norm(query, key, value)
-        query = cache.rotate_and_write(query, key, value, factors, self.layer_idx, self._rotation, norms)
+        query = cache.rotate_and_write(query, key, value, factors, self.layer_idx, self.rotation, norms)
         query, key, value = (each.transpose(1, 2) for each in (query, key, value))
         return query, key, value
 
@@ -197,11 +196,11 @@ class FusedAttention(nn.Module):
 
         Takes [1, T, (g + 2) H, D]; returns queries, [1, g H, T, D], and the cache's whole keys and values.
         """
-        cos, sin = map(_doubled, factors) if self._rotation.is_halved else factors
-        is_whole = not self._rotation.are_neighbors and cos.shape[-1] == self.head_dim
+        cos, sin = map(_doubled, factors) if self.rotation.is_halved else factors
+        is_whole = not self.rotation.are_neighbors and cos.shape[-1] == self.head_dim
         if isinstance(cache, TreeCache) and is_whole and numba_cpu.supports(states):
             return self._rotated_on_host(states, cos, sin, cache)
-        turn = rotate if is_whole else functools.partial(rotate_some, rotation=self._rotation)
+        turn = rotate if is_whole else functools.partial(rotate_some, rotation=self.rotation)
         num_queries, num_keys, _ = self._sizes
         if self.q_norm is not None:
             query, key, value = self._norm(*states.split(self._sizes, 2))
@@ -340,6 +339,8 @@ def rotate_some(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rota
     num_rotated = cos.shape[-1]
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     rotated, rest = states[..., :num_rotated], states[..., num_rotated:]
+    if rotation.angle_step == 2:  # Cohere rounds once, at the end
+        rotated = rotated.float()
     if rotation.are_neighbors:
         first, second = rotated.unflatten(-1, (-1, 2)).unbind(-1)
         if rotation.angle_step == 1:

@@ -14,7 +14,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -43,14 +43,6 @@ from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_o
 log = logging.getLogger(__name__)
 
 
-def _modeling(name: str) -> Callable[[], Any]:
-    """Return a function that imports transformers' code of a model type: only a model that may run it needs it."""
-    return functools.cache(lambda: importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
-
-
-cohere, ernie, glm4, glm4_moe = map(_modeling, ("cohere", "ernie4_5", "glm4", "glm4_moe"))
-nemotron, qwen3_moe = map(_modeling, ("nemotron", "qwen3_moe"))
-
 ATTENTIONS = (
     llama.LlamaAttention,
     mistral.MistralAttention,
@@ -61,6 +53,9 @@ ATTENTIONS = (
     gpt_oss.GptOssAttention,
 )
 NORMS = (llama.LlamaRMSNorm, gpt_oss.GptOssRMSNorm)  # they round before and after the weight's product; we do after
+# (model type, name) of further ones; imported only if a block runs no other known code, because importing takes time.
+MORE_ATTENTIONS = (("glm4_moe", "Glm4MoeAttention"),)
+MORE_LAYERS = (("glm4", "Glm4DecoderLayer"),)
 LAYERS = (
     llama.LlamaDecoderLayer,
     mixtral.MixtralDecoderLayer,
@@ -73,7 +68,7 @@ EXPERTS = (mixtral.MixtralExperts, gpt_oss.GptOssExperts)
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 CHILDREN = ({*PROJECTIONS, "o_proj"}, {*PROJECTIONS, "o_proj", "q_norm", "k_norm"}, {"qkv_proj", "o_proj"})
 NUM_TOKENS = 3  # of the random input that a block and its replacement are compared on
-NUM_OF_EXPERTS = 200  # the same of experts: some get more tokens than a program of the kernel computes at a time
+NUM_EXPERT_TOKENS = 512  # of the input of experts: some get more tokens than a program of the kernel computes at a time
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}  # of outputs, relative to their norm
 
 
@@ -99,6 +94,7 @@ def fuse_blocks(model: nn.Module) -> int:
                 replacement = fused(block)
                 args, kwargs = make_input(block)
                 if not _agree(block, replacement, *args, **kwargs):
+                    log.info("%s is not fused: the outputs differ", type(block).__name__)
                     continue
             except Exception as error:  # the block only looks like a known one, or too little memory for both
                 log.info("%s is not fused: %s", type(block).__name__, first_line(error))
@@ -129,7 +125,7 @@ def _is_attention(module: Block) -> bool:
     names = {name for name, _ in module.named_children()}
     return (
         names in CHILDREN
-        and (any(_runs_code_of(module, x) for x in ATTENTIONS) or _runs_code_of(module, glm4_moe().Glm4MoeAttention))
+        and _runs_known_code(module, ATTENTIONS, MORE_ATTENTIONS)
         and rotation_of(module) is not None
         and attention_of(module.config) in ALL_ATTENTION_FUNCTIONS
         and getattr(module, "attn_logit_softcapping", None) is None
@@ -147,13 +143,15 @@ def rotation_of(attention: Block) -> Rotation | None:
     """Return how an attention block rotates queries and keys; None if its code is not known."""
     apply, half = _global(attention, "apply_rotary_pos_emb"), _global(attention, "rotate_half")
     if _same_code(half, llama.rotate_half):
-        known = (lambda: llama, lambda: phi3, glm4_moe, nemotron)
-        return Rotation() if any(_same_code(apply, each().apply_rotary_pos_emb) for each in known) else None
+        is_known = _same_code(apply, llama.apply_rotary_pos_emb) or _same_code(apply, phi3.apply_rotary_pos_emb)
+        others = (_transformers(each, "apply_rotary_pos_emb") for each in ("glm4_moe", "nemotron"))
+        return Rotation() if is_known or any(_same_code(apply, each) for each in others) else None
     if _same_code(apply, gpt_oss.apply_rotary_pos_emb):
         is_known = _same_code(_global(attention, "_apply_rotary_emb"), gpt_oss._apply_rotary_emb)
         return Rotation(is_halved=True) if is_known else None
-    for modeling, step in ((glm4, 1), (ernie, 1), (cohere, 2)):
-        if _same_code(apply, modeling().apply_rotary_pos_emb) and _same_code(half, modeling().rotate_half):
+    for model_type, step in (("glm4", 1), ("ernie4_5", 1), ("cohere", 2)):
+        known = (_transformers(model_type, name) for name in ("apply_rotary_pos_emb", "rotate_half"))
+        if all(map(_same_code, (apply, half), known)):
             return Rotation(are_neighbors=True, angle_step=step)
     return None
 
@@ -191,18 +189,19 @@ def _experts_input(experts: Block) -> tuple[tuple, dict]:
     """Return tokens that choose two experts each, the first ones more often."""
     weight = experts.down_proj
     size, num_experts = weight.shape[2 if experts.is_transposed else 1], len(weight)
-    states = _random(weight, size, NUM_OF_EXPERTS)[0]
-    first = torch.arange(NUM_OF_EXPERTS, device=weight.device) % 7 % num_experts
-    second = (first + 1 + torch.arange(NUM_OF_EXPERTS, device=weight.device) % max(1, num_experts - 1)) % num_experts
-    return (states, torch.stack((first, second), 1), _random(weight, 2, NUM_OF_EXPERTS)[0].abs()), {}
+    states = _random(weight, size, NUM_EXPERT_TOKENS)[0]
+    first = torch.arange(NUM_EXPERT_TOKENS, device=weight.device) % 7 % num_experts
+    second = (first + 1 + torch.arange(NUM_EXPERT_TOKENS, device=weight.device) % max(1, num_experts - 1)) % num_experts
+    return (states, torch.stack((first, second), 1), _random(weight, 2, NUM_EXPERT_TOKENS)[0].abs()), {}
 
 
 def _is_router(module: Block) -> bool:
     """Whether a module is a known router of a mixture of experts, on a GPU with the Triton kernels."""
     if not hasattr(module, "top_k") or type(getattr(module, "weight", None)) is not nn.Parameter:
         return False
-    routing, kernels = routing_of(module), kernels_for(module.weight.device)
-    return routing is not None and kernels is not None and kernels.can_choose(len(module.weight), routing)
+    kernels = kernels_for(module.weight.device)
+    routing = None if kernels is None else routing_of(module)
+    return kernels is not None and routing is not None and kernels.can_choose(len(module.weight), routing)
 
 
 def routing_of(router: Block) -> Routing | None:
@@ -211,10 +210,10 @@ def routing_of(router: Block) -> Routing | None:
         return Routing(router.top_k)
     if _runs_code_of(router, gpt_oss.GptOssTopKRouter):
         return Routing(router.top_k, scores="softmax of chosen")
-    if _runs_code_of(router, qwen3_moe().Qwen3MoeTopKRouter):
+    if _runs_code_of(router, _transformers("qwen3_moe", "Qwen3MoeTopKRouter")):
         return Routing(router.top_k, normalizes=router.norm_topk_prob)
-    if _runs_code_of(router, glm4_moe().Glm4MoeTopkRouter) and hasattr(router, "num_group"):  # DeepSeek V3's code, too
-        scale, groups = router.routed_scaling_factor, (router.num_group, router.topk_group)
+    if _runs_code_of(router, _transformers("glm4_moe", "Glm4MoeTopkRouter")) and hasattr(router, "num_group"):
+        scale, groups = router.routed_scaling_factor, (router.num_group, router.topk_group)  # DeepSeek V3's code, too
         return Routing(router.top_k, "sigmoid", router.norm_topk_prob, scale, *groups)
     return None
 
@@ -237,7 +236,7 @@ def _is_layer(module: Block) -> bool:
     blocks.pop("mlp", None)
     return (
         blocks == {"self_attn": FusedAttention} | dict.fromkeys(("input_layernorm", *norms.names), FusedNorm)
-        and (any(_runs_code_of(module, x) for x in LAYERS) or _runs_code_of(module, glm4().Glm4DecoderLayer))
+        and _runs_known_code(module, LAYERS, MORE_LAYERS)
         and not any(map(is_hooked, module.children()))
         # On a GPU without the Triton kernels nothing is captured, and FusedLayer gains nothing.
         and (module.input_layernorm.weight.is_cpu or kernels_for(module.input_layernorm.weight.device) is not None)
@@ -265,13 +264,29 @@ def _can_merge(*linears: Block) -> bool:
     )
 
 
-def _runs_code_of(module: nn.Module, known: type[nn.Module]) -> bool:
-    return not is_hooked(module) and _same_code(type(module).forward, known.forward)
+@functools.cache
+def _transformers(model_type: str, name: str) -> Any:
+    """Import a class or function of transformers' code for a model type; return None if this version has none."""
+    try:
+        return getattr(importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}"), name, None)
+    except ImportError:
+        return None
 
 
-def _same_code(left: Callable | None, right: Callable) -> bool:
-    """Whether two functions differ at most in annotations, docstring and name; False if `left` is None."""
-    if left is None:
+def _runs_known_code(module: nn.Module, known: Sequence[type[nn.Module]], more: Sequence[tuple[str, str]] = ()) -> bool:
+    """Whether a module runs the code of a known class, or of one that has yet to be imported."""
+    return any(_runs_code_of(module, each) for each in known) or any(
+        _runs_code_of(module, _transformers(*each)) for each in more
+    )
+
+
+def _runs_code_of(module: nn.Module, known: type[nn.Module] | None) -> bool:
+    return known is not None and not is_hooked(module) and _same_code(type(module).forward, known.forward)
+
+
+def _same_code(left: Callable | None, right: Callable | None) -> bool:
+    """Whether two functions differ at most in annotations, docstring and name; False if one is None."""
+    if left is None or right is None:
         return False
     one, other = inspect.unwrap(left).__code__, inspect.unwrap(right).__code__
     names = ("co_code", "co_names", "co_varnames", "co_freevars")
@@ -289,9 +304,9 @@ def _attention_input(attention: Block) -> tuple[tuple, dict[str, object]]:
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
     shares = [each.get("partial_rotary_factor") for each in kinds] + [getattr(config, "partial_rotary_factor", None)]
     num_rotated = int(attention.head_dim * next((each for each in shares if each is not None), 1.0))
-    # FusedAttention keeps gpt-oss's sinks; its angles are those of half a head.
-    columns = num_rotated // (2 if getattr(attention, "sinks", None) is not None else 1)
-    cos, sin = (_random(weight, columns) for _ in range(2))
+    rotation = attention.rotation if isinstance(attention, FusedAttention) else rotation_of(attention)
+    assert rotation is not None
+    cos, sin = (_random(weight, rotation.num_columns(num_rotated)) for _ in range(2))
     return (), {
         "hidden_states": _random(weight, attention.o_proj.out_features),
         "position_embeddings": (cos, sin),

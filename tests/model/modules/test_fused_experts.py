@@ -47,14 +47,19 @@ def num_fused(model) -> tuple[int, int]:
     return tuple(sum(isinstance(each, kind) for each in model.modules()) for kind in (FusedExperts, FusedRouter))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"])
-def test_experts_and_known_routers_are_replaced(family, used):
+def test_experts_and_known_routers_are_replaced(family, dtype, used):
     name, settings = FAMILIES.get(family, ("DeepseekV3", SIGMOIDS))
-    model = random_model(name, seed=1, initializer_range=0.3, **settings)
+    model = random_model(name, seed=1, initializer_range=0.3, **settings).to(dtype)
+    for buffer_name, buffer in model.named_buffers():
+        if buffer_name.endswith("correction_bias"):
+            buffer.copy_(torch.linspace(-1, 1, len(buffer)))
     before, names = model(IDS).logits, set(model.state_dict())
     fuse_blocks(model)
     assert num_fused(model) == (2, 2)
-    torch.testing.assert_close(model(IDS).logits, before, rtol=2e-4, atol=2e-4)
+    if dtype == torch.float32:  # with 16 bits, rounding sends some tokens to other experts
+        torch.testing.assert_close(model(IDS).logits, before, rtol=2e-4, atol=2e-4)
     assert {each for each in names if ".experts." in each} <= set(model.state_dict())
     assert fuse_blocks(model) == 0, "a second time"
 
