@@ -27,7 +27,8 @@ def time_limit(seconds: float) -> Iterator[None]:
 
     timer = threading.Timer(seconds, interrupt)
     timer.daemon = True
-    timer.start()
+    with lock:  # an error inside `start` would leave Python's list of threads wrong
+        timer.start()
     try:
         yield
     finally:
