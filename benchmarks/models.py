@@ -11,7 +11,8 @@ import torch
 from inflate_model import inflated
 from inflation_shapes import SHAPES
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, Phi3Config, PreTrainedConfig
+from transformers.models.glm4.configuration_glm4 import Glm4Config
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
@@ -67,6 +68,30 @@ RANDOM: dict[
             "num_hidden_layers": 2,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
+        },
+    ),
+    # Other rotations: GLM-4-9B (half of each head, neighbours) and Phi-4-mini (three quarters, halves).
+    "glm4": (
+        Glm4Config,
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 13696,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+        },
+    ),
+    "phi4_mini": (
+        Phi3Config,
+        {
+            "hidden_size": 3072,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+            "pad_token_id": None,
         },
     ),
     # The shape of Gemma 3 12B, whose windows of 1,024 tokens are in five layers of six; the same without windows; and
