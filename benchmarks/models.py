@@ -11,9 +11,10 @@ import torch
 from inflate_model import inflated
 from inflation_shapes import SHAPES
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, Phi3Config, PreTrainedConfig
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MixtralConfig, PreTrainedConfig
 from transformers.models.glm4.configuration_glm4 import Glm4Config
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.phi3.configuration_phi3 import Phi3Config
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
@@ -91,7 +92,6 @@ RANDOM: dict[
             "num_attention_heads": 24,
             "num_key_value_heads": 8,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
-            "pad_token_id": None,
         },
     ),
     # The shape of Gemma 3 12B, whose windows of 1,024 tokens are in five layers of six; the same without windows; and
@@ -138,7 +138,7 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
 def random_model(name: str, dtype: str, device: torch.device, **changes: int) -> CausalLM:
     """Return a model of RANDOM, which never ends a text; `changes` are sizes in place of its own."""
     kind, sizes = RANDOM[name]
-    ends = {"eos_token_id": None, "bos_token_id": None}
+    ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
     config = kind(**sizes | changes, vocab_size=4096, max_position_embeddings=CONTEXT_TOKENS, **ends)
     torch.manual_seed(0)
     with device:
