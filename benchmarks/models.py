@@ -136,7 +136,7 @@ def load_named(name: str, dtype: str, device: torch.device, vocabulary_size: int
 
 
 def random_model(name: str, dtype: str, device: torch.device, **changes: int) -> CausalLM:
-    """Return a model of RANDOM, which never ends a text; `changes` are sizes in place of its own."""
+    """Return a model of RANDOM, which never ends a text; `changes` replace some of its sizes."""
     kind, sizes = RANDOM[name]
     ends = dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id"))
     config = kind(**sizes | changes, vocab_size=4096, max_position_embeddings=CONTEXT_TOKENS, **ends)

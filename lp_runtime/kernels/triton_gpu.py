@@ -1,8 +1,8 @@
 """All Triton kernels in one module, and the small ones: the MLP's gate, and the addition with a norm.
 
 triton_cache.py has the kernels that rotate queries and keys and write the caches; triton_attention.py and
-triton_strict.py have attention; triton_experts.py has mixtures of experts; triton_sampling.py and triton_cut.py the
-rest. All need Triton (tests run them in its interpreter).
+triton_strict.py have attention; triton_experts.py and triton_router.py have mixtures of experts; triton_sampling.py
+and triton_cut.py the rest. All need Triton (tests run them in its interpreter).
 
 Letters: T tokens, E hidden size, F the MLP's inner size.
 """
@@ -23,10 +23,10 @@ from lp_runtime.kernels.triton_cut import cut_scores as cut_scores
 from lp_runtime.kernels.triton_cut import find_cut as find_cut
 from lp_runtime.kernels.triton_experts import MAX_TOKENS as MAX_TOKENS
 from lp_runtime.kernels.triton_experts import ExpertWeights as ExpertWeights
-from lp_runtime.kernels.triton_experts import can_choose as can_choose
-from lp_runtime.kernels.triton_experts import choose_experts as choose_experts
 from lp_runtime.kernels.triton_experts import feed_experts as feed_experts
 from lp_runtime.kernels.triton_experts import gated
+from lp_runtime.kernels.triton_router import can_choose as can_choose
+from lp_runtime.kernels.triton_router import choose_experts as choose_experts
 from lp_runtime.kernels.triton_sampling import find_in_slice as find_in_slice
 from lp_runtime.kernels.triton_sampling import pack_candidates as pack_candidates
 from lp_runtime.kernels.triton_sampling import sample_and_pack as sample_and_pack

@@ -10,6 +10,7 @@ from support.thinned import thinned
 from lp_runtime.kernels.types import Routing
 
 kernels = pytest.importorskip("lp_runtime.kernels.triton_experts", reason="needs Triton")
+router = pytest.importorskip("lp_runtime.kernels.triton_router", reason="needs Triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCES = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no products in bfloat16
 if DEVICE == "cuda":
@@ -70,26 +71,26 @@ ROUTINGS = {
 @pytest.mark.parametrize("name", ROUTINGS)
 def test_router_matches_softmax_and_top_k(name):
     num_experts, routing = ROUTINGS[name]
-    assert kernels.can_choose(num_experts, routing)
+    assert router.can_choose(num_experts, routing)
     torch.manual_seed(0)
     logits = 2 * torch.randn(9, num_experts, device=DEVICE)
     correction = torch.randn(num_experts, device=DEVICE) if routing.scores == "sigmoid" else None
     expected_scores, expected = stand_ins.choose_experts(logits, routing, torch.float32, correction)
-    scores, experts = kernels.choose_experts(logits, routing, torch.float32, correction)
+    scores, experts = router.choose_experts(logits, routing, torch.float32, correction)
     assert torch.equal(experts, expected) and experts.dtype == torch.int64
     torch.testing.assert_close(scores, expected_scores, rtol=1e-5, atol=1e-6)
 
 
 def test_groups_need_powers_of_two():
-    assert not kernels.can_choose(60, Routing(4, "sigmoid", num_groups=4, num_kept=2))
-    assert not kernels.can_choose(64, Routing(4, "sigmoid", num_groups=3, num_kept=2))
-    assert not kernels.can_choose(2 * kernels.MAX_EXPERTS, Routing(4))
+    assert not router.can_choose(60, Routing(4, "sigmoid", num_groups=4, num_kept=2))
+    assert not router.can_choose(64, Routing(4, "sigmoid", num_groups=3, num_kept=2))
+    assert not router.can_choose(2 * router.MAX_EXPERTS, Routing(4))
 
 
 def test_equal_scores_choose_the_first_experts():
     logits = torch.zeros(2, 6, device=DEVICE)
     logits[1, 4] = 1.0
-    _, experts = kernels.choose_experts(logits, Routing(3), torch.float32)
+    _, experts = router.choose_experts(logits, Routing(3), torch.float32)
     assert experts.tolist() == [[0, 1, 2], [4, 0, 1]]
 
 
@@ -97,5 +98,5 @@ def test_equal_scores_choose_the_first_experts():
 def test_logits_that_are_not_numbers_choose_existing_experts(scores):
     logits = torch.full((2, 5), torch.nan, device=DEVICE)
     logits[1, :4] = -torch.inf
-    _, experts = kernels.choose_experts(logits, Routing(3, scores), torch.float32)
+    _, experts = router.choose_experts(logits, Routing(3, scores), torch.float32)
     assert ((experts >= 0) & (experts < 5)).all()

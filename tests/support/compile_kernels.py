@@ -20,7 +20,7 @@ from triton.compiler import ASTSource
 
 from lp_runtime.kernels import triton_attention as attention
 from lp_runtime.kernels import triton_cache as cache
-from lp_runtime.kernels import triton_cut, triton_sampling
+from lp_runtime.kernels import triton_cut, triton_router, triton_sampling
 from lp_runtime.kernels import triton_experts as experts
 from lp_runtime.kernels import triton_gpu as kernels
 from lp_runtime.kernels import triton_strict as strict
@@ -107,7 +107,7 @@ def print_experts(capability: int) -> None:
     for scores, num_experts, num_groups in (("softmax", 128, 1), ("sigmoid", 256, 8)):
         choose = {"CHOICES": 8, "PLACES": 8, "SCORES": scores, "NORMALIZES": True, "BLOCK": num_experts}
         choose |= {"HAS_CORRECTION": num_groups > 1, "GROUPS": num_groups, "KEPT": num_groups // 2}
-        print(compile_kernel(experts._choose, capability, "bf16", types, choose, num_warps=1))
+        print(compile_kernel(triton_router._choose, capability, "bf16", types, choose, num_warps=1))
 
 
 def main(capabilities: list[int]) -> None:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from lp_runtime.kernels.triton_cut import can_cut
-from lp_runtime.kernels.triton_experts import MAX_TOKENS, ExpertWeights, can_choose
+from lp_runtime.kernels.triton_experts import MAX_TOKENS, ExpertWeights
+from lp_runtime.kernels.triton_router import can_choose
 from lp_runtime.kernels.types import NO_TOKEN, Packing, Rotation, Routing
-from lp_runtime.model.modules.fused_blocks import rotate_some
+from lp_runtime.model.modules.fused_attention import rotate_some
 from lp_runtime.sampling import packing as packing_of
 from lp_runtime.sampling import sampler
 
@@ -57,7 +58,7 @@ def write(key: Tensor, value: Tensor, owners: Tensor, table: Tensor, layer: int)
 
 
 def rotated(states: Tensor, cos: Tensor, sin: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate states without the cache of fused_blocks.py, since replays reuse tensors with new contents."""
+    """Rotate states without the cache of fused_attention.py, since replays reuse tensors with new contents."""
     if rotation.is_halved:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
     return rotate_some(states, cos, sin, rotation)

@@ -1,4 +1,4 @@
-"""Replacement of transformers' blocks by fused ones (fused_blocks.py) with equal results.
+"""Replacement of transformers' blocks by fused ones (fused_*.py) with equal results.
 
 For the few tokens of a step an operation costs more to launch than to compute: a layer of transformers' Llama launches
 about forty, most of them for norms and rotary embeddings. A block instance is replaced if its class runs exactly the
@@ -36,7 +36,8 @@ from lp_runtime.errors import first_line
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import Rotation, Routing
 from lp_runtime.model.hf.config import attention_of
-from lp_runtime.model.modules.fused_blocks import Block, FusedAttention, FusedLayer, FusedMLP, FusedNorm, norms_of
+from lp_runtime.model.modules.fused_attention import FusedAttention
+from lp_runtime.model.modules.fused_blocks import Block, FusedLayer, FusedMLP, FusedNorm, norms_of
 from lp_runtime.model.modules.fused_experts import CLAMPED, FusedExperts, FusedRouter, activation_of
 from lp_runtime.model.modules.packed_linear import is_hooked, is_plain, places_of
 

@@ -13,7 +13,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.model.modules import fused_experts, fusing
-from lp_runtime.model.modules.fused_blocks import FusedAttention, FusedLayer
+from lp_runtime.model.modules.fused_attention import FusedAttention
+from lp_runtime.model.modules.fused_blocks import FusedLayer
 from lp_runtime.model.modules.fused_experts import FusedExperts, FusedRouter
 from lp_runtime.model.modules.fusing import fuse_blocks
 from lp_runtime.model.tensor_parallel.layers import SummedOutputs

@@ -20,7 +20,8 @@ from lp_runtime.kernels import numba_cpu
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.modules.fused_blocks import FusedAttention, FusedLayer, FusedMLP, FusedNorm, rotate
+from lp_runtime.model.modules.fused_attention import FusedAttention, rotate
+from lp_runtime.model.modules.fused_blocks import FusedLayer, FusedMLP, FusedNorm
 from lp_runtime.model.modules.fusing import TOLERANCES, fuse_blocks
 from lp_runtime.model.modules.packed_linear import PackedLinear, pack_as, pack_linears
 from lp_runtime.model.runner import ModelRunner
