@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import runpy
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -19,7 +20,18 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime
 PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
 
 
-@pytest.mark.parametrize(("W", "N", "G"), [(5, 3, 5), (7, 5, 7), (1, 2, 1), (15, 5, 15)])
+@pytest.fixture(scope="module")
+def small_demo_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with two of its six layers."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("W", "N", "G"), [(5, 3, 5), (7, 5, 7), (1, 2, 1), pytest.param(15, 5, 15, marks=pytest.mark.slow)]
+)
 def test_lookahead_in_150_lines_takes_same_steps_as_engine(tiny_model_dir, W, N, G):
     example = load_example("lookahead_in_150_lines")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
@@ -28,8 +40,8 @@ def test_lookahead_in_150_lines_takes_same_steps_as_engine(tiny_model_dir, W, N,
     with LookaheadRuntime(str(tiny_model_dir), lookahead=settings, device="cpu", dtype="float32") as runtime:
         for prompt in PROMPTS:
             lookahead = example.Lookahead(forward, prompt, W, N, G)
-            tokens = lookahead.generate(40)
-            generation = runtime.generate(prompt, max_new_tokens=40, eos=False)
+            tokens = lookahead.generate(20)
+            generation = runtime.generate(prompt, max_new_tokens=20, eos=False)
             assert (tokens, lookahead.num_steps) == (generation.token_ids, generation.steps)
 
 
@@ -50,8 +62,8 @@ def test_streaming_example_prints_all_prompts_and_cancels_one(capsys):
     assert all(prompt in out for prompt in example.PROMPTS) and out.count("(cancelled)") == 1
 
 
-def test_drop_in_example_reports_same_tokens_as_generate(capsys, demo_model_dir):
-    load_example("drop_in").main(str(demo_model_dir))
+def test_drop_in_example_reports_same_tokens_as_generate(capsys, small_demo_dir):
+    load_example("drop_in").main(str(small_demo_dir))
     assert "the same tokens: yes" in capsys.readouterr().err
 
 
@@ -63,8 +75,8 @@ def test_structured_output_example_follows_schema_and_choice(capsys):
     assert word in ("yes", "no")
 
 
-def test_server_client_example_reports_tokens_and_statistics(capsys, demo_model_dir):
-    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
+def test_server_client_example_reports_tokens_and_statistics(capsys, small_demo_dir):
+    with LookaheadRuntime(small_demo_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
         load_example("server_client").main(url)
     err = capsys.readouterr().err
     assert "48 tokens" in err and "'mean_acceptance_length': " in err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -35,15 +36,14 @@ from lp_runtime.replica.request_builder import RequestBuilder
 
 PROMPT = "def fib(n):\n    "
 IDS = [1, 2, 3]
+FIXED = LookaheadConfig(W=7, N=5, G=7, draft_tables="request")  # steps depend neither on time nor on earlier requests
 
 
 @pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2], ids=["gpus=1", "gpus=2"])
 def runtime(request, demo_model_dir):
     """The demo model, on one and on two replicas."""
-    # Steps depend neither on measured times nor on earlier requests.
-    settings = LookaheadConfig(W=15, N=5, G=15, draft_tables="request")
     with LookaheadRuntime(
-        str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32", lookahead=settings
+        str(demo_model_dir), gpus=request.param, device="cpu", dtype="float32", lookahead=FIXED
     ) as runtime:
         yield runtime
 
@@ -63,28 +63,27 @@ def tiny(tiny_model_dir):
 
 
 def test_generate_matches_decoding_one_token_per_step(runtime, single):
-    out = runtime.generate(PROMPT, max_new_tokens=40, eos=False)
-    assert out.num_tokens == len(out.token_ids) == 40
+    out = runtime.generate(PROMPT, max_new_tokens=24, eos=False)
+    assert out.num_tokens == len(out.token_ids) == 24
     assert out.finish_reason == "length"
     assert out.text == runtime.tokenizer.decode(out.token_ids, skip_special_tokens=True)
-    assert 1 < out.steps < 40
-    assert out.compression_ratio == 40 / out.steps
-    assert out.tokens_per_second == 40 / out.seconds
-    plain = single.generate(PROMPT, max_new_tokens=40, eos=False, lookahead=PLAIN)
+    assert 1 < out.steps < 24
+    assert out.compression_ratio == 24 / out.steps
+    assert out.tokens_per_second == 24 / out.seconds
+    plain = single.generate(PROMPT, max_new_tokens=24, eos=False, lookahead=PLAIN)
     assert (plain.token_ids, plain.text) == (out.token_ids, out.text)
-    assert plain.steps == 40
+    assert plain.steps == 24
 
 
 def test_lookahead_settings_of_request_change_neither_output_nor_defaults(runtime):
-    default = runtime.generate(PROMPT, max_new_tokens=24, eos=False)
+    default = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
     outs = [
-        runtime.generate(PROMPT, max_new_tokens=24, eos=False, lookahead=LookaheadConfig(*setting, drafter=drafter))
-        for drafter in ("paper", "full")
-        for setting in [(5, 3, 5), (1, 2, 0), (0, 4, 3), (7, 2, 0)]
+        runtime.generate(PROMPT, max_new_tokens=16, eos=False, lookahead=LookaheadConfig(*setting, drafter=drafter))
+        for drafter, setting in [("paper", (5, 3, 5)), ("full", (1, 2, 0)), ("paper", (0, 4, 3)), ("full", (7, 2, 0))]
     ]
     assert all(out.token_ids == default.token_ids for out in outs)
     assert all(out.step_tokens < default.step_tokens + 1 for out in outs)
-    assert runtime.generate(PROMPT, max_new_tokens=24, eos=False).steps == default.steps
+    assert runtime.generate(PROMPT, max_new_tokens=16, eos=False).steps == default.steps
 
 
 def test_text_prompt_and_its_token_ids_give_same_output(runtime):
@@ -95,10 +94,10 @@ def test_text_prompt_and_its_token_ids_give_same_output(runtime):
 
 @pytest.mark.parametrize("prompt", [PROMPT, "s = 'größer 数 🎉", IDS])
 def test_deltas_add_up_to_output_of_generate(runtime, prompt):
-    stream = runtime.stream(prompt, max_new_tokens=32, eos=False)
+    stream = runtime.stream(prompt, max_new_tokens=16, eos=False)
     assert stream.generation is None
     deltas = list(stream)
-    whole = runtime.generate(prompt, max_new_tokens=32, eos=False)
+    whole = runtime.generate(prompt, max_new_tokens=16, eos=False)
     assert [token for delta in deltas for token in delta.token_ids] == whole.token_ids
     assert "".join(delta.text for delta in deltas) == whole.text
     decoded = runtime.tokenizer.decode(whole.token_ids, skip_special_tokens=True)
@@ -113,15 +112,15 @@ def test_request_for_one_token_takes_one_step(runtime):
 
 
 def test_stream_closed_early_does_not_affect_next_request(runtime):
-    whole = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
-    for num_deltas in (1, 2, 3):
+    whole = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
+    for num_deltas in (1, 3):
         stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
         seen = [token for _ in range(num_deltas) for token in next(stream).token_ids]
         stream.close()
         assert stream.generation is None
         assert list(stream) == []
         assert seen == whole.token_ids[: len(seen)]
-        again = runtime.generate(PROMPT, max_new_tokens=64, eos=False)
+        again = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
         assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
 
 
@@ -142,14 +141,14 @@ def test_second_request_during_stream_is_refused(runtime):
 
 
 def test_eos_token_ends_output_unless_eos_is_false(runtime, make_eos_runtime):
-    free = runtime.generate(IDS, max_new_tokens=24, eos=False)
-    eos = free.token_ids[11]
+    free = runtime.generate(IDS, max_new_tokens=12, eos=False)
+    eos = free.token_ids[5]
     where = free.token_ids.index(eos)
     with make_eos_runtime(eos, runtime.num_replicas) as stopping:
         assert stopping.info.eos_token_ids == {eos}
-        out = stopping.generate(IDS, max_new_tokens=24)
+        out = stopping.generate(IDS, max_new_tokens=12)
         assert (out.token_ids, out.finish_reason) == (free.token_ids[: where + 1], "eos")
-        out = stopping.generate(IDS, max_new_tokens=24, eos=False)
+        out = stopping.generate(IDS, max_new_tokens=12, eos=False)
         assert (out.token_ids, out.finish_reason) == (free.token_ids, "length")
 
 
@@ -162,7 +161,7 @@ def make_eos_runtime(demo_model_dir, tmp_path):
         for name in ("config.json", "generation_config.json"):
             settings = json.loads((path / name).read_text())
             (path / name).write_text(json.dumps(settings | {"eos_token_id": token}))
-        return LookaheadRuntime(str(path), gpus=gpus, device="cpu", dtype="float32")
+        return LookaheadRuntime(str(path), gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED)
 
     return make
 
@@ -221,11 +220,14 @@ def test_invalid_runtime_settings_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_runtime_closed_during_stream_refuses_requests(tiny_model_dir, gpus, capfd):
-    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus)
+def test_runtime_closed_during_stream_ends_processes_and_refuses_requests(tiny_model_dir, gpus, capfd):
+    before = own_replicas()
+    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus, lookahead=FIXED)
+    assert len(own_replicas()) == len(before) + (gpus if gpus > 1 else 0)
     stream = runtime.stream(IDS, max_new_tokens=200)
     next(stream)
     runtime.close()
+    assert own_replicas() == before
     runtime.close()
     del stream
     with pytest.raises(ReplicaError, match="the runtime is closed"):
@@ -244,14 +246,6 @@ def test_close_frees_model(tiny_model_dir):
     loaded = [weakref.ref(each) for each in gc.get_objects() if id(each) in new]
     runtime.close()
     assert loaded and not any(reference() for reference in loaded)
-
-
-def test_close_ends_replica_processes(tiny_model_dir):
-    before = own_replicas()
-    runtime = LookaheadRuntime(str(tiny_model_dir), gpus=2)
-    assert len(own_replicas()) == len(before) + 2
-    runtime.close()
-    assert own_replicas() == before
 
 
 def test_replicas_share_step_tokens(runtime, single):
@@ -288,7 +282,7 @@ def test_unexpected_error_is_one_line_and_runtime_stays_usable(tiny_model_dir, m
 def test_keyboard_interrupt_ends_request_but_not_replicas(tiny_model_dir):
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore SIGINT
     with LookaheadRuntime(tiny_model_dir, gpus=2, device="cpu", lookahead=PLAIN) as runtime:
-        expected = runtime.generate([1], 200).token_ids
+        expected = runtime.generate([1], 8).token_ids
         stream = runtime.stream([1], 200)
         next(stream)
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
@@ -297,7 +291,7 @@ def test_keyboard_interrupt_ends_request_but_not_replicas(tiny_model_dir):
             for _ in stream:
                 pass
             timer.join()  # the interrupt comes here at the latest
-        assert runtime.generate([1], 200).token_ids == expected
+        assert runtime.generate([1], 8).token_ids == expected
     signal.signal(signal.SIGINT, handler)
 
 
@@ -306,19 +300,25 @@ def test_keyboard_interrupt_ends_request_but_not_replicas(tiny_model_dir):
 )
 def test_stop_string_ends_text_and_tokens(runtime, sampling):
     """Text after a stop string is dropped, whether it spans tokens or ends inside a token or step output."""
-    everything = runtime.generate(PROMPT, 60, eos=False, sampling=sampling)
+    steps = list(runtime.stream(PROMPT, 32, eos=False, sampling=sampling))
+    text = "".join(delta.text for delta in steps)
+    token_ids = [token for delta in steps for token in delta.token_ids]
+    step_ends = set(itertools.accumulate(len(delta.token_ids) for delta in steps))
     decode = runtime.tokenizer.decode
-    inside = [everything.text[i : i + size] for i in range(8, 60, 7) for size in (1, 3, 6)]
-    for string in inside:
-        stream = runtime.stream(PROMPT, 60, eos=False, sampling=sampling, stop=[string, "never there"])
+    outs = []
+    for i, size in zip(range(8, 50, 8), (1, 3, 6) * 2, strict=True):
+        string = text[i : i + size]
+        stream = runtime.stream(PROMPT, 32, eos=False, sampling=sampling, stop=[string, "never there"])
         streamed = "".join(delta.text for delta in stream)
         out = stream.generation
-        assert streamed == out.text == everything.text[: everything.text.index(string) + len(string)]
+        assert streamed == out.text == text[: text.index(string) + len(string)]
         assert out.finish_reason == "stop"
-        assert out.token_ids == everything.token_ids[: out.num_tokens]
+        assert out.token_ids == token_ids[: out.num_tokens]
         assert string in decode(out.token_ids)
         assert string not in decode(out.token_ids[:-1])
-    assert runtime.generate(PROMPT, 60, eos=False, sampling=sampling, stop=["never there"]).text == everything.text
+        outs.append(out)
+    assert any(decode(out.token_ids) != out.text for out in outs) and {out.num_tokens for out in outs} - step_ends
+    assert runtime.generate(PROMPT, 32, eos=False, sampling=sampling, stop=["never there"]).text == text
 
 
 def test_logprobs_of_deltas_match_generation(runtime):
@@ -369,76 +369,70 @@ def test_invalid_options_are_refused(runtime, options, message):
         runtime.generate(PROMPT, 4, **options)
 
 
+CHAT_TEMPLATE = (
+    "{% for t in tools or [] %}# tool: {{ t.function.name }}\n{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'nobody' %}{{ raise_exception('unknown role') }}{% endif %}"
+    "# {{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
+    "{{ '\\n' }}{% endfor %}# assistant:{% if thinks %}<think>{% endif %}{# </think> #}"
+)
+
+
 @pytest.fixture(scope="module")
-def chat_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with a chat template that refuses unknown roles."""
+def chatty(demo_model_dir, tmp_path_factory):
+    """The demo model with a chat template of reasoning and tools, which refuses the role `nobody`."""
     folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
-    (folder / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m.role not in ('system', 'user', 'assistant') %}"
-        "{{ raise_exception('unknown role') }}{% endif %}# {{ m.role }}: {{ m.content }}\n{% endfor %}# assistant:"
-    )
-    return folder
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
+        yield runtime
 
 
-def test_messages_are_rendered_with_chat_template(chat_dir, runtime):
+def test_messages_are_rendered_with_chat_template(chatty, runtime):
     messages = [{"role": "user", "content": "Write a loop."}]
-    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as chatty:
-        out = chatty.generate(messages=messages, max_new_tokens=16)
-        assert out.token_ids == chatty.generate("# user: Write a loop.\n# assistant:", 16).token_ids
-        with pytest.raises(RequestError, match="messages: the model's chat template refuses them: unknown role"):
-            chatty.generate(messages=[{"role": "nobody", "content": "x"}])
+    out = chatty.generate(messages=messages, max_new_tokens=8)
+    assert out.token_ids == chatty.generate("# user: Write a loop.\n# assistant:", 8).token_ids
+    with pytest.raises(RequestError, match="messages: the model's chat template refuses them: unknown role"):
+        chatty.generate(messages=[{"role": "nobody", "content": "x"}])
     with pytest.raises(RequestError, match="messages: the model has no chat template; give a prompt instead"):
         runtime.generate(messages=messages)
 
 
-CALLING_TEMPLATE = (
-    "{% for t in tools or [] %}# tool: {{ t.function.name }}\n{% endfor %}"
-    "{% for m in messages %}# {{ m.role }}: {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>\n"
-    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}'
-    "\n{% endfor %}# assistant:{% if thinks %}<think>{% endif %}{# </think> #}"
-)
-
-
-def test_answer_is_parsed_into_message(demo_model_dir, tmp_path):
-    folder = shutil.copytree(demo_model_dir, tmp_path / "model")
-    (folder / "chat_template.jinja").write_text(CALLING_TEMPLATE)
+def test_answer_is_parsed_into_message(chatty):
     call = '<tool_call>\n{"name": "get", "arguments": {"n": 7}}\n</tool_call>'
     asked = [{"role": "user", "content": "x"}]
     tools = [{"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}]
     thinks = {"chat_template_kwargs": {"thinks": True}}
-    with LookaheadRuntime(folder, device="cpu", dtype="float32") as chatty:
 
-        def message(text: str, messages: list[dict] = asked, **options: Any) -> dict[str, Any]:
-            constraint = ConstraintConfig(choice=[text])
-            answer = chatty.generate(messages=messages, max_new_tokens=60, constraint=constraint, **options)
-            assert answer.text.startswith(text[:4])
-            return answer.message
+    def message(text: str, messages: list[dict] = asked, **options: Any) -> dict[str, Any]:
+        constraint = ConstraintConfig(choice=[text])
+        answer = chatty.generate(messages=messages, max_new_tokens=60, constraint=constraint, **options)
+        assert answer.text.startswith(text[:4])
+        return answer.message
 
-        assert message("Hi.", stop=["."]) == {"role": "assistant", "content": "Hi"}
-        both = message("well</think>Hi.", **thinks)
-        assert both == {"role": "assistant", "content": "Hi.", "reasoning_content": "well", "reasoning": "well"}
-        answer = message(f"a . b</think>{call}", tools=tools, stop=["."], **thinks)  # no stop string in reasoning
-        ((called,), name) = answer.pop("tool_calls"), "get"
-        assert answer == {"role": "assistant", "content": None, "reasoning_content": "a . b", "reasoning": "a . b"}
-        assert called["function"] == {"name": name, "arguments": '{"n": 7}'}
-        assert message(call)["content"] == call  # no tools were given
-        history = [*asked, {**answer, "tool_calls": [called]}, {"role": "tool", "content": "8"}]
-        request = chatty.request(messages=history, max_new_tokens=1)
-        assert f"# assistant: {call}# tool: 8" in chatty.tokenizer.decode(request.prompt_ids)
-        assert chatty.generate("x", 1).message is None
+    assert message("Hi.", stop=["."]) == {"role": "assistant", "content": "Hi"}
+    both = message("well</think>Hi.", **thinks)
+    assert both == {"role": "assistant", "content": "Hi.", "reasoning_content": "well", "reasoning": "well"}
+    answer = message(f"a . b</think>{call}", tools=tools, stop=["."], **thinks)  # no stop string in reasoning
+    ((called,), name) = answer.pop("tool_calls"), "get"
+    assert answer == {"role": "assistant", "content": None, "reasoning_content": "a . b", "reasoning": "a . b"}
+    assert called["function"] == {"name": name, "arguments": '{"n": 7}'}
+    assert message(call)["content"] == call  # no tools were given
+    history = [*asked, {**answer, "tool_calls": [called]}, {"role": "tool", "content": "8"}]
+    request = chatty.request(messages=history, max_new_tokens=1)
+    assert f"# assistant: {call}\n# tool: 8" in chatty.tokenizer.decode(request.prompt_ids)
+    assert chatty.generate("x", 1).message is None
 
 
-def test_generation_config_of_model_applies(demo_model_dir, tmp_path):
+def test_generation_config_of_model_applies(single, demo_model_dir, tmp_path):
     folder = shutil.copytree(demo_model_dir, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 0.9, "top_k": 20, "max_new_tokens": 7, "stop_strings": ["zq"]}
     (folder / "generation_config.json").write_text(json.dumps(config))
-    with LookaheadRuntime(folder, device="cpu", dtype="float32") as own:
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as own:
         out = own.generate(PROMPT, eos=False)
         assert out.num_tokens == 7
         given = SamplingConfig(temperature=0.9, top_k=20, seed=out.seed)
-        with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as plain:
-            assert plain.generate(PROMPT, 7, eos=False, sampling=given).token_ids == out.token_ids
+        assert single.generate(PROMPT, 7, eos=False, sampling=given).token_ids == out.token_ids
         assert own.request(PROMPT).stop == ("zq",)
         assert own.generate(PROMPT, sampling=SamplingConfig(temperature=0)).seed is None
 

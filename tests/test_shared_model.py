@@ -5,46 +5,62 @@ import random
 
 import pytest
 import torch
+from support import shared_model
 from support.shared_model import call, interrupted, num_calls_of, run_threads, state_of
 from support.small_models import random_model
+from transformers import PreTrainedModel
 
 from lp_runtime.model.hf.view import view_of
 
 PROMPT = [3, 5, 7, 11, 3, 5]
 
 
+@pytest.fixture(scope="module")
+def shared() -> PreTrainedModel:
+    """One model object for all calls of tests that leave it unchanged. It is checked once for strict calls."""
+    return random_model(seed=3, attention_dropout=0.5, initializer_range=0.3)
+
+
 @pytest.fixture
-def model():
-    """One model object for all threads of a test."""
+def model() -> PreTrainedModel:
+    """A model object that a test may change."""
     return random_model(seed=3, initializer_range=0.3)
 
 
+@pytest.fixture
+def short_texts(monkeypatch) -> None:
+    """Let calls return few tokens: an interrupt then often hits what a call sets up and undoes."""
+    monkeypatch.setattr(shared_model, "NUM_NEW", 5)
+
+
 @pytest.mark.slow
-def test_four_threads_on_one_model_get_correct_tokens(model):
-    before = state_of(model)
-    assert run_threads(model, 60) == (0, [])
-    assert state_of(model) == before
+def test_four_threads_on_one_model_get_correct_tokens(shared):
+    before = state_of(shared)
+    assert run_threads(shared, 60) == (0, [])
+    assert state_of(shared) == before
 
 
-def test_dropout_is_off_for_model_in_train_mode(random_model):
-    model = random_model(attention_dropout=0.5, initializer_range=0.3)
-    expected = call(model, "fast", PROMPT)
-    model.train()
-    before = state_of(model)
-    assert [call(model, kind, PROMPT) for kind in ("fast", "strict")] == [expected, expected]
-    assert state_of(model) == before
+def test_dropout_is_off_for_model_in_train_mode(shared, short_texts):
+    expected = call(shared, "fast", PROMPT)
+    shared.train()
+    try:
+        before = state_of(shared)
+        assert [call(shared, kind, PROMPT) for kind in ("fast", "strict")] == [expected, expected]
+        assert state_of(shared) == before
+    finally:
+        shared.eval()
 
 
 @pytest.mark.parametrize("kind", ["fast", "strict"])
-def test_interrupts_leave_model_unchanged(model, kind):
-    expected = call(model, kind, PROMPT)
-    num_calls = num_calls_of(lambda: call(model, kind, PROMPT))
-    before, rng, num_interrupted = state_of(model), random.Random(1), 0
+def test_interrupts_leave_model_unchanged(shared, short_texts, kind):
+    expected = call(shared, kind, PROMPT)
+    num_calls = num_calls_of(lambda: call(shared, kind, PROMPT))
+    before, rng, num_interrupted = state_of(shared), random.Random(1), 0
     for _ in range(12):
-        num_interrupted += interrupted(lambda: call(model, kind, PROMPT), rng.randint(1, num_calls))
-        assert state_of(model) == before
+        num_interrupted += interrupted(lambda: call(shared, kind, PROMPT), rng.randint(1, num_calls))
+        assert state_of(shared) == before
     assert num_interrupted > 6  # an interrupt in a destructor ends nothing
-    assert call(model, kind, PROMPT) == expected
+    assert call(shared, kind, PROMPT) == expected
 
 
 def test_view_shares_only_weights_with_model(model):

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -23,10 +24,12 @@ from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, simulated_gpu
 from support.small_models import DYNAMIC, FAMILIES, random_model
 from support.versions import needs_rotary_by_length
+from transformers import AutoModelForCausalLM
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.bench.command import bench
 from lp_runtime.calibration.calibration import Calibration, Measured, StepMeasurement
+from lp_runtime.config import settings
 from lp_runtime.config.commands import BenchConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -103,21 +106,35 @@ FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()
 GREEDY = ("greedy", "fixed", "one token a step")  # requests whose captured passes compute the samples
 SAMPLING = ("sampler.py", "gumbel.py", "processors.py", "hf_settings.py", "step_logits.py")  # files that sample
-SIZES = (1, 8, 32, 64)  # of captured passes
+SIZES = (1, 32, 64)  # of captured passes
+NUM_LAYERS = 2  # of the demo model's 6
 
 
 @contextmanager
-def gpu_of_few_sizes() -> Iterator[Gpu]:
-    """A simulated GPU that captures passes of few sizes, since each capture takes a while."""
+def gpu_of_few_sizes(demo_model: Path) -> Iterator[Gpu]:
+    """A simulated GPU that captures passes of few sizes of a small demo model, since each capture takes a while."""
     with simulated_gpu() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(settings, "DEMO_MODEL", demo_model)
         patch.setattr(fixed_passes, "SIZES", SIZES)
         patch.setattr(fixed_passes, "MIN_LARGEST", SIZES[-1])
         yield gpu
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[Gpu]:
-    with gpu_of_few_sizes() as gpu:
+def last_layers(tmp_path_factory) -> Path:
+    """The last layers of the demo model, with its tokenizer; their output is as varied as the whole model's."""
+    path = tmp_path_factory.mktemp("demo") / "model"
+    shutil.copytree(settings.DEMO_MODEL, path)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    model.model.layers = model.model.layers[-NUM_LAYERS:]
+    model.config.num_hidden_layers = NUM_LAYERS
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def gpu(last_layers) -> Iterator[Gpu]:
+    with gpu_of_few_sizes(last_layers) as gpu:
         yield gpu
 
 
@@ -130,9 +147,9 @@ def model(gpu) -> ModelRunner:
 class Expected(dict[str, list[int]]):
     """Tokens of each request by name, decoded at first use on the CPU, one token per step."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path) -> None:
         super().__init__()
-        self._model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+        self._model = ModelRunner(load_model(ModelConfig(str(path)), CPU, "float32"), 512, own_attention=True)
 
     def __missing__(self, name: str) -> list[int]:
         self[name] = decode_alone(self._model, replace(REQUESTS[name], lookahead=PLAIN))[0]
@@ -140,8 +157,8 @@ class Expected(dict[str, list[int]]):
 
 
 @pytest.fixture(scope="module")
-def expected() -> Expected:
-    return Expected()
+def expected(last_layers) -> Expected:
+    return Expected(last_layers)
 
 
 def loop_of(model: ModelRunner, group: Group = ALONE) -> Engine:
@@ -365,13 +382,13 @@ def test_batched_requests_wait_only_for_exchange_and_keep_outputs(gpu, model, ex
     gpu.waits.clear()
     actual = decode_batch(loop, arrivals)
     assert set(gpu.waits) <= {"exchange.py: finish", *ONCE}
-    assert {name: tokens for name, (tokens, _, _) in actual.items()} == expected
+    assert {name: tokens for name, (tokens, _, _) in actual.items()} == {name: expected[name] for name in REQUESTS}
 
 
-def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
+def on_a_rank(group: Group, device: torch.device, demo_model: Path) -> dict[str, Counts]:
     """Return the counts of a few requests, with a transport whose tensors are on `device`."""
     group = Group(group.rank, group.size, device, group.transport)
-    with gpu_of_few_sizes() as gpu:
+    with gpu_of_few_sizes(demo_model) as gpu:
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
         return {name: counts_of(gpu, loop_of(model, group), REQUESTS[name]) for name in FEW}
 
@@ -380,9 +397,9 @@ def on_a_rank(group: Group, device: torch.device) -> dict[str, Counts]:
 @pytest.mark.parametrize(
     "backend, device, place", [("shared", CPU, "group.py: wait"), ("gloo", CUDA, "collectives.py: wait")]
 )
-def test_ranks_exchange_results_with_one_wait_per_step(expected, backend, device, place):
+def test_ranks_exchange_results_with_one_wait_per_step(expected, last_layers, backend, device, place):
     """Ranks exchange over the host, or on the device: gloo receives GPU tensors, as NCCL would."""
-    for actual in run_ranks(on_a_rank, 2, device, backend=backend):
+    for actual in run_ranks(on_a_rank, 2, device, last_layers, backend=backend):
         for name in FEW:
             on_device = {"exchange.py: start": actual[name].num_steps - 1} if backend == "gloo" else {}
             check(actual[name], expected[name], name, place, Counter(on_device))

@@ -53,6 +53,12 @@ def parsed(name: str) -> ast.Module:
 
 
 @functools.cache
+def nodes_of(name: str) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(parsed(name)))
+
+
+@functools.cache
 def imports_of(name: str) -> list[tuple[str, bool]]:
     """Return (dotted name, whether it is lazy) of every import of a file; `from a import b` gives a.b.
 
@@ -80,7 +86,7 @@ def imports_of(name: str) -> list[tuple[str, bool]]:
 @functools.cache
 def chains_of(name: str) -> set[str | None]:
     """Return all attribute chains of a file, such as os.environ."""
-    return {dotted(node) for node in ast.walk(parsed(name)) if isinstance(node, ast.Attribute)}
+    return {dotted(node) for node in nodes_of(name) if isinstance(node, ast.Attribute)}
 
 
 def dotted(node: ast.AST) -> str | None:
@@ -224,7 +230,7 @@ def test_collectives_are_used_only_in_distributed():
     for name in outside:
         aliases = {
             alias.asname or alias.name
-            for node in ast.walk(parsed(name))
+            for node in nodes_of(name)
             if isinstance(node, ast.Import)
             for alias in node.names
             if under(alias.name, "torch.distributed")
@@ -266,7 +272,7 @@ def test_environment_is_accessed_only_in_two_modules():
 
 def test_no_global_statements():
     for name in NAMES:
-        assert not any(isinstance(node, ast.Global) for node in ast.walk(parsed(name))), name
+        assert not any(isinstance(node, ast.Global) for node in nodes_of(name)), name
 
 
 # A torchrun rank imports everything and decodes.

@@ -12,12 +12,13 @@ import torch
 from support.serving import demo_model_that_chats
 from support.thinned import thinned
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.bench.report import commit
 from lp_runtime.bench.rows import quartiles
 from lp_runtime.calibration.calibration import Calibration
+from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
@@ -31,16 +32,26 @@ CPU = torch.device("cpu")
 FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]
 
 
-def test_report_contains_all_methods(tmp_path, capsys):
+@pytest.fixture(scope="module")
+def small_model_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with two of its six layers."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return folder
+
+
+def test_report_contains_all_methods(tmp_path, capsys, small_model_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n{"text": "never read"}\n')
     out = tmp_path / "out"
     bench_main(
         [
+            f"model.path={small_model_dir}",
             f"prompts={prompts}:text",
             "limit=2",
             "rounds=2",
-            "max_new_tokens=12",
+            "max_new_tokens=8",
             "degrees=[1,2]",
             "exchange_us=[0,1e6]",
             f"output={out}",
@@ -134,8 +145,8 @@ def test_conversations_are_decoded_to_their_end_and_reported_by_task(tmp_path, c
         [3, 1],
     ),
 )
-def test_critical_path_matches_the_engine(lookahead, num_replicas, demo_model_dir):
-    model = ModelRunner(load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32"), 2048)
+def test_critical_path_matches_the_engine(lookahead, num_replicas, small_model_dir):
+    model = ModelRunner(load_model(ModelConfig(path=str(small_model_dir)), CPU, "float32"), 2048)
     calibration = Calibration(model, Group.alone(), None)
     request = Request((5, 6, 7, 5, 6), lookahead, 24)
     *_, report = Engine(model, Group.alone(), calibration).run(request)
@@ -168,11 +179,11 @@ def test_commit_matches_the_checkout():
     assert head.startswith(commit().removesuffix("-dirty"))
 
 
-def test_too_long_prompt_is_refused(tmp_path, capsys):
+def test_too_long_prompt_is_refused(tmp_path, capsys, small_model_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
     with pytest.raises(SystemExit) as exit_status:
-        bench_main([f"prompts={prompts}:text", *FIXED])
+        bench_main([f"model.path={small_model_dir}", f"prompts={prompts}:text", *FIXED])
     assert exit_status.value.code == 2
     assert "the prompt is too long" in capsys.readouterr().err
 
@@ -222,16 +233,6 @@ def test_failing_baseline_is_left_out(tmp_path, capsys, caplog, monkeypatch):
         ("prompts=nowhere.jsonl:text", "prompts=nowhere.jsonl: cannot be read"),
         ("prompts=file.jsonl", "prompts=file.jsonl: must be FILE:FIELD"),
         ("methods=[fastest]", "methods=fastest: must be one of hf, hf_compiled"),
-        ("degrees=[2,0]", "degrees=0: must be an integer >= 1"),
-        ("exchange_us=[]", "exchange_us=[]: must have"),
-        ("exchange_us=[-1]", "exchange_us=-1"),
-        ("rounds=0", "rounds=0: must be"),
-        ("threads=0", "threads=0: must be"),
-        ("sampling.temperature=0.5", "sampling.temperature=0.5: lp-bench compares greedy"),
-        ("sampling.repetition_penalty=1.2", "sampling.repetition_penalty=1.2: lp-bench compares greedy"),
-        ("chat=true", "chat=true: only with prompts or url"),
-        ("each=0", "each=0: must be an integer >= 1"),
-        ("turns=all", "turns=all: only with chat=true"),
         ("degree=[1]", "did you mean degrees?"),
         ("model.packing=maybe", "model.packing=maybe: must be one of auto, off"),
     ],
@@ -243,3 +244,25 @@ def test_invalid_bench_settings_are_refused_in_one_line(override, message, capsy
     line = capsys.readouterr().err.strip()
     assert message in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"degrees": [2, 0]}, "degrees=0: must be an integer >= 1"),
+        ({"exchange_us": []}, "exchange_us=[]: must have"),
+        ({"exchange_us": [-1.0]}, "exchange_us=-1"),
+        ({"rounds": 0}, "rounds=0: must be"),
+        ({"threads": 0}, "threads=0: must be"),
+        ({"sampling": SamplingConfig(temperature=0.5)}, "sampling.temperature=0.5: lp-bench compares greedy"),
+        ({"sampling": SamplingConfig(repetition_penalty=1.2)}, "sampling.repetition_penalty=1.2: lp-bench compares"),
+        ({"chat": True}, "chat=true: only with prompts or url"),
+        ({"each": 0}, "each=0: must be an integer >= 1"),
+        ({"turns": "all"}, "turns=all: only with chat=true"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bench_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        BenchConfig(**settings)
+    assert str(caught.value).startswith(message)

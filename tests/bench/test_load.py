@@ -13,8 +13,10 @@ import pytest
 from support.fake_openai import fake_server
 from support.serving import served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime
 from lp_runtime.bench.load import arrivals, percentile
+from lp_runtime.config.commands import BenchConfig
+from lp_runtime.config.settings import ModelConfig
 from lp_runtime.entrypoints.cli import bench_main
 from lp_runtime.utils.openai_client import Endpoint
 
@@ -89,25 +91,25 @@ def test_open_loop_does_not_wait_for_answers(capsys, prompts):
 STOP = {"choices": [{"text": "", "finish_reason": "stop"}]}
 
 
-def loaded(capsys, tmp_path, prompts: str, events: list[str | dict], *arguments: str) -> dict:
-    """Return the report of a load run in which every request gets the same answer."""
-    with fake_server(lambda number: events) as (url, _):
-        run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=5", f"output={tmp_path}/out", *arguments)
+def loaded(capsys, tmp_path, prompts: str, answers: list[list[str | dict]], *arguments: str) -> dict:
+    """Return the report of a load run with one request for each answer."""
+    with fake_server(answers.__getitem__) as (url, _):
+        load = (f"num_requests={len(answers)}", f"output={tmp_path}/out")
+        run(capsys, f"url={url}", f"prompts={prompts}", *load, *arguments)
     return json.loads((tmp_path / "out" / "load.json").read_text())
 
 
-@pytest.mark.parametrize(
-    "usage", [{"prompt_tokens": 3}, {"completion_tokens": None}, {"completion_tokens": "7"}, {}, None, [7], "7"]
-)
-def test_pieces_are_counted_without_usable_usage_numbers(capsys, tmp_path, prompts, usage):
-    report = loaded(capsys, tmp_path, prompts, ["a", "b", {"choices": [], "usage": usage}, STOP, ""])
-    assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 10)
+def test_pieces_are_counted_without_usable_usage_numbers(capsys, tmp_path, prompts):
+    usages = [{"prompt_tokens": 3}, {"completion_tokens": None}, {"completion_tokens": "7"}, {}, None, [7], "7"]
+    answers = [["a", "b", {"choices": [], "usage": usage}, STOP, ""] for usage in usages]
+    report = loaded(capsys, tmp_path, prompts, answers)
+    assert [(each["num_tokens"], each["error"]) for each in report["answers"]] == [(2, None)] * len(usages)
 
 
-@pytest.mark.parametrize("choices", [[None], None, {"text": "a"}, ["text"], [{"delta": "a"}], [{"delta": None}]])
-def test_invalid_choices_are_skipped(capsys, tmp_path, prompts, choices):
-    report = loaded(capsys, tmp_path, prompts, [{"choices": choices}, "a"])
-    assert (report["requests"], report["errors"], report["new tokens"]) == (5, 0, 5 * 4)
+def test_invalid_choices_are_skipped(capsys, tmp_path, prompts):
+    invalid = [[None], None, {"text": "a"}, ["text"], [{"delta": "a"}], [{"delta": None}]]
+    report = loaded(capsys, tmp_path, prompts, [[{"choices": choices}, "a"] for choices in invalid])
+    assert [(each["num_tokens"], each["error"]) for each in report["answers"]] == [(4, None)] * len(invalid)
 
 
 @pytest.mark.parametrize("load", [("concurrency=2",), ("rate=1000",)])
@@ -120,7 +122,7 @@ def test_failing_requests_are_counted_as_errors(capsys, tmp_path, prompts, monke
         return stream(self, route, body)
 
     monkeypatch.setattr(Endpoint, "stream", failing)
-    report = loaded(capsys, tmp_path, prompts, ["a"], *load)
+    report = loaded(capsys, tmp_path, prompts, [["a"]] * 5, *load)
     assert (report["requests"], report["errors"]) == (5, 2)
     error = next(answer["error"] for answer in report["answers"] if answer["error"])
     assert error.endswith("the answer cannot be read: KeyError: 'no such thing'")
@@ -131,41 +133,40 @@ def test_load_continues_after_stderr_fails(capsys, tmp_path, prompts, monkeypatc
         raise BrokenPipeError
 
     monkeypatch.setattr(sys.stderr, "write", gone)
-    assert loaded(capsys, tmp_path, prompts, ["a"])["requests"] == 5
+    assert loaded(capsys, tmp_path, prompts, [["a"]] * 5)["requests"] == 5
 
 
 def test_null_error_is_ignored(capsys, tmp_path, prompts):
     event = {"error": None, "choices": [{"text": "a"}]}
-    report = loaded(capsys, tmp_path, prompts, [event, {"error": {"message": None, "code": 5}}], "num_requests=1")
-    assert report["answers"][0]["error"].endswith("{'message': None, 'code': 5}"), "it is an error"
-    assert loaded(capsys, tmp_path, prompts, [event])["errors"] == 0
+    answers = [[event], [event, {"error": {"message": None, "code": 5}}]]
+    fine, failed = loaded(capsys, tmp_path, prompts, answers, "concurrency=1")["answers"]
+    assert fine["error"] is None
+    assert failed["error"].endswith("{'message': None, 'code': 5}"), "it is an error"
 
 
 def test_stream_may_end_after_its_finish_reason(capsys, tmp_path, prompts):
-    assert loaded(capsys, tmp_path, prompts, ["a", STOP, ""])["errors"] == 0
-    assert loaded(capsys, tmp_path, prompts, ["a", ""])["errors"] == 5
+    answers = loaded(capsys, tmp_path, prompts, [["a", STOP, ""], ["a", ""]], "concurrency=1")["answers"]
+    assert [each["error"] is None for each in answers] == [True, False]
 
 
-@pytest.mark.parametrize(
-    "delta",
-    [
+def test_deltas_without_text_count_as_pieces(capsys, tmp_path, prompts):
+    deltas = [
         {"reasoning_content": "a"},
         {"reasoning": "a", "content": None},
         {"tool_calls": [{"index": 0, "function": {"arguments": "a"}}]},
         {"refusal": "a"},
-    ],
-)
-def test_deltas_without_text_count_as_pieces(capsys, tmp_path, prompts, delta):
-    def answer():
+    ]
+
+    def answer(delta):
         yield {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         yield {"choices": [{"delta": delta}]}
         time.sleep(0.05)
         yield from ("b", STOP, "")
 
-    with fake_server(lambda number: answer()) as (url, _):
-        run(capsys, f"url={url}", f"prompts={prompts}", "num_requests=1", f"output={tmp_path}/out", "chat=true")
-    (only,) = json.loads((tmp_path / "out" / "load.json").read_text())["answers"]
-    assert only["num_tokens"] == 2 and only["inter_token"] >= 0.04
+    report = loaded(capsys, tmp_path, prompts, [answer(delta) for delta in deltas], "chat=true")
+    assert len(report["answers"]) == len(deltas)
+    for each in report["answers"]:
+        assert each["num_tokens"] == 2 and each["inter_token"] >= 0.04
 
 
 def test_eos_false_sends_ignore_eos(capsys, prompts):
@@ -215,29 +216,40 @@ def test_load_runs_against_our_server(capsys, prompts):
     [
         (["url=ftp://here"], "url=ftp://here: must be http://HOST:PORT"),
         (["url=http://127.0.0.1:1"], "url=http://127.0.0.1:1: cannot be reached (Connection refused)"),
-        (["rate=2"], "rate: only with url"),
-        (["url=http://here", "rate=0"], "rate=0.0: must be a number > 0"),
         (["url=http://here", "rate=1e-12"], "rate=1e-12: must be higher; 64 requests would take over 1000000 seconds"),
         (["url=http://a..b:80"], "url=http://a..b:80: must be http://HOST:PORT"),
         ([f"url=http://{'a' * 64}:80"], "must be http://HOST:PORT"),
         (["url=http://here:80/é"], "url=http://here:80/é: must be http://HOST:PORT"),
         (["url=http://here", "degrees=[2]"], "degrees=[2]: has no effect with url"),
-        (["url=http://here", "rounds=2"], "rounds=2: has no effect with url"),
-        (["url=http://here", "rate=1", "concurrency=2"], "concurrency=2: not with rate"),
-        (["url=http://here", "model.path=/a"], "model.path=/a: not with url"),
-        (["url=http://here", "gpus=2"], "gpus=2: not with url; it is a setting of the server"),
-        (["url=http://here", "device=cpu"], "device=cpu: not with url"),
-        (["url=http://here", "lookahead.W=9"], "lookahead.W=9: not with url"),
         (["url=http://here", "lookahead=none"], ": not with url; it is a setting of the server"),
         (["url=http://here", "api_key_file=/none/such"], "api_key_file=/none/such: cannot be read: No such file"),
-        (["url=http://here", "api_key=a", "api_key_file=b"], "api_key_file=b: not with api_key"),
-        (["api_key=a"], "api_key: only with url"),
         (["url=http://here", "output=/proc/none"], "output=/proc/none: No such file"),
     ],
 )
 def test_invalid_load_settings_are_refused_in_one_line(capsys, arguments, message):
     status, _, err = run(capsys, *arguments)
     assert status == 2 and err.startswith("error: ") and message in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 2.0}, "rate: only with url"),
+        ({"api_key": "a"}, "api_key: only with url"),
+        ({"url": "http://here", "rate": 0.0}, "rate=0.0: must be a number > 0"),
+        ({"url": "http://here", "rate": 1.0, "concurrency": 2}, "concurrency=2: not with rate"),
+        ({"url": "http://here", "model": ModelConfig(path="/a")}, "model.path=/a: not with url"),
+        ({"url": "http://here", "gpus": 2}, "gpus=2: not with url; it is a setting of the server"),
+        ({"url": "http://here", "device": "cpu"}, "device=cpu: not with url"),
+        ({"url": "http://here", "lookahead": LookaheadConfig(W=9)}, "lookahead.W=9: not with url"),
+        ({"url": "http://here", "api_key": "a", "api_key_file": "b"}, "api_key_file=b: not with api_key"),
+    ],
+    ids=lambda value: list(value)[-1] if isinstance(value, dict) else None,
+)
+def test_contradictory_load_settings_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        BenchConfig(**settings)
+    assert str(caught.value).startswith(message)
 
 
 def test_load_without_any_answer_fails(capsys, prompts):

@@ -15,9 +15,9 @@ from support.smallest_runs import PROMPT, STATUS, STUDIES
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SHORT = {  # not marked as slow: the studies of each command that take a second or two
-    "correctness.py": ("transformers_tests", "text", "wrapped_models", "equality", "prefix_cache", "identity"),
-    "speed.py": ("prediction", "kinds", "splits_on_paper"),
-    "micro.py": ("machine", "partition", "exchange", "kernels", "step", "masks", "floor", "experts"),
+    "correctness.py": ("transformers_tests", "text", "equality", "identity"),
+    "speed.py": ("prediction", "kinds"),
+    "micro.py": ("machine", "partition", "exchange", "kernels", "step", "masks", "floor"),
     "resilience.py": ("nccl", "kills"),
 }
 RUNS = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 
 import pytest
@@ -14,9 +15,12 @@ MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "
 CALLS = [("f", ARGUMENTS[0]), ("g", ARGUMENTS[1])]
 
 
+chat_format = functools.cache(ChatFormat)
+
+
 def reading(tool_format, reasoning="none", prompt_end="", **more):
     """Return a function that makes a parser."""
-    return lambda: ChatFormat("", tool_format, reasoning).parser(tool_format != "none", prompt_end, **more)
+    return lambda: chat_format("", tool_format, reasoning).parser(tool_format != "none", prompt_end, **more)
 
 
 def hermes_text(calls):
@@ -31,7 +35,7 @@ F, G = f'{{"name": "f", "arguments": {ARGUMENTS[0]}}}', '{\n  "name": "g",\n  "a
 
 def known(**more):
     """Return a parser for a chat with two tools."""
-    return ChatFormat("", "hermes", "think").parser(KNOWN, "", **more)
+    return chat_format("", "hermes", "think").parser(KNOWN, "", **more)
 
 
 llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmony")

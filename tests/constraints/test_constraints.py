@@ -25,6 +25,7 @@ from support.constrained import (
 )
 from support.ranks import run_ranks
 from support.small_models import random_model
+from support.thinned import thinned
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.constraint import ConstraintConfig
@@ -56,7 +57,7 @@ def record_request(**more) -> Request:
     return Request((1, 2, 3), **{"lookahead": LookaheadConfig(W=5, N=4, G=5)} | settings | more)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", thinned(2, range(8)))
 def test_constrained_text_matches_single_token_steps(seed):
     draw, model = random_draw(random.Random(seed)), runner("Llama")
     tokens, _, reason = decode(model, draw.request, Group.alone())
@@ -69,7 +70,7 @@ def on_rank(group: Group, seeds: list[int]) -> list[list[int]]:
 
 
 def test_two_replicas_give_the_same_text():
-    seeds = [20, 21, 22, 23]
+    seeds = [20, 21, 22]
     expected = on_rank(Group.alone(), seeds)
     assert run_ranks(on_rank, 2, seeds) == [expected, expected]
 
@@ -134,7 +135,7 @@ def test_replica_fills_only_the_masks_of_its_nodes(drafter):
     assert is_shared or drafter == "paper"  # its trees are chains under such a strict constraint
 
 
-@pytest.mark.parametrize("seed", range(30, 34))
+@pytest.mark.parametrize("seed", thinned(2, range(30, 34)))
 def test_resumed_request_continues_after_committed_tokens(seed):
     """A retry after any committed token continues the same text, greedy or sampled, with any drafter."""
     draw, model = random_draw(random.Random(seed)), runner("Llama")

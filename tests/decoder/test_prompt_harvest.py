@@ -5,30 +5,30 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.ranks import CPU, run_ranks
+from support.ranks import run_ranks
+from support.small_models import random_model
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement, make_greedy_sampler
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.config.settings import ModelConfig
 from lp_runtime.decoder.prompt_harvest import PromptHarvest, num_paying, num_to_harvest
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.top_k import K
-from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.utils.generators import result_of
 
-PROMPT = tuple(range(40, 77))
+PROMPT = tuple(range(3, 40))
 FIXED = LookaheadConfig(5, 4, 5, prior="none", prompt_top_k=True)
 
 
 def make_model() -> ModelRunner:
-    return ModelRunner(load_model(ModelConfig(), CPU, "float32"), 16, own_attention=True)
+    return ModelRunner(view_of(random_model(seed=5, initializer_range=0.3)), 16, own_attention=True)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def decode(group: Group, settings: LookaheadConfig) -> tuple[list[int], list[np.
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lp_runtime.decoder.drafter_factory.BestFirstDrafter", Recorder)
-        events = list(Engine(model, group).run(Request(PROMPT, settings, 24)))
+        events = list(Engine(model, group).run(Request(PROMPT, settings, 16)))
     return [token for event in events if not isinstance(event, Report) for token in event.token_ids], learned
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.shards import run_shards
 from support.simulated_gpu import simulated_gpu
+from support.thinned import thinned
 
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer
 from lp_runtime.distributed.shards import (
@@ -46,9 +47,11 @@ def reduce_all(place: ShardPlace, kind: str, dtype: torch.dtype) -> tuple[list, 
     return sums, gathered, smallest
 
 
-@pytest.mark.parametrize("kind", ["shared", "gloo", "host"])
-@pytest.mark.parametrize(("dtype", "num_shards"), [(torch.float32, 2), (torch.bfloat16, 3)])
-def test_reductions_are_correct_and_equal_on_all_shards(kind, dtype, num_shards):
+@pytest.mark.parametrize(
+    ("kind", "shards"), thinned(2, ["gloo", "shared", "host"], [(torch.float32, 2), (torch.bfloat16, 3)])
+)
+def test_reductions_are_correct_and_equal_on_all_shards(kind, shards):
+    dtype, num_shards = shards
     actual = run_shards(reduce_all, num_shards, kind, dtype)
     inputs = [tensors(shard, dtype) for shard in range(num_shards)]
     inputs = [[*each, each[1].t()] for each in inputs]

@@ -29,13 +29,8 @@ PROMPT = "def fib(n):\n    "
 
 
 @pytest.fixture(scope="module")
-def model(demo_model_dir):
-    return AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(demo_model_dir):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+def tokenizer(half_model_dir):
+    tokenizer = AutoTokenizer.from_pretrained(half_model_dir)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     return tokenizer
 
@@ -71,18 +66,18 @@ class AfterToken(StoppingCriteria):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 60},
-        {"max_length": 50},
+        {"max_new_tokens": 40},
+        {"max_length": 20},
         {},
-        {"max_new_tokens": 40, "repetition_penalty": 1.3, "no_repeat_ngram_size": 4},
-        {"max_new_tokens": 30, "bad_words_ids": [[266]], "min_new_tokens": 20},
-        {"max_new_tokens": 30, "logits_processor": [NoLineTwice()]},
-        {"max_new_tokens": 30, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
-        {"max_new_tokens": 30, "encoder_repetition_penalty": 1.5},
-        {"generation_config": GenerationConfig(max_new_tokens=25, repetition_penalty=1.2)},
-        {"max_new_tokens": 60, "stopping_criteria": [AfterToken(221, 6)]},
-        {"max_new_tokens": 60, "eos_token_id": [221, 266], "min_new_tokens": 5},
-        {"max_new_tokens": 30, "forced_eos_token_id": 3},
+        {"max_new_tokens": 24, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+        {"max_new_tokens": 12, "bad_words_ids": [[266]], "min_new_tokens": 8},
+        {"max_new_tokens": 16, "logits_processor": [NoLineTwice()]},
+        {"max_new_tokens": 16, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
+        {"max_new_tokens": 12, "encoder_repetition_penalty": 1.5},
+        {"generation_config": GenerationConfig(max_new_tokens=16, repetition_penalty=1.2)},
+        {"max_new_tokens": 20, "stopping_criteria": [AfterToken(221, 3)]},
+        {"max_new_tokens": 20, "eos_token_id": [221, 266], "min_new_tokens": 5},
+        {"max_new_tokens": 12, "forced_eos_token_id": 3},
     ],
     ids=lambda options: "+".join(options),
 )
@@ -92,54 +87,55 @@ def test_greedy_output_matches_generate(model, inputs, options):
 
 
 def test_stop_string_criterion_matches_generate(model, tokenizer, inputs):
-    criteria = [StopStringCriteria(tokenizer=tokenizer, stop_strings=["\n\n", "return"])]
-    expected = model.generate(**inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
-    assert expected.shape[1] < inputs.input_ids.shape[1] + 60
-    actual = ours(model, **inputs, do_sample=False, max_new_tokens=60, stopping_criteria=criteria)
+    criteria = [StopStringCriteria(tokenizer=tokenizer, stop_strings=["\n\n", "1, 1"])]
+    expected = model.generate(**inputs, do_sample=False, max_new_tokens=30, stopping_criteria=criteria)
+    assert expected.shape[1] < inputs.input_ids.shape[1] + 30
+    actual = ours(model, **inputs, do_sample=False, max_new_tokens=30, stopping_criteria=criteria)
     assert torch.equal(actual, expected)
 
 
 def test_output_object_has_scores_and_logits_of_generate(model, inputs):
-    options = {"do_sample": False, "max_new_tokens": 20, "repetition_penalty": 1.3, "return_dict_in_generate": True}
+    options = {"do_sample": False, "max_new_tokens": 12, "repetition_penalty": 1.3, "return_dict_in_generate": True}
     expected = model.generate(**inputs, output_scores=True, output_logits=True, **options)
     actual = ours(model, **inputs, output_scores=True, output_logits=True, **options)
     assert type(actual) is type(expected)
     assert torch.equal(actual.sequences, expected.sequences)
-    assert (len(actual.scores), len(actual.logits)) == (20, 20)
+    assert (len(actual.scores), len(actual.logits)) == (12, 12)
     for ours_, theirs in zip([*actual.scores, *actual.logits], [*expected.scores, *expected.logits], strict=True):
         torch.testing.assert_close(ours_, theirs, rtol=1e-4, atol=1e-4)
     transitions = model.compute_transition_scores(actual.sequences, actual.scores)
-    assert transitions.shape == (1, 20)
-    bare = ours(model, **inputs, **options)
+    assert transitions.shape == (1, 12)
+    bare = ours(model, **inputs, **options | {"max_new_tokens": 1})
     assert bare.scores is None and bare.logits is None
 
 
-@pytest.mark.parametrize("ends", [[266, 221], [221, 266]])
-def test_rows_without_pad_token_are_padded_with_first_eos(model, inputs, ends, monkeypatch):
+def test_rows_without_pad_token_are_padded_with_first_eos(model, inputs, monkeypatch):
     """Without a padding token, rows are padded with the first end-of-sequence token."""
+    ends = [221, 12, 266]  # the first is neither the smallest nor the largest
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
-    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 40}
+    asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 10}
     expected = model.generate(**asked, eos_token_id=ends)
     assert (expected[:, -2:] == ends[0]).all(1).any()
     assert torch.equal(ours(model, **asked, eos_token_id=ends), expected)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer, side):
+def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer):
     texts = [PROMPT, "import os\nimport sys\n\n", "x"]
-    options = {"max_new_tokens": 30, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 266}
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 266}
     options["pad_token_id"] = tokenizer.pad_token_id
-    tokenizer.padding_side = side
-    batch = tokenizer(texts, return_tensors="pt", padding=True, return_token_type_ids=False)
-    actual = ours(model, **batch, **options)
-    length = batch.input_ids.shape[1]
-    assert torch.equal(actual[:, :length], batch.input_ids)
-    for row, text in enumerate(texts):
-        alone = model.generate(**tokenizer(text, return_tensors="pt", return_token_type_ids=False), **options)
-        new = alone[0, len(tokenizer(text).input_ids) :].tolist()
-        padded = new + [tokenizer.pad_token_id] * (actual.shape[1] - length - len(new))
-        assert actual[row, length:].tolist() == padded
+    alone = []
+    for text in texts:
+        one = tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        alone.append(model.generate(**one, **options)[0, one.input_ids.shape[1] :].tolist())
+    assert len(alone[0]) < len(alone[2]) == 12
+    for side in ("left", "right"):
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side=side, return_token_type_ids=False)
+        actual = ours(model, **batch, **options)
+        length = batch.input_ids.shape[1]
+        assert torch.equal(actual[:, :length], batch.input_ids)
+        padded = [new + [tokenizer.pad_token_id] * (12 - len(new)) for new in alone]
+        assert actual[:, length:].tolist() == padded, side
 
 
 @pytest.mark.parametrize(
@@ -153,22 +149,21 @@ def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer, side):
     ],
     ids=lambda options: next(iter(options)),
 )
-@pytest.mark.parametrize("num_rows", [1, 2])
-def test_processors_do_not_count_padding_of_row(model, options, num_rows):
+def test_processors_do_not_count_padding_of_row(model, options):
     options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "repetition_penalty": 1.1, **options}
     row, other = [1, 266, 9], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16]
-    batch = torch.tensor([[0] * 7 + row, other][:num_rows])
-    mask = torch.tensor([[0] * 7 + [1] * 3, [1] * 10][:num_rows])
-    actual = ours(model, batch, attention_mask=mask, **options)
+    batch, mask = torch.tensor([[0] * 7 + row, other]), torch.tensor([[0] * 7 + [1] * 3, [1] * 10])
     alone = model.generate(torch.tensor([row]), attention_mask=torch.ones((1, 3), dtype=torch.long), **options)
     new = alone[0, 3:].tolist()
-    assert actual[0, 10 : 10 + len(new)].tolist() == new
-    assert not actual[0, 10 + len(new) :].any()
+    for num_rows in (1, 2):
+        actual = ours(model, batch[:num_rows], attention_mask=mask[:num_rows], **options)
+        assert actual[0, 10 : 10 + len(new)].tolist() == new, num_rows
+        assert not actual[0, 10 + len(new) :].any()
 
 
 def test_rows_that_end_early_are_padded_like_generate(model):
     batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
-    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False}
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 8, "do_sample": False}
     first = model.generate(batch, **options)[0, 4].item()
     model_options = {"eos_token_id": first, **options}
     assert torch.equal(ours(model, batch, **model_options), model.generate(batch, **model_options))
@@ -184,17 +179,17 @@ class AtLength(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.lengths.get(row[0].item(), 1000) for row in input_ids])
 
 
-@pytest.mark.parametrize("lengths", [{1: 8, 7: 15, 9: 12}, {1: 8, 9: 12}], ids=["ends", "limit"])
+@pytest.mark.parametrize("lengths", [{1: 6, 7: 10, 9: 8}, {1: 6, 9: 8}], ids=["ends", "limit"])
 @pytest.mark.parametrize("eos_token_id", [None, -1])
 def test_rows_ended_by_criterion_continue_or_are_padded_like_generate(model, monkeypatch, lengths, eos_token_id):
     monkeypatch.setattr(model.generation_config, "eos_token_id", eos_token_id)
     batch = torch.tensor([[1, 266, 9], [7, 8, 9], [9, 4, 5]])
-    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
     options |= {"stopping_criteria": [AtLength(lengths)], "repetition_penalty": 1.2}
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     expected, actual = model.generate(batch, **options), ours(model, batch, **options)
     assert torch.equal(actual.sequences, expected.sequences)
-    assert bool(actual.sequences[0, 8:].any()) == (eos_token_id is None)
+    assert bool(actual.sequences[0, 6:].any()) == (eos_token_id is None)
     assert len(actual.scores) == len(actual.logits) == len(expected.scores)
     assert actual.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
     if eos_token_id is None:
@@ -212,7 +207,7 @@ def test_sampled_rows_continue_unchanged_after_their_criterion(model):
 
 def test_text_streamer_receives_whole_text(model, tokenizer, inputs):
     streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=PATIENCE)
-    options = {"max_new_tokens": 40, "do_sample": False}
+    options = {"max_new_tokens": 20, "do_sample": False}
     thread = threading.Thread(target=lambda: ours(model, **inputs, streamer=streamer, **options))
     thread.start()
     streamed = "".join(streamer)
@@ -236,7 +231,7 @@ class Recorder(BaseStreamer):
 
 
 def test_streamer_receives_same_tokens_as_in_generate_and_is_ended(model, inputs):
-    options = {"max_new_tokens": 20, "do_sample": False}
+    options = {"max_new_tokens": 8, "do_sample": False}
     actual, expected = Recorder(), Recorder()
     ours(model, **inputs, streamer=actual, **options)
     model.generate(**inputs, streamer=expected, **options)
@@ -257,14 +252,13 @@ def test_generate_does_not_pass_streamer_or_assistant_to_custom_generate(model, 
     assert arguments_of_generate() == (None, None, None)  # not inside a call of generate
 
 
-def test_sampling_is_reproducible_and_matches_runtime(model, tokenizer, inputs, demo_model_dir):
-    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 40, "eos_token_id": -1}
+def test_sampling_is_reproducible_and_matches_runtime(model, inputs, half_model_dir):
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 16, "eos_token_id": -1}
     first = ours(model, **inputs, seed=7, **options)
     assert torch.equal(first, ours(model, **inputs, seed=7, W=0, N=2, G=0, **options))
-    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32") as runtime:
-        out = runtime.generate(
-            PROMPT, 40, eos=False, sampling=SamplingConfig(temperature=0.9, seed=7), lookahead=LookaheadConfig(3, 3, 3)
-        )
+    lookahead, sampling = LookaheadConfig(3, 3, 3), SamplingConfig(temperature=0.9, seed=7)
+    with LookaheadRuntime(half_model_dir, lookahead=lookahead, device="cpu", dtype="float32") as runtime:
+        out = runtime.generate(PROMPT, 16, eos=False, sampling=sampling)
     assert first[0, inputs.input_ids.shape[1] :].tolist() == out.token_ids
     torch.manual_seed(3)
     sampled = ours(model, **inputs, **options)
@@ -274,11 +268,11 @@ def test_sampling_is_reproducible_and_matches_runtime(model, tokenizer, inputs, 
 
 
 def test_repeated_rows_get_independent_samples(model, inputs):
-    options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 10, "eos_token_id": -1, "seed": 5}
+    options = {"do_sample": True, "temperature": 1.5, "max_new_tokens": 6, "eos_token_id": -1, "seed": 5}
     actual = ours(model, **inputs, num_return_sequences=3, **options)
     assert len({tuple(row) for row in actual.tolist()}) == 3
     different = torch.tensor([[1, 2, 3], [4, 5, 6]])
-    flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 6}
+    flat = {"attention_mask": torch.ones_like(different), "temperature": 1e4, "top_k": 0, "max_new_tokens": 4}
     first, second = ours(model, different, do_sample=True, eos_token_id=-1, **flat)[:, 3:].tolist()
     assert first != second  # with a random seed all rows are independent
     assert torch.equal(actual[:1], ours(model, **inputs, **options))
@@ -294,9 +288,8 @@ class Failing(LogitsProcessor):
         raise RuntimeError("as expected")
 
 
-@pytest.mark.parametrize("processors", [[], [Failing()]])
-def test_model_is_left_unchanged(demo_model_dir, inputs, processors):
-    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32, attn_implementation="sdpa")
+def test_model_is_left_unchanged(half_model_dir, inputs):
+    model = AutoModelForCausalLM.from_pretrained(half_model_dir, dtype=torch.float32, attn_implementation="sdpa")
     model.register_forward_pre_hook(lambda module, args: None)
     model.train()
     model.model.layers[0].eval()
@@ -311,12 +304,11 @@ def test_model_is_left_unchanged(demo_model_dir, inputs, processors):
 
     ours(model, **inputs, max_new_tokens=4)  # generate itself may add to a model at its first call
     before = state()
-    if processors:
-        with pytest.raises(RuntimeError, match="as expected"):
-            ours(model, **inputs, max_new_tokens=4, logits_processor=processors)
-    else:
-        out = ours(model, **inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
-        assert not out.logits[0].is_inference()
+    out = ours(model, **inputs, max_new_tokens=4, return_dict_in_generate=True, output_logits=True)
+    assert not out.logits[0].is_inference()
+    assert state() == before
+    with pytest.raises(RuntimeError, match="as expected"):
+        ours(model, **inputs, max_new_tokens=4, logits_processor=[Failing()])
     assert state() == before
 
 
@@ -346,10 +338,9 @@ def test_unsupported_options_are_refused(model, inputs, options, message):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_assistant_model_is_refused(model, inputs, demo_model_dir):
-    assistant = AutoModelForCausalLM.from_pretrained(demo_model_dir)
+def test_assistant_model_is_refused(model, inputs):
     with pytest.raises(ValueError, match="assistant_model=LlamaForCausalLM asks for assisted_generation"):
-        ours(model, **inputs, assistant_model=assistant)
+        ours(model, **inputs, assistant_model=model)
 
 
 def test_unsupported_model_inputs_are_refused(model, inputs):
@@ -383,12 +374,13 @@ def test_position_ids_that_do_not_count_from_0_are_refused(model, positions):
         ours(model, torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]]), max_new_tokens=4, position_ids=positions)
 
 
-@pytest.mark.parametrize("shape", [(4,), (1, 4), (2, 4), (3, 1, 4), (4, 2, 4)], ids=str)
-def test_position_ids_that_count_from_0_may_be_broadcast(model, shape):
+def test_position_ids_that_count_from_0_may_be_broadcast(model):
     batch = torch.tensor([[3, 5, 7, 11], [9, 8, 4, 2]])
-    options = {"max_new_tokens": 4, "do_sample": False}
-    actual = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
-    assert torch.equal(actual, ours(model, batch, **options))
+    options = {"max_new_tokens": 2, "do_sample": False}
+    expected = ours(model, batch, **options)
+    for shape in ((4,), (1, 4), (2, 4), (3, 1, 4), (4, 2, 4)):
+        actual = ours(model, batch, position_ids=torch.arange(4).expand(shape), **options)
+        assert torch.equal(actual, expected), shape
 
 
 def test_autocast_is_refused(model, inputs):
@@ -432,13 +424,13 @@ with open(f"{output}/{torch.randint(2**60, ()).item()}.json", "w") as file:
 
 
 @pytest.mark.slow
-def test_torchrun_ranks_return_same_output_as_generate(model, inputs, demo_model_dir, tmp_path):
+def test_torchrun_ranks_return_same_output_as_generate(model, inputs, half_model_dir, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "out").mkdir()
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"]
     with marked() as mark:
         result = subprocess.run(
-            [*command, str(demo_model_dir), str(tmp_path / "out"), PROMPT],
+            [*command, str(half_model_dir), str(tmp_path / "out"), PROMPT],
             cwd=tmp_path,
             env=mark.environment,
             capture_output=True,

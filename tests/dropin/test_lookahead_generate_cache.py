@@ -8,23 +8,20 @@ from support.causal_configs import small_config
 from support.causal_types import small_model
 from support.small_models import FAMILIES, random_model
 from support.thinned import thinned
-from transformers import AutoModelForCausalLM, DynamicCache, GenerationConfig, StoppingCriteria
+from transformers import DynamicCache, GenerationConfig, StoppingCriteria
 
 from lp_runtime import ConfigError, lookahead_generate
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.model.kv_cache.cache_names import cache_name
 
 PROMPT = [[3, 5, 7, 11, 3, 5, 7]]
-
-
-@pytest.fixture(scope="module")
-def model(demo_model_dir):
-    return AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32).eval()
+NUM_NEW = 12
+NUM_CACHED = len(PROMPT[0]) + NUM_NEW - 1  # all tokens except the last
 
 
 def both(model, ids, **options):
     """Return the outputs of `generate` without and with the drop-in."""
-    options = {"max_new_tokens": 20, "eos_token_id": None, "pad_token_id": 0} | options
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": None, "pad_token_id": 0} | options
     return model.generate(ids, **options), model.generate(ids, custom_generate=lookahead_generate, **options)
 
 
@@ -35,12 +32,12 @@ def test_returned_cache_can_be_continued(family):
     ids = torch.tensor(PROMPT)
     theirs, ours = both(model, ids, return_dict_in_generate=True)
     assert torch.equal(theirs.sequences, ours.sequences)
-    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == 26
+    assert ours.past_key_values.get_seq_length() == theirs.past_key_values.get_seq_length() == NUM_CACHED
     for mine, reference in zip(ours.past_key_values.layers, theirs.past_key_values.layers, strict=True):
         torch.testing.assert_close(mine.keys, reference.keys, rtol=0, atol=1e-4)
         torch.testing.assert_close(mine.values, reference.values, rtol=0, atol=1e-4)
     longer = torch.cat([theirs.sequences, torch.tensor([[9, 9]])], dim=1)
-    options = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(longer, past_key_values=theirs.past_key_values, **options)
     assert torch.equal(model.generate(longer, past_key_values=ours.past_key_values, **options), expected)
 
@@ -48,11 +45,12 @@ def test_returned_cache_can_be_continued(family):
 def test_cache_of_caller_is_filled(model):
     ids = torch.tensor(PROMPT)
     mine = DynamicCache()
-    options = {"max_new_tokens": 20, "eos_token_id": None}
+    options = {"max_new_tokens": NUM_NEW, "eos_token_id": None}
     out = model.generate(ids, custom_generate=lookahead_generate, past_key_values=mine, **options)
-    assert mine.get_seq_length() == 26
-    again = model.generate(torch.cat([out, out[:, :3]], 1), past_key_values=mine, **options)
-    assert torch.equal(again, model.generate(torch.cat([out, out[:, :3]], 1), **options))
+    assert mine.get_seq_length() == NUM_CACHED
+    longer, options["max_new_tokens"] = torch.cat([out, out[:, :3]], 1), 6
+    again = model.generate(longer, past_key_values=mine, **options)
+    assert torch.equal(again, model.generate(longer, **options))
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -60,12 +58,12 @@ def test_cache_of_padded_row_matches_row_decoded_alone(model, side):
     rows = torch.tensor([[3, 5, 7, 11], [0, 0, 9, 8] if side == "left" else [9, 8, 0, 0]])
     mask = (rows != 0).long()
     _, ours = both(model, rows, attention_mask=mask, return_dict_in_generate=True)
-    assert ours.past_key_values.get_seq_length() == rows.shape[1] + 19
+    assert ours.past_key_values.get_seq_length() == rows.shape[1] + NUM_NEW - 1
     alone, _ = both(model, torch.tensor([[9, 8]]), return_dict_in_generate=True)
-    places = [*mask[1].nonzero()[:, 0].tolist(), *range(4, 23)]
+    places = [*mask[1].nonzero()[:, 0].tolist(), *range(4, 3 + NUM_NEW)]
     for mine, reference in zip(ours.past_key_values.layers, alone.past_key_values.layers, strict=True):
         torch.testing.assert_close(mine.keys[1:, :, places], reference.keys, rtol=0, atol=1e-4)
-        assert not mine.keys[1, :, [place for place in range(23) if place not in places]].any()
+        assert not mine.keys[1, :, [place for place in range(3 + NUM_NEW) if place not in places]].any()
 
 
 def stateful(name):
@@ -96,7 +94,7 @@ def test_returned_cache_with_states_can_be_continued(name, prompt):
             assert not state.is_inference()
             num_states += 1
     assert num_states > 0
-    options = {"max_new_tokens": 12, "eos_token_id": None, "pad_token_id": 0}
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 0}
     expected = model.generate(longer, **{keyword: theirs.past_key_values}, **options)
     assert torch.equal(model.generate(longer, **{keyword: ours.past_key_values}, **options), expected)
 
@@ -134,7 +132,7 @@ def test_cache_of_indexed_layers_is_neither_returned_nor_filled(monkeypatch):
 
 
 def test_use_cache_false_returns_no_cache(model):
-    theirs, ours = both(model, torch.tensor(PROMPT), return_dict_in_generate=True, use_cache=False)
+    theirs, ours = both(model, torch.tensor(PROMPT), return_dict_in_generate=True, use_cache=False, max_new_tokens=4)
     assert theirs.past_key_values is ours.past_key_values is None
 
 
@@ -156,12 +154,12 @@ def test_stopping_criteria_receive_same_scores_as_in_generate(model, with_scores
     for custom in ({}, {"custom_generate": lookahead_generate}):
         watches = Watches()
         out = model.generate(
-            torch.tensor(PROMPT), max_new_tokens=40, eos_token_id=None, stopping_criteria=[watches],
+            torch.tensor(PROMPT), max_new_tokens=16, eos_token_id=None, stopping_criteria=[watches],
             return_dict_in_generate=True, output_scores=with_scores, **custom,
         )  # fmt: skip
         results.append((out.sequences.tolist(), watches.given))
     (expected, theirs), (sequences, ours) = results
-    assert sequences == expected
+    assert sequences == expected and (len(expected[0]) < len(PROMPT[0]) + 16) == with_scores
     assert len(ours) == len(theirs)
     for mine, reference in zip(ours, theirs, strict=True):
         assert (mine is None) == (reference is None)

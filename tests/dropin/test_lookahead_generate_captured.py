@@ -36,6 +36,11 @@ def gpu(monkeypatch) -> Iterator[Gpu]:
         yield gpu
 
 
+@pytest.fixture
+def settings(half_model_dir) -> ModelConfig:
+    return ModelConfig(path=str(half_model_dir))
+
+
 def generate(model, length: int, num_tokens: int, **others) -> list[int]:
     ids = torch.arange(300, 300 + length, device=model.device)[None]
     options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": num_tokens}
@@ -45,8 +50,8 @@ def generate(model, length: int, num_tokens: int, **others) -> list[int]:
 
 
 @pytest.mark.slow
-def test_calls_share_graphs_until_model_changes(gpu):
-    expected, model = (load_model(ModelConfig(), device, "float32") for device in (CPU, CUDA))
+def test_calls_share_graphs_until_model_changes(gpu, settings):
+    expected, model = (load_model(settings, device, "float32") for device in (CPU, CUDA))
     num_captures = []
     for length, num_tokens in ((12, 20), (300, 8), (5, 30)):
         assert generate(model, length, num_tokens) == generate(expected, length, num_tokens)
@@ -65,11 +70,11 @@ def test_calls_share_graphs_until_model_changes(gpu):
 
 
 @pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
-def test_step_waits_once_and_launches_only_graphs(gpu, exactness, monkeypatch):
+def test_step_waits_once_and_launches_only_graphs(gpu, settings, exactness, monkeypatch):
     """A step after the prefill waits once and launches nothing outside of graphs."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
-    model, counts = load_model(ModelConfig(), CUDA, "float32"), []
+    model, counts = load_model(settings, CUDA, "float32"), []
     lookahead = replace(LOOKAHEAD, prior="none")  # otherwise calls measure the vocabulary prior in separate passes
     options = {"exactness": exactness, "strict_tokens": 32, "lookahead": lookahead}
     expected = generate(model, 12, 24, **options)  # captures, and measures
@@ -102,8 +107,8 @@ class Streamer:
 
 
 @pytest.mark.slow
-def test_concurrent_calls_use_separate_runners(gpu):
-    model = load_model(ModelConfig(), CUDA, "float32")
+def test_concurrent_calls_use_separate_runners(gpu, settings):
+    model = load_model(settings, CUDA, "float32")
     expected = [generate(model, length, 12) for length in (9, 7)]
     streamer = Streamer(model)
     assert generate(model, 7, 12, streamer=streamer) == expected[1] and streamer.actual == expected[0]
@@ -111,8 +116,8 @@ def test_concurrent_calls_use_separate_runners(gpu):
 
 
 @pytest.mark.slow
-def test_model_can_be_garbage_collected_after_call(gpu):
-    model = load_model(ModelConfig(), CUDA, "float32")
+def test_model_can_be_garbage_collected_after_call(gpu, settings):
+    model = load_model(settings, CUDA, "float32")
     generate(model, 5, 3)
     gone = weakref.ref(model)
     del model

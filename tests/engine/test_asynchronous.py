@@ -11,26 +11,27 @@ from dataclasses import replace
 import pytest
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 from support.engines import engine_of
-from support.ranks import CPU, run_ranks
+from support.ranks import run_ranks
+from support.small_models import random_model
 from support.thinned import thinned
+from transformers import PreTrainedModel
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival
 from lp_runtime.errors import ModelError
 from lp_runtime.model.forward.passes import FeedChunk
-from lp_runtime.model.loading.loader import load_model
+from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
 
-PROMPT = tuple(range(300, 312))
+PROMPT = tuple(range(3, 15))
 REQUESTS = {
-    "fixed": Request(PROMPT, FIXED, 40),
+    "fixed": Request(PROMPT, FIXED, 30),
     "auto": Request(PROMPT[3:], LookaheadConfig(prior="none"), 60),
     "paper": Request(PROMPT[:5], LookaheadConfig(7, 5, 7, drafter="paper"), 30),
     "sampled": Request(PROMPT[1:], KEEPING, 50, sampling=SamplingConfig(temperature=0.8, seed=5)),
@@ -55,9 +56,14 @@ class Timer:
         return self._seconds
 
 
+def make_model() -> PreTrainedModel:
+    """Return a random model whose texts repeat themselves, so that guesses are right."""
+    return view_of(random_model(seed=5, initializer_range=0.3))
+
+
 @pytest.fixture(scope="module")
-def loaded():
-    return load_model(ModelConfig(), CPU, "float32")
+def loaded() -> PreTrainedModel:
+    return make_model()
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +121,7 @@ def test_output_is_delivered_after_next_launch_if_receiver_is_fast(model, quick)
 def test_outputs_are_delivered_before_next_chunk_of_another_prompt(model, monkeypatch):
     """Outputs are delivered before the next chunk of another request's prompt is fed."""
     model.prefill_chunk = 16
-    long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 20)
+    long = replace(REQUESTS["fixed"], prompt_ids=PROMPT * 16)
     first = replace(REQUESTS["fixed"], max_new_tokens=80)
     arriving = iter([[Arrival("first", first)], [], [], [Arrival("long", long)]])
     order = []
@@ -179,7 +185,7 @@ def test_request_closed_during_pass_does_not_affect_next_request(model, blocking
 
 def on_a_rank(group: Group):
     """Return (tokens by request, clocks that were sent, whether the budget took them for late ones)."""
-    model = ModelRunner(load_model(ModelConfig(), CPU, "float32"), 512, own_attention=True)
+    model = ModelRunner(make_model(), 512, own_attention=True)
     model.timer = Timer(0.0001 * (1 + group.rank))
     clocks, lateness = [], []
     start = Exchange.start

@@ -3,23 +3,23 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 from support.engines import engine_of
+from support.small_models import random_model
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.errors import LookaheadError, RequestError
+from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.cache import TreeCache
-from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.text.stop_strings import StopStrings
 
-CPU = torch.device("cpu")
 CASES = {
     "full": (FIXED, {}),
     "plain": (PLAIN, {}),
@@ -30,26 +30,20 @@ CASES = {
     "keeping": (KEEPING, {}),
     "keeping, too": (KEEPING, {"sampling": SamplingConfig(temperature=1.0, seed=6)}),
 }
-PROMPTS = ("def binary_search(items, target):\n", "class Stack:\n", "import os\n")
+PROMPTS = ((17, 31, 8, 22, 36, 13, 27, 41, 18, 32, 9), (11, 3, 5, 7), (42, 6))
 
 
 @pytest.fixture(scope="module")
 def model() -> ModelRunner:
-    return ModelRunner(load_model(ModelConfig(), CPU, "float32"), 16, own_attention=True)
+    return ModelRunner(view_of(random_model(seed=5, initializer_range=0.3)), 16, own_attention=True)
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer(ModelConfig())
-
-
-@pytest.fixture(scope="module")
-def requests(tokenizer) -> dict[str, Request]:
-    results = {}
-    for number, (name, (settings, options)) in enumerate(CASES.items()):
-        ids = tokenizer(PROMPTS[number % len(PROMPTS)], add_special_tokens=False).input_ids
-        results[name] = Request(tuple(ids), settings, max_new_tokens=10 + 4 * number, **options)
-    return results
+def requests() -> dict[str, Request]:
+    return {
+        name: Request(PROMPTS[number % len(PROMPTS)], settings, max_new_tokens=10 + 4 * number, **options)
+        for number, (name, (settings, options)) in enumerate(CASES.items())
+    }
 
 
 def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypatch):
@@ -75,7 +69,7 @@ def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypat
 
 def test_long_prompt_does_not_block_running_request(model, requests):
     """One chunk of 16 tokens is fed between two steps of the others, also for a resumed request."""
-    running = replace(requests["plain"], max_new_tokens=40)
+    running = replace(requests["plain"], max_new_tokens=24)
     prompt = requests["sampled"].prompt_ids * 40
     long = replace(requests["sampled"], prompt_ids=prompt)
     alone = {"running": decode_alone(model, running)[0], "long": decode_alone(model, long)[0]}
@@ -92,7 +86,8 @@ def test_long_prompt_does_not_block_running_request(model, requests):
         assert order.index("long") >= 2 + len(prompt) // 16
 
 
-def test_batch_handles_resumed_stopped_and_cancelled_requests(model, tokenizer, requests):
+def test_batch_handles_resumed_stopped_and_cancelled_requests(model, requests):
+    tokenizer = load_tokenizer(ModelConfig())  # each of the model's tokens is a character of it
     whole, _, _ = decode_alone(model, requests["sampled"])
     request = requests["full"]
     text = tokenizer.decode(decode_alone(model, requests["auto"])[0])
@@ -117,7 +112,7 @@ def test_batch_handles_resumed_stopped_and_cancelled_requests(model, tokenizer, 
 @pytest.mark.parametrize("num_committed", [0, 5])
 def test_request_cancelled_during_prefill_feeds_no_further_chunk(model, requests, monkeypatch, num_committed):
     """No further chunk of a cancelled request is fed, and the next request is unaffected."""
-    prompt = requests["full"].prompt_ids * 20
+    prompt = requests["full"].prompt_ids * 8
     long = replace(requests["full"], prompt_ids=prompt)
     expected = decode_alone(model, long)[0]
     fed = []

@@ -10,6 +10,7 @@ from support.engines import engine_of
 from support.ranks import run_ranks
 from support.thinned import thinned
 
+from lp_runtime.calibration import step_meter
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError
@@ -26,11 +27,19 @@ def test_drop_in_matches_generate(model_type):
     assert outcome.kind == "exact", outcome.reason
 
 
+def decode_on_a_rank(group: Group, model_type: str, requests: list[Request]):
+    """Decode requests on a rank that measures small steps only; larger ones are estimated."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_meter, "MIN_MEASURED_TOKENS", 4)
+        patch.setattr(step_meter, "MEASURE_SECONDS", 0.0)
+        return decode_type(group, model_type, requests)
+
+
 @pytest.mark.parametrize(("num_replicas", "model_type"), thinned(6, [2, 1, 3], ["bamba", "qwen3_next"]))
 def test_outputs_do_not_depend_on_settings_or_replicas(num_replicas, model_type):
-    requests = [request_of(number) for number in range(NUM_REQUESTS)]
+    requests = [replace(request_of(number), max_new_tokens=12) for number in range(NUM_REQUESTS)]
     plain = decode(Group.alone(), model_of(model_type), [replace(each, lookahead=PLAIN) for each in requests])
-    for actual in run_ranks(decode_type, num_replicas, model_type, requests):
+    for actual in run_ranks(decode_on_a_rank, num_replicas, model_type, requests):
         assert [tokens for tokens, _ in actual] == [tokens for tokens, _ in plain]
 
 
@@ -42,11 +51,11 @@ def test_accepted_chains_save_steps():
 
 
 def test_resumed_request_continues_after_committed_tokens():
-    request = request_of(1)
+    request = replace(request_of(1), lookahead=LookaheadConfig(tokens=5), max_new_tokens=20)
     model = model_of("bamba")
     ((tokens, _),) = decode(Group.alone(), model, [request])
-    ((rest, _),) = decode(Group.alone(), model, [replace(request, committed=tuple(tokens[:15]))])
-    assert tokens[:15] + rest == tokens
+    ((rest, _),) = decode(Group.alone(), model, [replace(request, committed=tuple(tokens[:9]))])
+    assert tokens[:9] + rest == tokens
 
 
 def test_paper_drafter_is_refused():

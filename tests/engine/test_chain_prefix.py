@@ -9,6 +9,7 @@ from support.chain_models import CHUNK_TOKENS, model_of
 from support.engines import engine_of
 from support.ranks import run_ranks
 from support.thinned import thinned
+from transformers import PreTrainedModel
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.transport.group import Group
@@ -19,11 +20,12 @@ from lp_runtime.request.request import Request
 PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
 KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in layers with attention; in other layers; no attention
 MAX_BYTES = 1 << 30
-SETTINGS = LookaheadConfig(budget=5, prior="none")
+SETTINGS = LookaheadConfig(tokens=5, prior="none")
+NUM_NEW = 12  # tokens of an answer
 
 
-def make_model(kind: str, max_bytes: int = MAX_BYTES) -> ChainRunner:
-    model = ChainRunner(model_of(kind), CHUNK_TOKENS)
+def make_model(weights: PreTrainedModel, max_bytes: int = MAX_BYTES) -> ChainRunner:
+    model = ChainRunner(weights, CHUNK_TOKENS)
     with model.slots.borrowed() as slot:
         model.begin(slot, 50)
         model.prefill(slot, [1, 2, 3])  # so that the size of a token is known
@@ -45,7 +47,7 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
     `forget` is called after the first turn.
     """
     engine.prepare(SETTINGS)
-    first = Request(PROMPT, SETTINGS, 24)
+    first = Request(PROMPT, SETTINGS, NUM_NEW)
     actual = [decode(engine, model, first)]
     forget()
     second = replace(first, prompt_ids=(*PROMPT, *actual[0][0], 7, 8, 9))
@@ -56,24 +58,26 @@ def turns(engine, model: ChainRunner, forget=lambda: None) -> list[tuple[list[in
 
 @pytest.mark.parametrize("kind", thinned(4, KINDS))
 def test_prefix_ends_at_stored_state(kind):
-    plain, model = make_model(kind, 0), make_model(kind)
+    weights = model_of(kind)
+    plain, model = make_model(weights, 0), make_model(weights)
     expected, actual = turns(engine_of(plain), plain), turns(engine_of(model), model)
     assert [tokens for tokens, _, _ in actual] == [tokens for tokens, _, _ in expected]
     first, second, *others, again, once_more = actual
     assert first[1:] == (0, 60)
-    assert 60 <= second[1] <= 60 + 24, "after the prompt, or after what the answer's last step had committed"
+    assert 60 <= second[1] <= 60 + NUM_NEW, "after the prompt, or after what the answer's last step had committed"
     assert [each[1:] for each in others] == [(0, 43), (40, 3), (40, 3)], (
         "where the first of them parted from the prompt"
     )
     assert (again[1], once_more[1]) == (40, 59), "where a prompt ends it cannot be read: its last logits are wanted"
     for _, num_read, num_fed in actual:
-        assert num_read + num_fed in (60, 43, 60 + 24 + 3)
+        assert num_read + num_fed in (60, 43, 60 + NUM_NEW + 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:1])
 def test_states_are_evicted_with_least_used_prefixes(kind):
-    model = make_model(kind)
+    weights = model_of(kind)
+    model = make_model(weights)
     turns(engine_of(model), model)
     cache = model.slots.prefixes
     num_bytes = cache.num_bytes
@@ -81,7 +85,8 @@ def test_states_are_evicted_with_least_used_prefixes(kind):
     assert cache.num_bytes == 0, "every state was counted"
     model.slots.prefixes = make_prefix_cache(model, num_bytes // 2, None)
     engine = engine_of(model)
-    expected = turns(engine_of(make_model(kind, 0)), make_model(kind, 0))
+    plain = make_model(weights, 0)
+    expected = turns(engine_of(plain), plain)
     actual = turns(engine, model)
     assert [tokens for tokens, _, _ in actual] == [tokens for tokens, _, _ in expected]
     assert model.slots.prefixes.num_bytes <= num_bytes // 2
@@ -89,7 +94,7 @@ def test_states_are_evicted_with_least_used_prefixes(kind):
 
 def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
     """Return `turns` of a rank; the rank `forgetful` forgets all prefixes after the first turn."""
-    model = make_model("qwen3_next")
+    model = make_model(model_of("qwen3_next"))
     engine = engine_of(model, group)
     for number in range(MAX_POINTS + 2):  # more points than replicas exchange
         decode(engine, model, Request((*PROMPT[: 60 - 2 * number], number), SETTINGS, 2))
@@ -105,7 +110,7 @@ def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
 
 @pytest.mark.slow
 def test_replicas_agree_on_length_of_read_prefix():
-    plain = make_model("qwen3_next", 0)
+    plain = make_model(model_of("qwen3_next"), 0)
     expected = turns(engine_of(plain), plain)
     one, two = run_ranks(on_a_rank, 2, 1)
     assert one == two

@@ -6,17 +6,18 @@ import pickle
 
 import pytest
 import torch
-from support import reference
+from support.small_models import random_model
 from support.thinned import thinned
+from transformers import PreTrainedModel
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.wire.messages import Progress
-from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.request.output import Logprob, StepOutput
 
-NUM_TOKENS = 40
+NUM_TOKENS = 24
+PROMPT = [11, 3, 5, 7, 20, 33, 9]
 SETTINGS = [
     LookaheadConfig(7, 5, 7, prior="none"),
     LookaheadConfig(5, 4, 5, drafter="paper"),
@@ -25,20 +26,18 @@ SETTINGS = [
 PENALTIES = [(0.0, 1.9), (2.0, 0.5), (-0.5, 2.0)]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def runtime(demo_model_dir, request):
-    with LookaheadRuntime(demo_model_dir, gpus=request.param, device="cpu", dtype="float32") as runtime:
-        yield runtime
-
-
 @pytest.fixture(scope="module")
-def hf(demo_model_dir):
-    """The model as loaded by transformers, and prompt ids."""
-    from lp_runtime.config.settings import ModelConfig
+def hf() -> PreTrainedModel:
+    """A random model whose texts repeat themselves, so that guesses are right and penalties matter."""
+    return random_model(seed=5, initializer_range=0.3)
 
-    config = ModelConfig(path=str(demo_model_dir))
-    ids = load_tokenizer(config)(reference.PROMPTS[1]).input_ids
-    return load_model(config, torch.device("cpu"), "float32"), ids
+
+@pytest.fixture(scope="module", params=[1, 2])
+def runtime(hf, tmp_path_factory, request):
+    folder = tmp_path_factory.mktemp("model")
+    hf.save_pretrained(folder)
+    with LookaheadRuntime(folder, gpus=request.param, device="cpu", dtype="float32", lookahead=SETTINGS[0]) as runtime:
+        yield runtime
 
 
 def logits_after(model, ids: list[int]) -> torch.Tensor:
@@ -60,32 +59,30 @@ def penalised_greedy(model, prompt: list[int], presence: float, frequency: float
 
 @pytest.mark.parametrize("penalties", thinned(8, PENALTIES))
 def test_penalties_follow_openai_definition_at_any_parallelism(runtime, hf, penalties):
-    model, prompt = hf
     presence, frequency = penalties
-    expected = penalised_greedy(model, prompt, presence, frequency)
-    plain = runtime.generate(prompt, NUM_TOKENS, eos=False, lookahead=PLAIN)
+    expected = penalised_greedy(hf, PROMPT, presence, frequency)
+    plain = runtime.generate(PROMPT, NUM_TOKENS, eos=False, lookahead=PLAIN)
     assert expected != plain.token_ids, "the penalty matters"
     sampling = SamplingConfig(presence_penalty=presence, frequency_penalty=frequency)
     for lookahead in SETTINGS:
-        done = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampling, lookahead=lookahead)
+        done = runtime.generate(PROMPT, NUM_TOKENS, eos=False, sampling=sampling, lookahead=lookahead)
         assert done.token_ids == expected
     sampled = SamplingConfig(temperature=0.9, seed=3, presence_penalty=presence, frequency_penalty=frequency)
-    one_by_one = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampled, lookahead=PLAIN)
-    several = runtime.generate(prompt, NUM_TOKENS, eos=False, sampling=sampled, lookahead=SETTINGS[0])
+    one_by_one = runtime.generate(PROMPT, NUM_TOKENS, eos=False, sampling=sampled, lookahead=PLAIN)
+    several = runtime.generate(PROMPT, NUM_TOKENS, eos=False, sampling=sampled, lookahead=SETTINGS[0])
     assert several.token_ids == one_by_one.token_ids
 
 
 def test_top_and_prompt_logprobs_match_plain_forward_pass(runtime, hf):
     """A prompt of several chunks; sampled tokens are not always the likeliest; a penalty must not show."""
-    model, ids = hf
-    prompt = (ids * 20)[:150]
+    prompt = PROMPT * 11
     sampling = SamplingConfig(temperature=1.0, seed=5, presence_penalty=1.0)
     options = {"eos": False, "logprobs": True, "sampling": sampling}
     plain = runtime.generate(prompt, NUM_TOKENS, lookahead=PLAIN, **options)
     done = runtime.generate(prompt, NUM_TOKENS, lookahead=SETTINGS[0], top_logprobs=20, prompt_logprobs=True, **options)
     assert done.token_ids == plain.token_ids and done.logprobs == pytest.approx(plain.logprobs, abs=1e-4)
     whole = prompt + done.token_ids
-    expected = logits_after(model, whole).log_softmax(-1)
+    expected = logits_after(hf, whole).log_softmax(-1)
     first = done.logprobs[0]
     assert len(first.prompt) == len(prompt) - 1 and not any(each.prompt for each in done.logprobs[1:])
     num_unlikely = 0

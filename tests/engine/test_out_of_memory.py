@@ -11,17 +11,17 @@ import pytest
 import torch
 from support.batches import FIXED, decode_batch
 from support.engines import engine_of
-from support.ranks import CPU, run_ranks
+from support.ranks import run_ranks
+from support.small_models import random_model
 
-from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.errors import RequestMemoryError
+from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import PrefixCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
@@ -29,14 +29,16 @@ from lp_runtime.sampling.sampler import Sampler
 
 CHUNK = 8
 # Three chunks; ten steps, the last of them with several tokens each.
-PROMPT = (336, 3422, 63, 2722, 8, 1298, 12, 1210, 332, 265, 386, 1358, 299, 1310, 369, 299, 1210, 884, 199)
+PROMPT = (17, 31, 8, 22, 36, 13, 27, 41, 18, 32, 9, 23, 37, 14, 28, 42, 19, 33, 10)
 REQUEST = Request(PROMPT, FIXED, 24)
+STARTED = replace(REQUEST, committed=(18, 19))  # with the first tokens of its output
 HARVESTED = replace(REQUEST, lookahead=replace(FIXED, prompt_top_k=True))
 NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def load(prefill_chunk: int = CHUNK) -> ModelRunner:
-    return ModelRunner(load_model(ModelConfig(), CPU, "float32"), prefill_chunk, own_attention=True)
+def load(strict_tokens: int | None = None) -> ModelRunner:
+    weights = random_model(seed=5, initializer_range=0.3)
+    return ModelRunner(view_of(weights), CHUNK, strict_tokens, own_attention=True)
 
 
 def tokens_of(engine: Engine, request: Request) -> list[int]:
@@ -61,7 +63,7 @@ def failing(owner: type, name: str, number: int, error: Exception = NO_MEMORY) -
 
 
 FAULTS = {
-    "first chunk of what was committed": (replace(REQUEST, committed=(199, 336)), ModelRunner, "feed_prompt", 0),
+    "first chunk of what was committed": (STARTED, ModelRunner, "feed_prompt", 0),
     "first chunk": (REQUEST, ModelRunner, "feed_prompt", 0),
     "last chunk": (REQUEST, ModelRunner, "feed_prompt", 2),
     "harvest": (HARVESTED, Sampler, "pack_candidates", 1),
@@ -187,8 +189,7 @@ def batch_of(model: ModelRunner, *names: str) -> dict[str, tuple]:
 @pytest.mark.parametrize("most", [1, 2])
 def test_youngest_requests_leave_batch_when_memory_runs_out(strict_tokens, most):
     """The youngest requests leave the batch; the others get their texts."""
-    whole = load_model(ModelConfig(), CPU, "float32")
-    model = ModelRunner(whole, CHUNK, strict_tokens, own_attention=True)
+    model = load(strict_tokens)
     expected = tokens_of(engine_of(model), REQUEST)
     forward = ModelRunner.forward_batch
 

@@ -2,11 +2,42 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 
 import pytest
 
 # Modules that import torch are imported inside fixtures: tests/conftest.py must set up Triton first.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def composed_once():
+    """Let Hydra compose equal overrides once per file: it takes 0.15 s, and most tests have the same few."""
+    from lp_runtime.config import overrides
+
+    compose, known = overrides._compose, {}
+
+    def compose_once(schema, given, config_dir):
+        if config_dir is not None:
+            return compose(schema, given, config_dir)
+        key = (schema, *given)
+        if key not in known:
+            known[key] = compose(schema, given, None)
+        return copy.deepcopy(known[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(overrides, "_compose", compose_once)
+        yield
+
+
+@pytest.fixture(scope="session")
+def small_demo_dir(demo_model_dir, tmp_path_factory):
+    """The demo model with two of its six layers."""
+    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    return folder
 
 
 @pytest.fixture

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shutil
 import signal
 import threading
 
 import pytest
 from support.processes import PATIENCE, marked, start_cli, wait_until
-from support.serving import demo_model_that_chats
+from support.serving import TEMPLATE
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.entrypoints.batch import OutputFile
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import LookaheadError
 
+NUM_NEW = 6
 FIELDS = [
     "index",
     "sample",
@@ -43,7 +47,7 @@ class Job:
 
     def arguments(self, *overrides: str) -> list[str]:
         paths = [f"model.path={self.model_dir}", f"prompts={self.source}", f"output={self.output}"]
-        return [*paths, "max_new_tokens=12", *overrides]
+        return [*paths, f"max_new_tokens={NUM_NEW}", *overrides]
 
     def run(self, *overrides: str) -> list[dict]:
         main(self.arguments(*overrides))
@@ -52,10 +56,40 @@ class Job:
     def results(self) -> list[dict]:
         return [json.loads(line) for line in self.output.read_text().splitlines()]
 
+    @property
+    def settings(self):
+        """The file of settings next to the output."""
+        return self.output.with_name(self.output.name + ".settings")
+
+    def continue_from(self, other: Job, output: bytes) -> None:
+        """Write an output, with the settings of another job's run."""
+        self.output.write_bytes(output)
+        shutil.copy(other.settings, self.settings)
+
+
+RECORDS = [{"prompt": [1, 2, index], "other": [1, index]} for index in range(5)]
+
 
 @pytest.fixture
 def job(tmp_path, tiny_model_dir):
-    return Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
+    return Job(tmp_path, tiny_model_dir, RECORDS)
+
+
+@pytest.fixture(scope="module")
+def complete(tmp_path_factory, tiny_model_dir):
+    """A job that was run with ids=true; `printed` has its stdout and stderr."""
+    job = Job(tmp_path_factory.mktemp("complete"), tiny_model_dir, RECORDS)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        job.run("ids=true")
+    job.printed = out.getvalue(), err.getvalue()
+    return job
+
+
+@pytest.fixture
+def begun(job, complete):
+    """A job like `complete` that has written its first line only."""
+    job.continue_from(complete, complete.output.read_bytes().splitlines(keepends=True)[0])
+    return job
 
 
 @pytest.fixture
@@ -74,27 +108,27 @@ def refusal(capsys):
     return run
 
 
-def test_output_has_one_line_per_prompt_with_all_fields(job):
-    results = job.run("ids=true")
+def test_output_has_one_line_per_prompt_with_all_fields(complete):
+    results = complete.results()
     assert [result["index"] for result in results] == [0, 1, 2, 3, 4]
     for result in results:
         assert list(result) == FIELDS
         assert result["prompt"] == [1, 2, result["index"]]
-        assert len(result["token_ids"]) == result["num_tokens"] == 12
+        assert len(result["token_ids"]) == result["num_tokens"] == NUM_NEW
         assert result["finish_reason"] == "length"
-        assert 1 <= result["steps"] <= 12
+        assert 1 <= result["steps"] <= NUM_NEW
         assert result["compression_ratio"] == result["num_tokens"] / result["steps"]
         assert result["step_tokens"] >= 1
         assert result["seconds"] > 0
 
 
-def test_text_prompts_are_read_from_prompt_field(tmp_path, demo_model_dir):
-    job = Job(tmp_path, demo_model_dir, [{"q": "def größe(n):"}, {"q": "import"}])
+def test_text_prompts_are_read_from_prompt_field(tmp_path, small_demo_dir):
+    job = Job(tmp_path, small_demo_dir, [{"q": "def größe(n):"}, {"q": "import"}])
     results = job.run("prompt_field=q", "eos=false")
     assert [result["prompt"] for result in results] == ["def größe(n):", "import"]
     for result in results:
         assert result["text"]
-        assert result["num_tokens"] == 12
+        assert result["num_tokens"] == NUM_NEW
     assert "größe" in job.output.read_text(encoding="utf-8")
 
 
@@ -105,11 +139,19 @@ def test_first_of_several_turns_is_the_prompt(tmp_path, demo_model_dir):
     assert result["prompt"] == "def f():"
 
 
+@pytest.fixture(scope="module")
+def chat_dir(small_demo_dir, tmp_path_factory):
+    """A model with a chat template."""
+    folder = shutil.copytree(small_demo_dir, tmp_path_factory.mktemp("chat") / "model")
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
 @pytest.fixture
-def conversations(tmp_path):
+def conversations(tmp_path, chat_dir):
     """Return a job of two conversations, the second with one turn, for a model with a chat template."""
     records = [{"turns": ["Write a loop.", "And a test."]}, {"turns": ["Write a class."]}]
-    return Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
+    return Job(tmp_path, chat_dir, records)
 
 
 @pytest.mark.slow
@@ -121,7 +163,7 @@ def test_turns_all_decodes_every_turn_and_resumes(conversations):
     with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
         messages = [{"role": "user", "content": "Write a loop."}]
         for result in (results[0], results[2]):
-            assert runtime.generate(messages=messages, max_new_tokens=12).token_ids == result["token_ids"]
+            assert runtime.generate(messages=messages, max_new_tokens=NUM_NEW).token_ids == result["token_ids"]
             answer = {"role": "assistant", "content": result["text"]}
             messages += [answer, {"role": "user", "content": "And a test."}]
     # the output is cut off after the first turns: the run continues from the answers in it
@@ -137,7 +179,7 @@ def test_chat_applies_the_template_to_the_first_turn(conversations):
     assert ["turn" in result for result in results] == [False, False]
     with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
         messages = [{"role": "user", "content": "Write a class."}]
-        assert runtime.generate(messages=messages, max_new_tokens=12).token_ids == results[1]["token_ids"]
+        assert runtime.generate(messages=messages, max_new_tokens=NUM_NEW).token_ids == results[1]["token_ids"]
 
 
 @pytest.mark.parametrize(
@@ -150,9 +192,9 @@ def test_chat_applies_the_template_to_the_first_turn(conversations):
         (["chat=true", "prompt_field=mixed"], "line 2: field 'mixed' must hold text, as line 1's does"),
     ],
 )
-def test_bad_chat_and_turns_settings_are_refused(tmp_path, refusal, settings, message):
+def test_bad_chat_and_turns_settings_are_refused(tmp_path, chat_dir, refusal, settings, message):
     records = [{"q": "a", "mixed": "a"}, {"q": "b", "mixed": ["a", "b"]}]
-    job = Job(tmp_path, demo_model_that_chats(tmp_path / "chat"), records)
+    job = Job(tmp_path, chat_dir, records)
     assert message in refusal(job, "prompt_field=q", *settings)
     assert not job.output.exists()
 
@@ -171,9 +213,9 @@ def test_turn_that_exceeds_the_context_is_named(conversations, refusal):
     assert len(conversations.results()) == 1
 
 
-def test_blank_lines_do_not_count(job):
-    job.source.write_text("\n" + job.source.read_text().replace("\n", "\n\n"))
-    assert [result["index"] for result in job.run("ids=true")] == [0, 1, 2, 3, 4]
+def test_blank_lines_do_not_count_and_lines_beyond_the_limit_are_not_read(job):
+    job.source.write_text("\n" + job.source.read_text().replace("\n", "\n\n") + "not JSON\n")
+    assert [result["index"] for result in job.run("ids=true", "limit=5")] == [0, 1, 2, 3, 4]
 
 
 def test_run_without_limit_continues_a_limited_run(job):
@@ -182,51 +224,39 @@ def test_run_without_limit_continues_a_limited_run(job):
     more = job.run("ids=true")
     assert more[:2] == first
     assert [result["index"] for result in more] == [0, 1, 2, 3, 4]
-    assert job.run("ids=true", "limit=2") == more
 
 
-def test_lines_beyond_the_limit_are_not_read(job):
-    job.source.write_text(job.source.read_text() + "not JSON\n")
-    assert len(job.run("ids=true", "limit=5")) == 5
-
-
-def test_two_replicas_give_the_same_tokens(tmp_path, job, tiny_model_dir):
-    (tmp_path / "other").mkdir()
-    other = Job(tmp_path / "other", tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
-    assert [r["token_ids"] for r in other.run("ids=true", "gpus=2")] == [r["token_ids"] for r in job.run("ids=true")]
-
-
-@pytest.mark.parametrize("policy", ["throughput", pytest.param("fair", marks=pytest.mark.slow)])
-def test_concurrent_prompts_give_the_same_lines(tmp_path, job, tiny_model_dir, policy):
-    other = Job(tmp_path, tiny_model_dir, [{"prompt": [1, 2, index]} for index in range(5)])
-    other.output = tmp_path / "other.jsonl"
-    expected = [(line["index"], line["token_ids"]) for line in job.run("ids=true")]
-    actual = other.run("ids=true", "gpus=2", f"policy={policy}")
-    assert [(line["index"], line["token_ids"]) for line in actual] == expected
-
-
-def test_finished_output_is_left_unchanged(job):
-    job.run("ids=true")
-    before = job.output.read_bytes()
-    job.run("ids=true")
+@pytest.mark.parametrize("limit", [5, 2])
+def test_finished_output_is_left_unchanged(job, complete, limit):
+    before = complete.output.read_bytes()
+    job.continue_from(complete, before)
+    job.run("ids=true", f"limit={limit}")
     assert job.output.read_bytes() == before
 
 
-@pytest.mark.parametrize("cut", [1, 5, 60])
-def test_run_resumes_after_a_truncated_line(job, cut):
-    whole = job.run("ids=true")
-    lines = job.output.read_bytes().splitlines(keepends=True)
-    job.output.write_bytes(b"".join(lines[:3]) + lines[3][:-cut])
+@pytest.mark.parametrize("policy", [None, pytest.param("throughput"), pytest.param("fair", marks=pytest.mark.slow)])
+def test_two_replicas_give_the_same_lines(job, complete, policy):
+    """With a policy other than the default, replicas decode several prompts at once."""
+    expected = [(line["index"], line["token_ids"]) for line in complete.results()]
+    actual = job.run("ids=true", "gpus=2", *([f"policy={policy}"] if policy else []))
+    assert [(line["index"], line["token_ids"]) for line in actual] == expected
+
+
+@pytest.mark.parametrize("cut", [1, 60])  # without its newline only, and within its JSON
+def test_run_resumes_after_a_truncated_line(job, complete, cut):
+    whole = complete.results()
+    lines = complete.output.read_bytes().splitlines(keepends=True)
+    job.continue_from(complete, b"".join(lines[:3]) + lines[3][:-cut])
     again = job.run("ids=true")
     assert again[:3] == whole[:3]
     assert [result["index"] for result in again] == [0, 1, 2, 3, 4]
     assert [result["token_ids"] for result in again] == [result["token_ids"] for result in whole]
 
 
-def test_resume_fills_gaps(job):
-    whole = job.run("ids=true")
-    lines = job.output.read_bytes().splitlines(keepends=True)
-    job.output.write_bytes(lines[0] + lines[4])
+def test_resume_fills_gaps(job, complete):
+    whole = complete.results()
+    lines = complete.output.read_bytes().splitlines(keepends=True)
+    job.continue_from(complete, lines[0] + lines[4])
     again = job.run("ids=true")
     assert [result["index"] for result in again] == [0, 4, 1, 2, 3]
     assert {r["index"]: r["token_ids"] for r in again} == {r["index"]: r["token_ids"] for r in whole}
@@ -263,59 +293,50 @@ def test_run_resumes_after_the_process_was_killed(tmp_path, demo_model_dir, gpus
         pytest.param("prompt_field=other", "prompt_field", marks=pytest.mark.slow),
     ],
 )
-def test_changed_settings_are_refused(job, refusal, override, key):
-    job.source.write_text("".join(json.dumps({"prompt": [1, i], "other": [1, i]}) + "\n" for i in range(2)))
-    job.run("ids=true", "limit=1")
-    before = job.output.read_bytes()
-    message = refusal(job, "ids=true", override)
-    assert f"output={job.output}: holds results of other settings ({key} was " in message
-    assert job.output.read_bytes() == before
+def test_changed_settings_are_refused(begun, refusal, override, key):
+    before = begun.output.read_bytes()
+    message = refusal(begun, "ids=true", override)
+    assert f"output={begun.output}: holds results of other settings ({key} was " in message
+    assert begun.output.read_bytes() == before
 
 
-def test_setting_that_is_no_longer_given_is_refused(job, refusal):
-    job.run("ids=true", "limit=1")
-    settings = job.output.with_name(job.output.name + ".settings")
-    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"constraint": "of another run"}))
-    assert '(constraint was "of another run", is null)' in refusal(job, "ids=true")
+def test_setting_that_is_no_longer_given_is_refused(begun, refusal):
+    old = json.loads(begun.settings.read_text())
+    begun.settings.write_text(json.dumps(old | {"constraint": "of another run"}))
+    assert '(constraint was "of another run", is null)' in refusal(begun, "ids=true")
 
 
-def test_setting_unknown_to_an_older_output_has_its_default(job, refusal):
-    job.run("ids=true", "limit=2")
-    settings = job.output.with_name(job.output.name + ".settings")
-    old = json.loads(settings.read_text())
+def test_setting_unknown_to_an_older_output_has_its_default(begun, refusal):
+    old = json.loads(begun.settings.read_text())
     del old["loading"]["use_safetensors"], old["lookahead"]["prior"], old["turns"]
-    settings.write_text(json.dumps(old))
-    assert "(loading was " in refusal(job, "ids=true", "model.use_safetensors=false")
-    assert len(job.run("ids=true")) == 5
+    begun.settings.write_text(json.dumps(old))
+    assert "(loading was " in refusal(begun, "ids=true", "model.use_safetensors=false")
+    assert len(begun.run("ids=true")) == 5
 
 
 @pytest.mark.slow
-def test_fewer_ranks_continue_only_after_a_torchrun_restart(job, refusal, monkeypatch):
-    job.run("ids=true", "limit=1")
-    settings = job.output.with_name(job.output.name + ".settings")
-    settings.write_text(settings.read_text().replace('"gpus": 1', '"gpus": 2'))
+def test_fewer_ranks_continue_only_after_a_torchrun_restart(begun, refusal, monkeypatch):
+    begun.settings.write_text(begun.settings.read_text().replace('"gpus": 1', '"gpus": 2'))
     rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     rank |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "test"}
     for name, value in rank.items():
         monkeypatch.setenv(name, value)
-    assert "(gpus was 2, is 1)" in refusal(job, "ids=true")
+    assert "(gpus was 2, is 1)" in refusal(begun, "ids=true")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert len(job.run("ids=true")) == 5
+    assert len(begun.run("ids=true")) == 5
 
 
-def test_changed_prompts_are_refused(job, refusal):
-    job.run("ids=true", "limit=1")
-    before = job.output.read_bytes()
-    job.source.write_text(job.source.read_text().replace("[1, 2, 4]", "[1, 2, 5]"))
-    assert "(prompts was " in refusal(job, "ids=true")
-    assert job.output.read_bytes() == before
+def test_changed_prompts_are_refused(begun, refusal):
+    before = begun.output.read_bytes()
+    begun.source.write_text(begun.source.read_text().replace("[1, 2, 4]", "[1, 2, 5]"))
+    assert "(prompts was " in refusal(begun, "ids=true")
+    assert begun.output.read_bytes() == before
 
 
 @pytest.mark.slow
-def test_changed_model_is_refused(job, refusal, make_model_dir):
-    job.run("ids=true", "limit=1")
-    job.model_dir = make_model_dir(seed=1)
-    assert "(model was " in refusal(job, "ids=true")
+def test_changed_model_is_refused(begun, refusal, make_model_dir):
+    begun.model_dir = make_model_dir(seed=1)
+    assert "(model was " in refusal(begun, "ids=true")
 
 
 @pytest.mark.parametrize("text", ["my notes\n", '{"index": 0}\n', "no newline"])
@@ -333,9 +354,8 @@ def test_prompts_file_as_output_is_refused(job, refusal):
     assert job.source.read_bytes() == before
 
 
-def test_damaged_output_is_refused_and_unchanged(job, refusal):
-    job.run("ids=true")
-    text = "damaged\n" + job.output.read_text()
+def test_damaged_output_is_refused_and_unchanged(begun, refusal):
+    job, text = begun, "damaged\n" + begun.output.read_text()
     job.output.write_text(text)
     assert f"output={job.output} line 1: is not a result of lp-generate" in refusal(job, "ids=true")
     assert job.output.read_text() == text
@@ -344,7 +364,7 @@ def test_damaged_output_is_refused_and_unchanged(job, refusal):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ([1] * 250, "line 6: the prompt is too long: 250 tokens + max_new_tokens=12 are more than"),
+        ([1] * 251, "line 6: the prompt is too long: 251 tokens + max_new_tokens=6 are more than"),
         ([64], "line 6: token id 64 of the prompt: must be an integer 0 to 63"),
         ([], "line 6: the prompt is empty"),
     ],
@@ -356,9 +376,8 @@ def test_bad_prompt_is_named_before_any_is_decoded(job, refusal, prompt, message
     assert not job.output.exists()
 
 
-def test_progress_is_shown_on_stderr(job, capsys):
-    job.run("ids=true")
-    out, err = capsys.readouterr()
+def test_progress_is_shown_on_stderr(complete):
+    out, err = complete.printed
     assert out == ""
     assert "5/5" in err
 

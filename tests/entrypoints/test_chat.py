@@ -22,9 +22,9 @@ TEMPLATE = (
 
 
 @pytest.fixture(scope="module")
-def chat_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with a chat template."""
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
+def chat_dir(small_demo_dir, tmp_path_factory):
+    """A model with a chat template."""
+    folder = shutil.copytree(small_demo_dir, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

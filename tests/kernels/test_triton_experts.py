@@ -35,10 +35,10 @@ def random_choices(num_tokens, num_experts, num_chosen):
 
 CASES = (  # tokens, chosen experts, experts, hidden size, inner size, activation
     (1, 2, 8, 64, 48, "silu"),  # fewer pairs than experts
-    (5, 3, 4, 72, 40, "gelu_tanh"),  # sizes that no block divides
-    (7, 3, 20, 48, 32, "clamped"),  # pairs that share experts, with experts left over
-    (40, 2, 3, 64, 32, "clamped"),
-    (70, 2, 2, 32, 24, "silu"),  # more pairs of an expert than a program computes at a time
+    (4, 2, 3, 72, 40, "gelu_tanh"),  # sizes that no block divides
+    (5, 2, 9, 48, 32, "clamped"),  # pairs that share experts, with experts left over
+    (36, 2, 2, 64, 32, "clamped"),  # more pairs of an expert than a program computes at a time
+    pytest.param((70, 2, 2, 32, 24, "silu"), marks=pytest.mark.slow),  # likewise
 )
 
 
@@ -73,7 +73,7 @@ def test_router_matches_softmax_and_top_k(name):
     num_experts, routing = ROUTINGS[name]
     assert router.can_choose(num_experts, routing)
     torch.manual_seed(0)
-    logits = 2 * torch.randn(9, num_experts, device=DEVICE)
+    logits = 2 * torch.randn(3, num_experts, device=DEVICE)
     correction = torch.randn(num_experts, device=DEVICE) if routing.scores == "sigmoid" else None
     expected_scores, expected = stand_ins.choose_experts(logits, routing, torch.float32, correction)
     scores, experts = router.choose_experts(logits, routing, torch.float32, correction)

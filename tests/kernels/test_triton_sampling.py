@@ -35,14 +35,14 @@ SEEDS = ((5, 0), ((1 << 63) + 12345, 3), (1, 1))
 def test_greedy_tokens_and_candidates_match_the_cpu(num, kind, size):
     """They equal the successors and candidates that are found on a CPU."""
     scores = {
-        "random": torch.randn(3, size, generator=torch.Generator().manual_seed(size)),
-        "equal": torch.zeros(3, size),
-        "few": torch.full((3, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
-        "none": torch.full((3, size), -torch.inf),
-        "infinite": torch.randn(3, size).index_fill_(1, torch.tensor([0, size - 2]), torch.inf),
+        "random": torch.randn(2, size, generator=torch.Generator().manual_seed(size)),
+        "equal": torch.zeros(2, size),
+        "few": torch.full((2, size), -torch.inf).index_fill_(1, torch.tensor([1, size - 1]), 1.0),
+        "none": torch.full((2, size), -torch.inf),
+        "infinite": torch.randn(2, size).index_fill_(1, torch.tensor([0, size - 2]), torch.inf),
     }[kind]
     width = 1 + (num + 1) // 2
-    expected = np.zeros((3, width), dtype=np.int64)
+    expected = np.zeros((2, width), dtype=np.int64)
     packing.pack_top_k(scores.numpy(), num, expected)
     expected[:, 0] = scores.argmax(-1)
     packed = kernels.sample_and_pack(scores.to(DEVICE), Packing(num, width))
@@ -64,18 +64,15 @@ def test_gumbel_noise_equals_the_cpus_bitwise(seed, size):
     noise = Noise(*seed, torch.tensor(positions, device=DEVICE))
     zeros = torch.zeros(3, size, device=DEVICE)
     assert kernels.sample_and_pack(zeros, Packing(0, 1), noise)[:, 0].tolist() == expected.argmax(-1).tolist()
-    row, token = 1, size - 2
-    rival = int(expected[row].argmax())
-    scores = torch.zeros(3, size)
-    gap = expected[row, rival] - expected[row, token]
-    scores[row, token] = gap
-    for _ in range(4):
-        scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(torch.inf))
-        assert_same(scores, noise, expected)
-    scores[row, token] = gap
-    for _ in range(4):
-        scores[row, token] = torch.nextafter(scores[row, token], torch.tensor(-torch.inf))
-        assert_same(scores, noise, expected)
+    expected, noise, token = expected[1:2], Noise(*seed, noise.positions[1:2]), size - 2
+    rival = int(expected[0].argmax())
+    scores = torch.zeros(1, size)
+    gap = expected[0, rival] - expected[0, token]
+    for direction in (torch.inf, -torch.inf):
+        scores[0, token] = gap
+        for _ in range(3):
+            scores[0, token] = torch.nextafter(scores[0, token], torch.tensor(direction))
+            assert_same(scores, noise, expected)
 
 
 def assert_same(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> None:
@@ -86,7 +83,7 @@ def assert_same(scores: torch.Tensor, noise: Noise, expected: torch.Tensor) -> N
 
 @pytest.mark.parametrize(
     ("sizes", "num", "draws"),
-    thinned(5, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (2 * CHUNK, 50)], [0, 3, K], [False, True]),
+    thinned(5, [(CHUNK + 1, CHUNK + 1, 9), (33, 33, 1), (CHUNK + 1, 50)], [0, K, 3], [False, True]),
 )
 def test_vocabulary_slices_match_the_whole_vocabulary(sizes, num, draws):
     size = sum(sizes)
@@ -112,10 +109,12 @@ CUTS = [(None, 0.9), (50, None), (20, 0.8), (None, 0.0), (1, 0.5), (5000, 0.999)
 def test_top_k_and_top_p_cut_matches_transformers(dtype, cut, temperature):
     """Tied scores are kept in the same number as in transformers: those that a stable sort puts last."""
     top_k, top_p = cut
-    logits = 2 * torch.randn(2, 2500, generator=torch.Generator().manual_seed(1))
+    logits = 2 * torch.randn(1, 2500, generator=torch.Generator().manual_seed(1))
+    if temperature > 1:
+        logits = logits.round()  # many ties, at any boundary
     logits = logits.to(dtype)
-    logits[:, 7], logits[1, 100:200] = -torch.inf, 0.0
-    logits[1, 150] = -0.0
+    logits[0, 7], logits[0, 100:200] = -torch.inf, 0.0
+    logits[0, 150] = -0.0
     scores = logits.float() / temperature
     if top_k is not None:
         scores = library.TopKLogitsWarper(top_k)(None, scores)
@@ -123,7 +122,7 @@ def test_top_k_and_top_p_cut_matches_transformers(dtype, cut, temperature):
     if top_p is not None:
         num_kept = (library.TopPLogitsWarper(top_p)(None, scores) > -torch.inf).sum(-1)
         order = scores.sort(stable=True).indices
-        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(2500).expand(2, -1))
+        ranks = torch.empty_like(order).scatter_(1, order, torch.arange(2500)[None])
         scores = scores.masked_fill(ranks < 2500 - num_kept[:, None], -torch.inf)
     cut = kernels.find_cut(logits.to(DEVICE), 1 / temperature, top_k, top_p)
     actual = kernels.cut_scores(logits.to(DEVICE), 1 / temperature, cut).cpu()
@@ -131,7 +130,7 @@ def test_top_k_and_top_p_cut_matches_transformers(dtype, cut, temperature):
     assert torch.equal(actual, scores)
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("temperature", [0.7, pytest.param(1.3, marks=pytest.mark.slow)])
 def test_top_k_keeps_scores_that_scaling_makes_equal(temperature):
     """Scaling may make adjacent float32 numbers equal; top_k then keeps all of them."""
     inverse = float(np.float32(1) / np.float32(temperature))
@@ -166,14 +165,14 @@ WARPERS = [library.TemperatureLogitsWarper(0.5), library.TopKLogitsWarper(40), l
 )
 def test_sampler_with_kernels_matches_sampler_without(processors, num_top_k, with_top_k, with_logprobs, monkeypatch):
     tree = TokenTree([3], max_depth=4)
-    tree.add_branch([1, 2])
-    logits = 2 * torch.randn(3, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    tree.add_branch([1])
+    logits = 2 * torch.randn(2, 300, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     results = []
     for has_kernels in (False, True):
         monkeypatch.setattr(sampler, "kernels_for", lambda device, has=has_kernels: kernels if has else None)
         noise = GumbelNoise(7, 0, 300, DEVICE)
         one = sampler.Sampler(TreeProcessors(processors, DEVICE), noise, with_logprobs, num_top_k)
-        packed, scores = one.sample(StepLogits(logits), tree, [0, 1, 2], [5, 3], with_top_k)
+        packed, scores = one.sample(StepLogits(logits), tree, [0, 1], [5, 3], with_top_k)
         results.append((packed.tolist(), scores()))
     assert results[0][0] == results[1][0]
     assert torch.equal(results[0][1], results[1][1])

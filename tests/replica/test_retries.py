@@ -6,13 +6,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from support import reference
 from support.batches import FIXED
 
-from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import RequestMemoryError
-from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.loaded_model import LoadedModel, load_replica
 from lp_runtime.replica.replica import Replica, join_group
@@ -20,26 +18,29 @@ from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 
 NUM_TOKENS = {"a": 24, "b": 24, "c": 12, "d": 24}
-
-
-CONFIG = RuntimeConfig(device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
-
-
-@pytest.fixture(scope="module")
-def loaded() -> LoadedModel:
-    return load_replica(CONFIG, 0, 1, owns_process=False)
+PROMPT = tuple(3 + 7 * i % 53 for i in range(30))
 
 
 @pytest.fixture(scope="module")
-def replica(loaded) -> Iterator[Replica]:
-    with join_group(CONFIG, loaded, ReplicaContext(owns_process=False)) as actual:
+def config(make_model_dir) -> RuntimeConfig:
+    model = ModelConfig(path=str(make_model_dir(seed=5, initializer_range=0.3)))
+    return RuntimeConfig(model=model, device="cpu", dtype="float32", lookahead=FIXED, cache_dir=None)
+
+
+@pytest.fixture(scope="module")
+def loaded(config) -> LoadedModel:
+    return load_replica(config, 0, 1, owns_process=False)
+
+
+@pytest.fixture(scope="module")
+def replica(config, loaded) -> Iterator[Replica]:
+    with join_group(config, loaded, ReplicaContext(owns_process=False)) as actual:
         yield actual
 
 
 @pytest.fixture(scope="module")
 def requests() -> dict[str, Request]:
-    prompt = tuple(load_tokenizer(RuntimeConfig().model)(reference.PROMPTS[1]).input_ids)
-    return {key: Request(prompt, FIXED, number) for key, number in NUM_TOKENS.items()}
+    return {key: Request(PROMPT, FIXED, number) for key, number in NUM_TOKENS.items()}
 
 
 def joined(events: list[Event]) -> tuple[list[int], Report]:

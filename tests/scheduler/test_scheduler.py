@@ -15,6 +15,7 @@ import threading
 import pytest
 from held_runtime import HeldRuntime, first_delta
 from support import reference
+from support.gate import Gate
 from support.processes import one_core, wait_until
 
 from lp_runtime import (
@@ -35,7 +36,8 @@ from lp_runtime.scheduler.job import JobState
 FIXED = LookaheadConfig(7, 5, 7, prior="none")
 SLOW = LookaheadConfig(0, 2, 0)
 GPUS = 3
-SHORT, MEDIUM, LONG = 24, 48, 96  # new tokens
+PROMPTS = ["def fib(n):\n    ", *reference.PROMPTS[1:]]  # of one chunk and of several
+SHORT, MEDIUM, LONG = 12, 24, 96  # new tokens
 SAMPLINGS = (SamplingConfig(temperature=0.0), SamplingConfig(temperature=0.8, seed=3))
 Case = tuple[int, int, int]  # prompt, new tokens, sampling
 CASES: list[Case] = [
@@ -48,26 +50,27 @@ def start(gpus: int) -> LookaheadRuntime:
     failure = FailureConfig(timeout=5.0, restarts=100)
     return LookaheadRuntime.from_config(
         RuntimeConfig(
-            ModelConfig(prefill_chunk=4), gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure
+            ModelConfig(prefill_chunk=8), gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure
         )
     )
 
 
 def make(runtime: LookaheadRuntime | HeldRuntime, case: Case, **options) -> Request:
     prompt, length, sampling = case
-    return runtime.request(reference.PROMPTS[prompt], length, eos=False, sampling=SAMPLINGS[sampling], **options)
+    return runtime.request(PROMPTS[prompt], length, eos=False, sampling=SAMPLINGS[sampling], **options)
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[Case, list[int]]:
-    """Token ids of every case, decoded alone on one replica; a shorter output is a prefix of a longer one."""
-    results = {}
-    with start(1) as runtime:
-        for prompt, length, sampling in sorted(CASES + LONG_CASES, key=lambda case: -case[1]):
-            longest = next((case for case in results if (case[0], case[2]) == (prompt, sampling)), None)
-            case = (prompt, length, sampling)
-            results[case] = results[longest][:length] if longest else decode(runtime, case)
-    return results
+def alone(single) -> dict[Case, list[int]]:
+    """Token ids of CASES, decoded alone on one replica; a shorter output is a prefix of a longer one."""
+    longest = {case: decode(single, case) for case in CASES if case[1] == MEDIUM}
+    return {(prompt, length, each): longest[prompt, MEDIUM, each][:length] for prompt, length, each in CASES}
+
+
+@pytest.fixture(scope="module")
+def alone_long(single) -> dict[Case, list[int]]:
+    """Token ids of LONG_CASES, decoded alone on one replica."""
+    return {case: decode(single, case) for case in LONG_CASES}
 
 
 def decode(runtime: LookaheadRuntime, case: Case) -> list[int]:
@@ -107,7 +110,7 @@ def single():
 
 @pytest.mark.parametrize("gpus", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_job_cancelled_during_prefill_returns_no_tokens(runtime, alone, gpus):
-    """A cancelled job gets no token: its prefill checks for cancellation before each of its 1,000 chunks."""
+    """A cancelled job gets no token: its prefill checks for cancellation before each of its 500 chunks."""
     with Scheduler(runtime, policy="fair") as scheduler:
         job = scheduler.submit(runtime.request([5 + number % 1000 for number in range(4000)], 8, eos=False), gpus=gpus)
         wait_until(lambda: job.on_cancel)  # the replicas have the request
@@ -161,7 +164,7 @@ def test_more_requests_than_replicas_are_batched(alone, held):
 
 
 @pytest.mark.slow
-def test_requests_sharing_replica_spread_out_when_others_end(alone, held):
+def test_requests_sharing_replica_spread_out_when_others_end(alone_long, held):
     cases = LONG_CASES[: GPUS + 1]
     with Scheduler(held, policy="throughput", max_batch=8) as scheduler:
         jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases]
@@ -174,7 +177,7 @@ def test_requests_sharing_replica_spread_out_when_others_end(alone, held):
         held.release(*jobs)
         for case, job, first in zip(cases, jobs, firsts, strict=True):
             if job is not ending:
-                assert first + rest_of(job) == alone[case]
+                assert first + rest_of(job) == alone_long[case]
                 assert job.generation.losses == 0
 
 
@@ -208,7 +211,7 @@ def test_request_runs_on_requested_number_of_replicas(alone, held, policy, gpus,
 @pytest.mark.slow
 def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
     cases = [case for case in CASES if case[1] == SHORT and case[2] == 0]
-    prompts = [reference.PROMPTS[prompt] for prompt, *_ in cases]
+    prompts = [PROMPTS[prompt] for prompt, *_ in cases]
 
     async def main(scheduler: Scheduler):
         streamed = []
@@ -227,7 +230,7 @@ def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
 
 
 @pytest.mark.slow
-def test_batch_is_resumed_after_restart_of_single_replica_process(alone):
+def test_batch_is_resumed_after_restart_of_single_replica_process(alone_long):
     config = RuntimeConfig(
         gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(own_process=True)
     )
@@ -241,12 +244,12 @@ def test_batch_is_resumed_after_restart_of_single_replica_process(alone):
             assert scheduler.batches == [3]
             held.release(*jobs)
             for case, job, first in zip(cases, jobs, firsts, strict=True):
-                assert first + rest_of(job) == alone[case]
+                assert first + rest_of(job) == alone_long[case]
                 assert job.generation.losses == 1
 
 
 @pytest.mark.slow
-def test_request_gives_up_replica_for_newcomer_without_loss(alone, held):
+def test_request_gives_up_replica_for_newcomer_without_loss(alone, alone_long, held):
     long, short = (1, LONG, 0), (2, SHORT, 1)
     with Scheduler(held) as scheduler:
         job = held.submit(scheduler, make(held, long, lookahead=SLOW))
@@ -258,14 +261,14 @@ def test_request_gives_up_replica_for_newcomer_without_loss(alone, held):
         other_tokens = first_delta(other)
         held.release(other)
         assert other_tokens + rest_of(other) == alone[short]
-        assert tokens + rest_of(job) == alone[long]
+        assert tokens + rest_of(job) == alone_long[long]
         assert job.generation.losses == 0
         job = scheduler.submit(make(held, long))
-        assert job.result().token_ids == alone[long]
+        assert job.result().token_ids == alone_long[long]
 
 
 @pytest.mark.slow
-def test_freed_replicas_join_running_request(alone, held):
+def test_freed_replicas_join_running_request(alone_long, held):
     first, second = (0, LONG, 0), (1, LONG, 0)
     with Scheduler(held) as scheduler:
         jobs = [
@@ -277,18 +280,24 @@ def test_freed_replicas_join_running_request(alone, held):
         jobs[0].cancel()
         wait_until(lambda: scheduler.degrees == [GPUS])
         held.release(jobs[1])
-        assert tokens + rest_of(jobs[1]) == alone[second] and jobs[1].generation.losses == 0
+        assert tokens + rest_of(jobs[1]) == alone_long[second] and jobs[1].generation.losses == 0
 
 
 @pytest.mark.parametrize("num_jobs", [pytest.param(GPUS, marks=pytest.mark.slow), GPUS + 1])
-def test_request_on_lost_replica_is_resumed_under_load(alone, held, num_jobs):
-    cases = LONG_CASES[:num_jobs]
+def test_request_on_lost_replica_is_resumed_under_load(alone, held, num_jobs, tmp_path):
+    """The replica of the last job is killed after that job's first token."""
+    cases = [case for case in CASES if case[1] == MEDIUM][:num_jobs]
+    gate = Gate(tmp_path, len(make(held, cases[-1]).prompt_ids))
     with Scheduler(held, policy="throughput") as scheduler:
-        jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases]
+        jobs = [held.submit(scheduler, make(held, case, lookahead=SLOW)) for case in cases[:-1]]
         firsts = [first_delta(job) for job in jobs]
-        victims = scheduler.replicas_of(jobs[-1])  # all replicas of the last job, which has just begun
+        jobs.append(held.submit(scheduler, make(held, cases[-1], lookahead=SLOW, processors=[gate])))
+        firsts.append(first_delta(jobs[-1]))
+        gate.wait_until_held()
+        victims = scheduler.replicas_of(jobs[-1])
         for index in victims:
             os.kill(held.launcher.process_ids[index], signal.SIGKILL)
+        gate.open()
         assert len(scheduler.degrees) == num_jobs
         held.release(*jobs)
         for case, job, first in zip(cases, jobs, firsts, strict=True):
@@ -403,7 +412,7 @@ def test_unknown_policy_is_refused():
 
 
 @pytest.mark.slow
-def test_request_moves_from_busy_replica_to_idle_one(alone):
+def test_request_moves_from_busy_replica_to_idle_one(alone, alone_long):
     """The busy replica is a process that is stopped: it sends nothing, and is not taken for lost either."""
     failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)
     config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
@@ -427,4 +436,4 @@ def test_request_moves_from_busy_replica_to_idle_one(alone):
             finally:
                 os.kill(runtime.launcher.process_ids[0], signal.SIGCONT)
             held.release(busy)
-            assert firsts[jobs.index(busy)] + rest_of(busy) == alone[LONG_CASES[jobs.index(busy)]]
+            assert firsts[jobs.index(busy)] + rest_of(busy) == alone_long[LONG_CASES[jobs.index(busy)]]

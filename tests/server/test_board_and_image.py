@@ -28,9 +28,9 @@ SUFFIXES = ("_total", "_bucket", "_sum", "_count", "_created")
 
 
 @pytest.fixture(scope="module")
-def runtime(demo_model_dir):
+def runtime(small_demo_dir):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
-    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+    with LookaheadRuntime(small_demo_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
 
@@ -128,7 +128,8 @@ def test_health_check_passes_on_a_running_server(runtime):
 
 def test_health_check_accepts_a_certificate_of_another_name(tmp_path):
     files = ["-keyout", str(tmp_path / "key.pem"), "-out", str(tmp_path / "cert.pem")]
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=example.com"]
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command = ["openssl", "req", "-x509", *key, "-days", "1", "-subj", "/CN=example.com"]
     subprocess.run([*command, *files], check=True, capture_output=True)
     config = ServeConfig(ssl_certfile=str(tmp_path / "cert.pem"), ssl_keyfile=str(tmp_path / "key.pem"))
     starting = StartingServer(socket.create_server(("127.0.0.1", 0)), config)

@@ -7,7 +7,7 @@ import urllib.request
 
 import openai
 import pytest
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -18,10 +18,9 @@ QUESTION = {"role": "user", "content": "Write a loop."}
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
+def url(small_model_that_chats):
     config = RuntimeConfig(
-        ModelConfig(path=str(folder)),
+        ModelConfig(path=str(small_model_that_chats())),
         LookaheadConfig(7, 5, 7, prior="none"),
         device="cpu",
         dtype="float32",

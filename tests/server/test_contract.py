@@ -10,7 +10,7 @@ import openai
 import pytest
 import torch
 from support import reference
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import ModelConfig
@@ -22,10 +22,9 @@ SPECIAL = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
+def runtime(small_model_that_chats):
     lookahead = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
-    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+    with LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
 
@@ -41,9 +40,9 @@ def tokenizer():
 
 
 @pytest.fixture(scope="module")
-def log_softmax():
+def log_softmax(runtime):
     """Return a function from token ids to transformers' log-probabilities, [l, V]."""
-    model = load_model(ModelConfig(), torch.device("cpu"), "float32")
+    model = load_model(runtime.config.model, torch.device("cpu"), "float32")
 
     def of(ids: list[int]) -> torch.Tensor:
         with torch.inference_mode():
@@ -349,6 +348,14 @@ def test_answer_without_max_tokens_fills_the_context(url, runtime):
     with pytest.raises(urllib.error.HTTPError) as caught:
         post(f"{url}/v1/completions", prompt=ids, max_tokens=6, lookahead={"W": None}, stream_options=None)
     assert json.load(caught.value)["error"]["code"] == "context_length_exceeded"
+
+
+def test_tools_are_refused_if_template_takes_none(client):
+    clock = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+    asked = {"model": "demo", "messages": MESSAGES, "max_tokens": 4, "temperature": 0, "tools": [clock]}
+    with pytest.raises(openai.BadRequestError, match="takes none"):
+        client.chat.completions.create(**asked)
+    assert client.chat.completions.create(**asked, tool_choice="none").choices[0].message.tool_calls is None
 
 
 def test_null_stream_options_are_accepted(url):

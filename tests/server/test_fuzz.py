@@ -1,55 +1,51 @@
-"""Tests with a few hundred malformed requests and command lines of `benchmarks/correctness.py fuzz`."""
+"""Tests with some of the malformed requests and command lines of `benchmarks/correctness.py fuzz`."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from support import fuzz
 from support.fuzz_cases import COMPLETIONS, GOOD, LIMITS, HttpCase, http_cases, request
 from support.fuzz_command_lines import override_cases
 from support.fuzz_fields import FIELDS_LIMITS, FIELDS_TEMPLATE, field_cases
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
 from lp_runtime import LookaheadRuntime
 
 
 @pytest.fixture(scope="module")
-def site():
+def site(small_model_that_chats):
     """Yield (base URL, scheduler) of a server."""
-    with tempfile.TemporaryDirectory() as folder:
-        model = demo_model_that_chats(Path(folder) / "model")
-        with (
-            LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
-            served(runtime, **LIMITS) as site,
-        ):
-            yield site
+    with (
+        LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
+        served(runtime, **LIMITS) as site,
+    ):
+        yield site
 
 
-def test_malformed_requests_are_refused_and_the_server_continues(site):
+@pytest.mark.parametrize("count", [160, pytest.param(400, marks=pytest.mark.slow)])
+def test_malformed_requests_are_refused_and_the_server_continues(site, count):
     url, scheduler = site
     before = fuzz.tokens(url)
-    seen, faults = fuzz.fuzz_requests(url, http_cases(400, seed=1))
+    seen, faults = fuzz.fuzz_requests(url, http_cases(count, seed=1))
     assert not faults, "\n".join(faults)
-    assert sum(seen.values()) == 400 and len({status for _, status in seen}) > 4
+    assert sum(seen.values()) == count and len({status for _, status in seen}) > 4
     assert fuzz.answer(url, request("/health", b"", "GET"))[0] == 200
     assert fuzz.tokens(url) == before and not scheduler.num_running
 
 
-def test_fuzzed_fields_of_every_route_are_answered():
-    cases = list(field_cases(300, seed=1))
-    with tempfile.TemporaryDirectory() as folder:
-        model = demo_model_that_chats(Path(folder) / "model", FIELDS_TEMPLATE)
-        with (
-            LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
-            served(runtime, **FIELDS_LIMITS) as (url, _),
-        ):
-            seen, faults = fuzz.fuzz_requests(url, cases)
+@pytest.mark.parametrize("count", [120, pytest.param(342, marks=pytest.mark.slow)])  # 342: every field once
+def test_fuzzed_fields_of_every_route_are_answered(small_model_that_chats, count):
+    cases, model = list(field_cases(count, seed=1)), small_model_that_chats(FIELDS_TEMPLATE)
+    with (
+        LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
+        served(runtime, **FIELDS_LIMITS) as (url, _),
+    ):
+        seen, faults = fuzz.fuzz_requests(url, cases)
     assert not faults, "\n".join(faults)
-    assert seen["derived", 200] > 50 and seen["derived", 400] > 50
+    assert seen["derived", 200] > count // 6 and seen["derived", 400] > count // 6
 
 
 def test_fuzzer_reports_accepted_input_and_server_errors(site):
@@ -60,7 +56,8 @@ def test_fuzzer_reports_accepted_input_and_server_errors(site):
     assert seen == Counter({("lp-generate", "Accepted"): 1}) and len(faults) == 1
 
 
-def test_malformed_command_lines_are_refused_in_one_line():
-    seen, faults = fuzz.fuzz_overrides(override_cases(30, seed=1))
+@pytest.mark.parametrize("count", [12, pytest.param(60, marks=pytest.mark.slow)])
+def test_malformed_command_lines_are_refused_in_one_line(count):
+    seen, faults = fuzz.fuzz_overrides(override_cases(count, seed=1))
     assert not faults, "\n".join(faults)
-    assert sum(seen.values()) == 30
+    assert sum(seen.values()) == count

@@ -18,9 +18,9 @@ from lp_runtime.server.status import GeneratingCheck
 
 
 @pytest.fixture(scope="module")
-def runtime():
+def runtime(small_demo_dir):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
-    with LookaheadRuntime(device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+    with LookaheadRuntime(small_demo_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
 

@@ -11,13 +11,23 @@ import openai
 import pytest
 from support import browser, reference
 from support.processes import wait_until
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 SHOWN = ("output", "count", "steps", "model", "legend", "error")
 PNG = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture(scope="module")
+def chat_url(small_model_that_chats):
+    """Yield the base URL of a server whose model has a chat template."""
+    with (
+        LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=FIXED) as runtime,
+        served(runtime) as (url, _),
+    ):
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +39,13 @@ def site(demo_model_dir):
             yield url, done
 
 
-def test_head_request_for_the_page_returns_200(site):
-    with urllib.request.urlopen(urllib.request.Request(site[0], method="HEAD")) as answer:
+def test_head_request_for_the_page_returns_200(chat_url):
+    with urllib.request.urlopen(urllib.request.Request(chat_url, method="HEAD")) as answer:
         assert answer.status == 200 and answer.read() == b""
 
 
-def test_page_loads_no_external_resources_and_forbids_framing(site):
-    with urllib.request.urlopen(site[0]) as answer:
+def test_page_loads_no_external_resources_and_forbids_framing(chat_url):
+    with urllib.request.urlopen(chat_url) as answer:
         page = answer.read().decode()
     assert answer.headers["Content-Type"].startswith("text/html")
     assert not re.search(r"(src|href)=|url\(|https?://|import\s", page)
@@ -116,31 +126,26 @@ def test_browser_shows_constrained_text_and_forced_runs(site, tmp_path):
 
 
 @pytest.mark.skipif(browser.find() is None, reason="no Chromium here; scripts/browser.sh fetches one")
-def test_browser_shows_both_turns_of_a_chat(tmp_path):
+def test_browser_shows_both_turns_of_a_chat(chat_url, tmp_path):
     """The second of two turns is sent with the first, and both stay on the page."""
-    folder = demo_model_that_chats(tmp_path / "model")
-    with (
-        LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime,
-        served(runtime) as (url, _),
-    ):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-        messages: list[dict[str, str]] = []
+    client = openai.OpenAI(base_url=f"{chat_url}/v1", api_key="none", max_retries=0)
+    messages: list[dict[str, str]] = []
+    for text in ("Write a loop.", "Another one."):
+        messages.append({"role": "user", "content": text})
+        done = client.chat.completions.create(model="demo", messages=messages, max_tokens=16, temperature=0)
+        messages.append({"role": "assistant", "content": done.choices[0].message.content})
+    with browser.page(browser.find(), tmp_path / "profile") as page:
+        page.open(f"{chat_url}/?tokens=16")
+        wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
+        page.run("const mode = document.getElementById('mode'); mode.value = 'chat'")
+        page.run("document.getElementById('mode').dispatchEvent(new Event('change'))")
         for text in ("Write a loop.", "Another one."):
-            messages.append({"role": "user", "content": text})
-            done = client.chat.completions.create(model="demo", messages=messages, max_tokens=16, temperature=0)
-            messages.append({"role": "assistant", "content": done.choices[0].message.content})
-        with browser.page(browser.find(), tmp_path / "profile") as page:
-            page.open(f"{url}/?tokens=16")
-            wait_until(lambda: page.run("document.getElementById('model')?.textContent"))
-            page.run("const mode = document.getElementById('mode'); mode.value = 'chat'")
-            page.run("document.getElementById('mode').dispatchEvent(new Event('change'))")
-            for text in ("Write a loop.", "Another one."):
-                page.run(f"delete document.body.dataset.done; document.getElementById('prompt').value = '{text}'")
-                page.run("document.getElementById('go').click()")
-                wait_until(lambda: page.run("document.body.dataset.done"))
-            assert page.run("document.getElementById('error').textContent") == ""
-            shown = page.run("document.getElementById('output').textContent")
-            page.run("document.getElementById('new').click()")
-            assert page.run("document.getElementById('output').textContent") == ""
+            page.run(f"delete document.body.dataset.done; document.getElementById('prompt').value = '{text}'")
+            page.run("document.getElementById('go').click()")
+            wait_until(lambda: page.run("document.body.dataset.done"))
+        assert page.run("document.getElementById('error').textContent") == ""
+        shown = page.run("document.getElementById('output').textContent")
+        page.run("document.getElementById('new').click()")
+        assert page.run("document.getElementById('output').textContent") == ""
     first, second = messages[1]["content"], messages[3]["content"]
     assert shown == f"> Write a loop.\n\n{first}\n\n> Another one.\n\n{second}"

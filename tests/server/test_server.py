@@ -16,9 +16,10 @@ import openai
 import pytest
 from support import reference
 from support.processes import PATIENCE, marked, one_core, wait_until
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.model.loading.loader import load_tokenizer
 
 FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
@@ -29,9 +30,8 @@ LONG = 3000  # tokens; a request of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
-    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
+def runtime(small_model_that_chats):
+    with LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=FIXED) as runtime:
         yield runtime
 
 
@@ -373,16 +373,10 @@ def test_killed_lp_serve_leaves_no_process_and_frees_its_port(tmp_path):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("port=70000", "port=70000: must be 0 to 65535"),
-        ("max_waiting=-1", "max_waiting=-1"),
         ("host=300.0.0.1", "host=300.0.0.1 port=8000"),
         ("api_key=''", "api_key: is empty"),
-        ("header_timeout=0", "header_timeout=0.0: must be a number of seconds > 0"),
-        ("max_connections=0", "max_connections=0: must be an integer >= 1"),
         ("api_keys=/nowhere", "api_keys=/nowhere: No such file or directory"),
-        ("ssl_keyfile=/x", "ssl_keyfile=/x: only with ssl_certfile"),
         ("ssl_certfile=/nowhere", "ssl_certfile=/nowhere: "),
-        ("server=apache", "server=apache: must be one of uvicorn, ray_serve"),
     ],
 )
 def test_bad_settings_are_refused_in_one_line(override, message, capsys):
@@ -393,3 +387,21 @@ def test_bad_settings_are_refused_in_one_line(override, message, capsys):
     assert caught.value.code == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"port": 70000}, "port=70000: must be 0 to 65535"),
+        ({"max_waiting": -1}, "max_waiting=-1"),
+        ({"header_timeout": 0.0}, "header_timeout=0.0: must be a number of seconds > 0"),
+        ({"max_connections": 0}, "max_connections=0: must be an integer >= 1"),
+        ({"ssl_keyfile": "/x"}, "ssl_keyfile=/x: only with ssl_certfile"),
+        ({"server": "apache"}, "server=apache: must be one of uvicorn, ray_serve"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ConfigError) as caught:
+        ServeConfig(**settings)
+    assert str(caught.value).startswith(message)

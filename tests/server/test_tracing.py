@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.processes import wait_until
-from support.serving import demo_model_that_chats, served
+from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.serving import ServeConfig
@@ -27,10 +27,9 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    folder = demo_model_that_chats(tmp_path_factory.mktemp("chat") / "model")
+def runtime(small_model_that_chats):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
-    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+    with LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
 

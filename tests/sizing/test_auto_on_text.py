@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 from support.recorded import RecordedText, decode_recorded, load_texts, open_recorded
@@ -33,6 +35,20 @@ def seconds_of(text: RecordedText, vocabulary: np.ndarray, times: np.ndarray, bu
     return decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
 
 
+def times_of(curve: str) -> np.ndarray:
+    """Return the nanoseconds of a step by its tokens, [2 * MAX_NODES + 1]."""
+    points = CURVES[curve]
+    return interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
+
+
+@functools.cache
+def best_of(curve: str) -> dict[str, int]:
+    """Return the nanoseconds that each text takes with its best fixed budget."""
+    texts, vocabulary = load_texts()
+    times = times_of(curve)
+    return {text.kind: min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts}
+
+
 # Measurements that a busy machine may have made, as functions of the real times, [M + 1].
 MISMEASURED = {
     "all slow": lambda times: 3 * times,
@@ -45,9 +61,7 @@ MIN_SHARE_PERCENT_MISMEASURED = 90
 @pytest.mark.parametrize("curve", CURVES)
 def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
     texts, vocabulary = load_texts()
-    points = CURVES[curve]
-    times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
-    best = {text.kind: min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts}
+    times, best = times_of(curve), best_of(curve)
     spent = dict.fromkeys(best, 0)
     for first in range(0, len(texts), 2):  # learned costs depend on the order of the texts
         order, learned = texts[first:] + texts[:first], LearnedCosts.initial(1)
@@ -68,9 +82,7 @@ def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
 )
 def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     texts, vocabulary = load_texts()
-    points = CURVES[curve]
-    times = interpolate(list(points), [MICROSECOND * each for each in points.values()], 2 * MAX_NODES)
-    best = sum(min(seconds_of(text, vocabulary, times, each) for each in BUDGETS) for text in texts)
+    times, best = times_of(curve), sum(best_of(curve).values())
     learned, spent = LearnedCosts.initial(1), 0
     for text in texts:
         sized = StepBudget(MISMEASURED[mistake](times)[None], True, None, learned)

@@ -17,7 +17,7 @@ from lp_runtime.text.decoding import REPLACEMENT
 from lp_runtime.text.detokenizer import Detokenizer
 
 SMALL_KINDS = [builder.__name__ for builder in BUILDERS]  # vocabularies of a few hundred tokens
-NUM_SEQUENCES = {deltas_fault: 25, token_texts_fault: 15}
+NUM_SEQUENCES = {deltas_fault: 12, token_texts_fault: 8}
 
 
 def ids_of(kind: str, *pieces: str) -> list[int]:

@@ -12,7 +12,7 @@ from support.tokenizer_kinds import KINDS, tokenizer_of
 from lp_runtime.errors import ModelError
 from lp_runtime.text.stop_strings import StopStrings
 
-NUM_SEQUENCES = {stop_strings_fault: 30, criteria_fault: 5}
+NUM_SEQUENCES = {stop_strings_fault: 15, criteria_fault: 2}
 CASES = [(kind, check) for check in NUM_SEQUENCES for kind in kinds_of(check, list(KINDS))]
 
 

@@ -16,7 +16,7 @@ from lp_runtime.text.token_text import TokenTexts
 def test_token_bytes_join_to_the_text(kind):
     tokenizer = tokenizer_of(kind)
     source = RandomTokens(tokenizer, random.Random(kind))
-    for seed in range(100):
+    for seed in range(40):
         new = source.text() if seed % 2 else source.tokens()
         if bytes_fault(tokenizer, [], new, seed) is not None:
             pytest.fail(smallest_fault(bytes_fault, tokenizer, [], new, seed))

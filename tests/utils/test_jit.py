@@ -1,16 +1,14 @@
 """Tests that compiled code is cached until any file that it was compiled from changes."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from support.forked import run_forked
 
 CALLEE = "from lp_runtime.utils.jit import compiled\n\n\n@compiled\ndef value():\n    return {}\n"
 CALLER = """
 from callee import value
-from lp_runtime.utils.jit import compiled
+from lp_runtime.utils.jit import compiled, is_cached
 
 
 @compiled
@@ -19,7 +17,7 @@ def caller():
 
 
 if __name__ == "__main__":
-    print(caller(), sum(caller.stats.cache_hits.values()))
+    print(is_cached(caller), caller(), is_cached(caller), sum(caller.stats.cache_hits.values()))
 """
 USER = """
 from lp_runtime.utils.jit import compiled
@@ -35,11 +33,21 @@ print(user(), sum(user.stats.cache_hits.values()))
 """
 
 
-def output_of(folder: Path, *arguments: str) -> str:
-    """Run Python in a folder, with compiled code cached next to it; return what it prints."""
-    environment = os.environ | {"NUMBA_CACHE_DIR": str(folder.parent / "cache")}
-    command = [sys.executable, "-B", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=True)
+def output_of(folder: Path, script: str, cpu: str | None = None) -> str:
+    """Run a module of a folder in a fresh process, with compiled code cached next to the folder; return its output.
+
+    The code is compiled for a CPU by LLVM's name; None for this machine's.
+    """
+    code = (
+        "import runpy, sys, numba\n"
+        f"numba.config.CACHE_DIR = {str(folder.parent / 'cache')!r}\n"
+        f"numba.config.CPU_NAME = {cpu!r}\n"
+        f"sys.path.insert(0, {str(folder)!r})\n"
+        "sys.dont_write_bytecode = True\n"  # by which a constant of the same size would not change
+        f"runpy.run_module({script!r}, run_name='__main__', alter_sys=True)\n"
+    )
+    done = run_forked(exec, code, {}, cwd=folder)
+    assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
 
@@ -54,27 +62,27 @@ def write_scripts(folder: Path, number: int) -> Path:
 @pytest.mark.slow
 def test_caller_is_recompiled_after_its_callee_changes(tmp_path: Path):
     folder = tmp_path / "scripts"
-    assert output_of(write_scripts(folder, 1), "caller.py") == "1 0"
-    assert output_of(folder, "caller.py") == "1 1"
-    assert output_of(write_scripts(folder, 2), "caller.py") == "2 0"
-
-
-def test_is_cached_reports_whether_code_is_cached(tmp_path: Path):
-    write_scripts(tmp_path / "scripts", 1)
-    code = "import caller; from lp_runtime.utils.jit import is_cached; print(is_cached(caller.caller))"
-    first = output_of(tmp_path / "scripts", "-c", code)
-    output_of(tmp_path / "scripts", "caller.py")
-    assert (first, output_of(tmp_path / "scripts", "-c", code)) == ("False", "True")
+    assert output_of(write_scripts(folder, 1), "caller") == "False 1 True 0"
+    assert output_of(folder, "caller") == "True 1 True 1"
+    assert output_of(write_scripts(folder, 2), "caller") == "False 2 True 0"
 
 
 def test_copies_of_the_sources_share_compiled_code(tmp_path: Path):
-    assert output_of(write_scripts(tmp_path / "first", 1), "caller.py") == "1 0"
-    assert output_of(write_scripts(tmp_path / "second", 1), "caller.py") == "1 1"
+    """`is_cached` reports whether the code is cached."""
+    assert output_of(write_scripts(tmp_path / "first", 1), "caller") == "False 1 True 0"
+    assert output_of(write_scripts(tmp_path / "second", 1), "caller") == "True 1 True 1"
+
+
+def test_code_for_another_cpu_is_not_used(tmp_path: Path):
+    folder = write_scripts(tmp_path / "scripts", 1)
+    for cpu in (None, "generic"):
+        assert output_of(folder, "caller", cpu) == "False 1 True 0"
+        assert output_of(folder, "caller", cpu) == "True 1 True 1"
 
 
 def test_functions_compile_without_a_cache_folder(tmp_path: Path):
     (tmp_path / "cache").touch()  # a file in place of the folder
-    assert output_of(write_scripts(tmp_path / "scripts", 1), "caller.py") == "1 0"
+    assert output_of(write_scripts(tmp_path / "scripts", 1), "caller") == "True 1 True 0"
 
 
 def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path):
@@ -87,7 +95,7 @@ def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path)
 
     def run(number: int) -> str:
         (inner.parent / "constants.py").write_text(f"VALUE = {number}\n")
-        return output_of(tmp_path / "root", "-m", "package.inner.user")
+        return output_of(tmp_path / "root", "package.inner.user")
 
     assert run(1) == "1 0"
     assert run(1) == "1 1"

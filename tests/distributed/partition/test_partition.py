@@ -72,7 +72,7 @@ def busiest(shares: Shares) -> int:
     return max(len(share.nodes) for share in shares)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees(), st.lists(st.sampled_from([0.3, 0.5, 1.0, 1.0, 1.0, 2.5]), min_size=1, max_size=6))
 def test_nodes_have_one_owner_and_shares_contain_ancestors(tree, speeds):
     shares = partition(tree, speeds)
@@ -113,7 +113,7 @@ def test_tree_larger_than_the_time_table_is_partitioned():
     check_shares(tree, partition_by_times(tree, times, 10))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees(), st.lists(st.integers(0, 9), min_size=1, max_size=5))
 def test_select_within_fills_capacity_in_tree_order(tree, capacity):
     """No replica gets more than its capacity, and a node is left out only if it fits on no replica."""
@@ -131,7 +131,7 @@ def test_select_within_fills_capacity_in_tree_order(tree, capacity):
             assert all(num > free for num, free in zip(added, left, strict=True))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(trees(), st.integers(1, 5))
 def test_select_within_keeps_the_whole_tree_if_its_partition_fits(tree, num_replicas):
     most = max(partition(tree, [1.0] * num_replicas).sizes)
@@ -234,7 +234,7 @@ def small_cases(draw):
     return tree, draw(st.sampled_from([[1.0, 1.0], [1.0, 1.0, 1.0], [1.0, 2.0]]))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=75, deadline=None, derandomize=True)
 @given(small_cases())
 def test_partition_of_small_trees_is_nearly_optimal(case):
     tree, speeds = case

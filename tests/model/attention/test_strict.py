@@ -51,12 +51,12 @@ def test_tail_table_lists_the_keys_of_each_path():
 @pytest.mark.parametrize("dtype", thinned(3, [HALF[0], HALF[1], torch.float32]))
 def test_strict_logits_equal_single_token_steps_bitwise(demo_model_dir, dtype):
     model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32").to(dtype)
-    text = [(7 * i * i) % 4096 for i in range(12)]
-    others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j % 7)] for j in range(9)]
+    text = [(7 * i * i) % 4096 for i in range(8)]
+    others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j)] for j in range(5)]  # with the text, several passes
     differed = 0
-    for strict_tokens in (16, None):
+    for strict_tokens, lengths in ((16, (9, 122, 250)), (None, (122,))):
         tree_model = OneSlot(ModelRunner(model, 2048, strict_tokens))
-        for length in (9, 122, 250):
+        for length in lengths:
             prompt = [(13 * i) % 4096 for i in range(length)]
             tree_model.begin(600)
             tree_model.prefill(prompt)
@@ -88,12 +88,11 @@ def test_families_are_strict_or_refused(family):
         return
     tree_model = ModelRunner(model, 2048, strict_tokens=16)
     check_model(tree_model)
-    for seed in range(2):
-        prompt = tuple(torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(seed)).tolist())
-        for sampling in (SamplingConfig(), SamplingConfig(temperature=0.9, seed=seed)):
-            expected = decode(tree_model, Request(prompt, PLAIN, 20, sampling=sampling))
-            for lookahead in (LookaheadConfig(5, 4, 5), LookaheadConfig(15, 5, 15)):
-                assert decode(tree_model, Request(prompt, lookahead, 20, sampling=sampling)) == expected
+    prompt = tuple(torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(0)).tolist())
+    for sampling in (SamplingConfig(), SamplingConfig(temperature=0.9, seed=0)):
+        expected = decode(tree_model, Request(prompt, PLAIN, 12, sampling=sampling))
+        for lookahead in (LookaheadConfig(5, 4, 5), LookaheadConfig(15, 5, 15)):
+            assert decode(tree_model, Request(prompt, lookahead, 12, sampling=sampling)) == expected
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
 """A part of `benchmarks/correctness.py types`: model types are decoded as by `generate`, or refused."""
 
 import pytest
-from support.causal_configs import DEFAULT, TYPES, small_config, variants_of
+from support import causal_types
+from support.causal_configs import DEFAULT, small_config, variants_of
 from support.causal_types import outcome_of
 from support.versions import needs_rotary_by_length, needs_transformers
 
@@ -21,24 +22,31 @@ EXACT = [
     pytest.param("phi3", "long RoPE", marks=[needs_rotary_by_length, pytest.mark.slow]),
 ]
 REFUSED = [
-    ("jamba", DEFAULT),
+    pytest.param("jamba", DEFAULT, marks=pytest.mark.slow),
     ("mamba", DEFAULT),
     ("openai-gpt", DEFAULT),
     ("prophetnet", DEFAULT),
 ]
 # Beyond a threshold, attention depends on a token's place in the input or on the number of keys.
 THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
+NEW_TOKENS = 20
+PROMPT_TOKENS = (1, 30, 80)  # the shortest; decoded across 40 tokens, and across 96: thresholds of TYPES
+
+
+@pytest.fixture(autouse=True)
+def short_outputs(monkeypatch) -> None:
+    monkeypatch.setattr(causal_types, "NEW_TOKENS", NEW_TOKENS)
 
 
 @pytest.mark.parametrize(("model_type", "variant"), EXACT)
 def test_supported_type_matches_generate(model_type, variant):
-    outcome = outcome_of(model_type, variants_of(model_type)[variant])
+    outcome = outcome_of(model_type, variants_of(model_type)[variant], PROMPT_TOKENS)
     assert outcome.kind == "exact", outcome.reason
     assert not outcome.reason  # the output is varied enough to show something
 
 
 def test_type_with_offset_positions_matches_generate():
-    outcome = outcome_of("roberta", variants_of("roberta")[DEFAULT])
+    outcome = outcome_of("roberta", variants_of("roberta")[DEFAULT], PROMPT_TOKENS[1:])
     assert outcome.kind == "exact", outcome.reason
 
 
@@ -51,19 +59,20 @@ def test_unsupported_type_is_refused_in_one_line(model_type, variant):
 @pytest.mark.parametrize(("model_type", "variant"), THRESHOLDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_type_with_length_threshold_is_exact_or_refused(model_type, variant, seed):
-    outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(12,), seed=seed)
+    outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(30,), seed=seed)
     assert outcome.kind in ("exact", "refused"), outcome.reason
 
 
 @needs_transformers(23, "has all of these types")
 def test_length_fields_have_variants():
-    fields = {(model_type, variant.split("=")[0]) for model_type in TYPES for variant in variants_of(model_type)}
-    assert {
-        ("doge", "keep_window_size"),
-        ("gpt_neo", "window_size"),
-        ("inkling_text", "log_scaling_n_floor"),
-        ("llama4", "floor_scale"),
-        ("ministral3", "original_max_position_embeddings"),
-        ("mistral", "sliding_window"),
-    } <= fields
+    fields = {
+        "doge": "keep_window_size",
+        "gpt_neo": "window_size",
+        "inkling_text": "log_scaling_n_floor",
+        "llama4": "floor_scale",
+        "ministral3": "original_max_position_embeddings",
+        "mistral": "sliding_window",
+    }
+    for model_type, field in fields.items():
+        assert field in {variant.split("=")[0] for variant in variants_of(model_type)}
     assert small_config("doge", variants_of("doge")["keep_window_size=40"]).keep_window_size == 40

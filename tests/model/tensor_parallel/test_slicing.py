@@ -45,14 +45,17 @@ CASES = {
 }
 if VERSION < (5, 21):  # these versions do not split a vocabulary, or only one that the shards divide
     del CASES["llama, a vocabulary of 63, tied"]
+ALSO_SLOW = ("llama", "llama, tied", "qwen2", "qwen3")  # like other cases, with less
 WHOLE_ATTENTION = ("phi3", "olmo2")  # their plans gather queries, keys and values on every shard
 
 
-@pytest.fixture(scope="module")
-def model_dirs(tmp_path_factory, random_model) -> dict[str, Path]:
+@pytest.fixture(params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["most", "others"])
+def model_dirs(request, tmp_path_factory, random_model) -> dict[str, Path]:
     """Save a checkpoint for each case, with nontrivial biases and norms."""
     folders = {}
     for case, settings in CASES.items():
+        if (case in ALSO_SLOW) != request.param:
+            continue
         name, family = FAMILIES[case.partition(",")[0]]
         model = random_model(name, **family | settings)
         generator = torch.Generator().manual_seed(1)

@@ -14,7 +14,7 @@ import jsonschema
 import openai
 import pytest
 from support.processes import PATIENCE
-from support.serving import TOOLS_TEMPLATE, demo_model_that_chats, served
+from support.serving import TOOLS_TEMPLATE, served
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -34,10 +34,9 @@ LONG = 3000  # tokens; an answer of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
-def runtime(tmp_path_factory):
-    folder = demo_model_that_chats(tmp_path_factory.mktemp("tools") / "model", TOOLS_TEMPLATE)
+def runtime(small_model_that_chats):
     config = RuntimeConfig(
-        ModelConfig(path=str(folder)),
+        ModelConfig(path=str(small_model_that_chats(TOOLS_TEMPLATE))),
         LookaheadConfig(7, 5, 7, prior="none", draft_tables="request"),
         device="cpu",
         dtype="float32",

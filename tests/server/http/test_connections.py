@@ -27,9 +27,9 @@ LONG = 3000  # tokens; a request of this length does not end during a test
 
 
 @pytest.fixture(scope="module")
-def runtime(demo_model_dir):
+def runtime(small_demo_dir):
     lookahead = LookaheadConfig(7, 5, 7, prior="none")
-    with LookaheadRuntime(demo_model_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+    with LookaheadRuntime(small_demo_dir, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
 
 
@@ -74,7 +74,7 @@ def test_slow_body_gets_408(runtime):
 
 
 def test_stream_sends_comments_while_there_is_no_text(runtime):
-    options = {"model": "demo", "prompt": PROMPT * 20, "max_tokens": 8, "temperature": 0}
+    options = {"model": "demo", "prompt": PROMPT * 5, "max_tokens": 8, "temperature": 0}
     with served(runtime, ping_seconds=1e-4) as (url, _):
         body = json.dumps({**options, "stream": True}).encode()
         request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
