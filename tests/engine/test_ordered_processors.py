@@ -107,8 +107,8 @@ class Bans(LogitsProcessor):
         return scores
 
 
-def on_a_rank(group: Group) -> dict[str, tuple[list[int], int, bool]]:
-    """Return (tokens, steps, whether rank 1 owned nodes) by processor."""
+def on_a_rank(group: Group) -> dict[str, tuple[list[int], bool]]:
+    """Return (tokens, whether rank 1 owned nodes) by processor."""
     model = make_model()
     results = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
@@ -117,8 +117,8 @@ def on_a_rank(group: Group) -> dict[str, tuple[list[int], int, bool]]:
         events = engine_of(ModelRunner(model, 2048), group).run(
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
         )
-        *outputs, report = events
-        results[name] = [token for each in outputs for token in each.token_ids], report.num_steps, any(owned)
+        *outputs, _ = events
+        results[name] = [token for each in outputs for token in each.token_ids], any(owned)
     return results
 
 
@@ -127,9 +127,9 @@ def test_replicas_agree_and_share_nodes_unless_processors_are_ordered(model):
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
         request = Request(PROMPT, SHARED, 16, processors=(make(),))
-        tokens, report = decode(model, request)
+        tokens, _ = decode(model, request)
         assert tokens == generated(model, make(), 16)
-        expected[name] = tokens, report.num_steps, name == "bans"
+        expected[name] = tokens, name == "bans"
     assert run_ranks(on_a_rank, 2) == [expected, expected]
 
 
