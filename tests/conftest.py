@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -140,6 +142,28 @@ def tiny_model_dir(make_model_dir) -> Path:
 def demo_model_dir() -> Path:
     """The trained model that comes with the package, with its tokenizer."""
     return DEMO_MODEL
+
+
+@pytest.fixture(scope="session")
+def shallow_demo(demo_model_dir, tmp_path_factory) -> Callable[[int], Path]:
+    """Return a function that writes the demo model with fewer of its six layers and returns its folder.
+
+    It is trained to have six, but its texts still repeat themselves, and a step takes half the time or less.
+    """
+
+    def write(num_layers: int) -> Path:
+        folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("shallow") / "model")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": num_layers}))
+        return folder
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def small_demo_dir(shallow_demo) -> Path:
+    """The demo model with two of its six layers."""
+    return shallow_demo(2)
 
 
 # Outputs that every launcher must reproduce. They are here because pytest imports a folder's own conftest.py before

@@ -6,7 +6,6 @@ import ast
 import json
 import re
 import runpy
-import shutil
 from pathlib import Path
 
 import jsonschema
@@ -18,15 +17,6 @@ from transformers import AutoModelForCausalLM
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
 PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
-
-
-@pytest.fixture(scope="module")
-def small_demo_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with two of its six layers."""
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return folder
 
 
 @pytest.mark.parametrize(

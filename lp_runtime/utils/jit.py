@@ -2,7 +2,8 @@
 
 Our compiled functions call each other and share constants across files. So a function's cache folder is named after a
 digest of all files in the function's folder and of the package files that they import, directly or indirectly. Copies
-of the package in different places share compiled code: every Ray job runs from a fresh copy.
+of the package in different places share compiled code: every Ray job runs from a fresh copy. The digest includes the
+CPU that the code is compiled for, so machines with different CPUs can share a cache folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import functools
 import hashlib
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +22,9 @@ from typing import Any
 
 import numba
 import numpy as np
+from llvmlite import binding
 from numba.core.caching import _CacheLocator
+from numba.core.codegen import get_host_cpu_features
 from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
@@ -126,8 +130,8 @@ def cache_root() -> Path:
 
 @functools.cache
 def _digest_of(folder: Path) -> str:
-    """Return a digest of a folder's sources; delete expired code of other sources if none is cached."""
-    digest = hashlib.blake2b(digest_size=16)
+    """Return a digest of a folder's sources and of the target; delete expired code if none of this digest is cached."""
+    digest = hashlib.blake2b(_target().encode(), digest_size=16)
     for file in sorted(_sources(folder)):
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     name = digest.hexdigest()
@@ -137,6 +141,13 @@ def _digest_of(folder: Path) -> str:
                 if old.stat().st_mtime < time.time() - MAX_AGE_SECONDS:
                     shutil.rmtree(old, ignore_errors=True)
     return name
+
+
+def _target() -> str:
+    """Return what machine code is for, besides its sources: Python, Numba, and the CPU that Numba compiles for."""
+    name, features = _numba_config["CPU_NAME"], _numba_config["CPU_FEATURES"]
+    cpu = name or binding.get_host_cpu_name(), get_host_cpu_features() if features is None else features
+    return " ".join([sys.implementation.cache_tag, numba.__version__, *cpu])
 
 
 def _sources(folder: Path) -> set[Path]:

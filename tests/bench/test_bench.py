@@ -32,22 +32,13 @@ CPU = torch.device("cpu")
 FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]
 
 
-@pytest.fixture(scope="module")
-def small_model_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with two of its six layers."""
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return folder
-
-
-def test_report_contains_all_methods(tmp_path, capsys, small_model_dir):
+def test_report_contains_all_methods(tmp_path, capsys, small_demo_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n{"text": "never read"}\n')
     out = tmp_path / "out"
     bench_main(
         [
-            f"model.path={small_model_dir}",
+            f"model.path={small_demo_dir}",
             f"prompts={prompts}:text",
             "limit=2",
             "rounds=2",
@@ -145,8 +136,8 @@ def test_conversations_are_decoded_to_their_end_and_reported_by_task(tmp_path, c
         [3, 1],
     ),
 )
-def test_critical_path_matches_the_engine(lookahead, num_replicas, small_model_dir):
-    model = ModelRunner(load_model(ModelConfig(path=str(small_model_dir)), CPU, "float32"), 2048)
+def test_critical_path_matches_the_engine(lookahead, num_replicas, small_demo_dir):
+    model = ModelRunner(load_model(ModelConfig(path=str(small_demo_dir)), CPU, "float32"), 2048)
     calibration = Calibration(model, Group.alone(), None)
     request = Request((5, 6, 7, 5, 6), lookahead, 24)
     *_, report = Engine(model, Group.alone(), calibration).run(request)
@@ -179,11 +170,11 @@ def test_commit_matches_the_checkout():
     assert head.startswith(commit().removesuffix("-dirty"))
 
 
-def test_too_long_prompt_is_refused(tmp_path, capsys, small_model_dir):
+def test_too_long_prompt_is_refused(tmp_path, capsys, small_demo_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
     with pytest.raises(SystemExit) as exit_status:
-        bench_main([f"model.path={small_model_dir}", f"prompts={prompts}:text", *FIXED])
+        bench_main([f"model.path={small_demo_dir}", f"prompts={prompts}:text", *FIXED])
     assert exit_status.value.code == 2
     assert "the prompt is too long" in capsys.readouterr().err
 

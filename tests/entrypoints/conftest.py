@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shutil
 
 import pytest
@@ -29,15 +28,6 @@ def composed_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(overrides, "_compose", compose_once)
         yield
-
-
-@pytest.fixture(scope="session")
-def small_demo_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with two of its six layers."""
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return folder
 
 
 @pytest.fixture

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 
 import pytest
 
 # Modules that import torch are imported inside fixtures: tests/conftest.py must set up Triton first.
-
-
-@pytest.fixture(scope="session")
-def small_demo_dir(demo_model_dir, tmp_path_factory):
-    """The demo model with two of its six layers."""
-    folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("small") / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
-    return folder
 
 
 @pytest.fixture(scope="session")
