@@ -380,7 +380,7 @@ CHAT_TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def chatty(demo_model_dir, tmp_path_factory):
-    """The demo model with a chat template of reasoning and tools, which refuses the role `nobody`."""
+    """The demo model with a chat template of reasoning and tools, which refuses an unknown role."""
     folder = shutil.copytree(demo_model_dir, tmp_path_factory.mktemp("chat") / "model")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=FIXED) as runtime:
