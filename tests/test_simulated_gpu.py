@@ -233,8 +233,14 @@ def test_slot_growth_between_captured_passes_keeps_output(gpu, model, expected, 
 )
 def test_host_waits_once_per_step(gpu, model, expected, name):
     assert model.graphs.capture
-    loop = Engine(model, Group.alone(CUDA)) if name == "greedy" else loop_of(model)
-    check(counts_of(gpu, loop, REQUESTS[name]), expected[name], name)
+    check(counts_of(gpu, loop_of(model), REQUESTS[name]), expected[name], name)
+
+
+def test_host_waits_once_per_step_with_measured_step_times(gpu, model, expected):
+    """On a busy machine, trees may become larger than any captured pass."""
+    actual = counts_of(gpu, Engine(model, ALONE), REQUESTS["greedy"])
+    assert actual.tokens == expected["greedy"] and actual.num_steps > 2
+    assert actual.waits == {"exchange.py: finish": actual.num_steps}
 
 
 def test_constraint_masks_are_filled_while_pass_runs(gpu, model):
