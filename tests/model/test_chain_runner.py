@@ -37,7 +37,7 @@ ALWAYS = ("qwen3_next", "lfm2_moe", "bamba", "kimi_linear", "bloom", "deepseek_v
 def test_model_that_continues_from_its_cache_passes_the_check(model_type):
     runner = make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7)
     assert runner.feeds_chains
-    assert check_runner(runner) < 0.1 * TOLERANCES[torch.float32]
+    assert check_runner(runner) < 0.5 * TOLERANCES[torch.float32]
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba", "recurrent_gemma", "minimax", "rwkv", "prophetnet"])
