@@ -7,7 +7,15 @@ import pytest
 import torch
 from support import small_models
 from support.one_slot import OneSlot
-from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
+from support.trees import (
+    ARCHITECTURES,
+    assert_close,
+    draw,
+    path_text,
+    plain_logits,
+    plain_logits_of_nodes,
+    random_tree,
+)
 from support.versions import needs_rotary_by_length
 
 from lp_runtime.distributed.partition.partition import partition
@@ -38,18 +46,6 @@ def model(request, random_model):
     ModelRunner(model, 2048, own_attention=True)
     assert model.config.get_text_config()._attn_implementation == TREE
     return model
-
-
-@torch.inference_mode()
-def plain_logits_of_nodes(model, tokens: list[int], tree: TokenTree) -> dict[int, torch.Tensor]:
-    """Return [V] logits after each node from the root on, without a cache; `tokens` are the text before the tree."""
-    logits: dict[int, torch.Tensor] = {}
-    for node in reversed(range(tree.root, len(tree))):
-        if node not in logits:  # a leaf: one pass over its text has the logits of its ancestors, too
-            rows = model(input_ids=torch.tensor([tokens + path_text(tree, node)]), use_cache=False).logits[0]
-            for row in reversed(rows[len(tokens) :]):
-                logits[node], node = row, tree.parents[node]
-    return logits
 
 
 def test_tree_logits_match_plain_text_in_each_step(model):

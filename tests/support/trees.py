@@ -59,3 +59,15 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     # random models have logits of about 0.1, so an absolute tolerance would hide errors
     scale = expected.std()
     torch.testing.assert_close(actual / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def plain_logits_of_nodes(model, tokens: list[int], tree: TokenTree) -> dict[int, torch.Tensor]:
+    """Return [V] logits after each node from the root on, without a cache; `tokens` are the text before the tree."""
+    logits: dict[int, torch.Tensor] = {}
+    for node in reversed(range(tree.root, len(tree))):
+        if node not in logits:  # a leaf: one pass over its text has the logits of its ancestors, too
+            rows = model(input_ids=torch.tensor([tokens + path_text(tree, node)]), use_cache=False).logits[0]
+            for row in reversed(rows[len(tokens) :]):
+                logits[node], node = row, tree.parents[node]
+    return logits

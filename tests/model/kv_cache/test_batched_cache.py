@@ -5,10 +5,17 @@ import random
 import pytest
 import torch
 from support.thinned import thinned
-from support.trees import ARCHITECTURES, assert_close, draw, path_text, plain_logits, random_tree
+from support.trees import (
+    ARCHITECTURES,
+    assert_close,
+    draw,
+    path_text,
+    plain_logits,
+    plain_logits_of_nodes,
+    random_tree,
+)
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.mask import MaskForm
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -31,18 +38,6 @@ def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSl
         model.prefill(slot, tokens)
         slots.append((slot, tokens))
     return slots
-
-
-@torch.inference_mode()
-def plain_logits_of_nodes(model, tokens: list[int], tree: TokenTree) -> dict[int, torch.Tensor]:
-    """Return [V] logits after each node from the root on, without a cache; `tokens` are the text before the tree."""
-    logits: dict[int, torch.Tensor] = {}
-    for node in reversed(range(tree.root, len(tree))):
-        if node not in logits:  # a leaf: one pass over its text has the logits of its ancestors, too
-            rows = model(input_ids=torch.tensor([tokens + path_text(tree, node)]), use_cache=False).logits[0]
-            for row in reversed(rows[len(tokens) :]):
-                logits[node], node = row, tree.parents[node]
-    return logits
 
 
 @pytest.mark.parametrize(("model", "apart"), thinned(2, ARCHITECTURES, [False, True]), indirect=["model"])
