@@ -99,6 +99,8 @@ fi
 
 pip=("$python" -m pip --disable-pip-version-check install -qq --no-compile --constraint "$root/constraints.txt")
 say "installing torch and lp_runtime${extras:+ with $extras} into $venv (the first time this takes some minutes)"
+# The pip of Python 3.11 takes a minute more to choose the versions. If no newer one can be had, go on with it.
+"${pip[@]}" --upgrade pip 2>/dev/null || true
 "${pip[@]}" torch
 "${pip[@]}" --editable "$root${extras:+[$extras]}"
 compile_first_use

@@ -27,7 +27,7 @@ for version in "${versions[@]}"; do
     folder="$root/.venv/transformers-$version" # an environment that takes all other packages from .venv
     python="$folder/bin/python"
     if [[ ! -f "$folder/done" ]]; then
-        "$root/.venv/bin/python" -m venv --clear "$folder"
+        "$root/.venv/bin/python" -m venv --clear --without-pip "$folder" # pip is one of .venv's packages
         echo "import site; site.addsitedir('$(packages "$root/.venv")')" >"$(packages "$folder")/venv.pth"
         "$python" -m pip --disable-pip-version-check install -qq --no-compile "transformers==$version"
         touch "$folder/done"
