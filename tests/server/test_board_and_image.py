@@ -82,7 +82,7 @@ def test_image_entrypoint_user_and_volume_are_valid():
         assert (command, config.host, config.port) == ("lp-serve", "0.0.0.0", 8000)
     # Kubernetes' runAsNonRoot needs a numeric user.
     assert len(lines_of("ENTRYPOINT")) == 2 and lines_of("USER") == ["1000", "1000"]
-    assert lines_of("VOLUME") == ["/home/lp/.cache"] * 2
+    assert lines_of("VOLUME") == ["/home/app/.cache"] * 2
 
 
 def test_files_copied_into_the_image_exist():
