@@ -21,6 +21,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 ray="$root/.venv/bin/ray"
 [[ -x "$ray" ]] || ray=ray
 cd "$root"
+python="${PYTHON:-$root/.venv/bin/python}" # refuses bad settings before anything is uploaded; without it, the job does
+[[ ! -x "$python" ]] || "$python" -m lp_runtime --cfg launcher=ray "$@" >/dev/null
 address="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
 token="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
 if [[ -z "${RAY_AUTH_MODE:-}" && (-n "${RAY_AUTH_TOKEN:-}" || -r "$token") ]]; then export RAY_AUTH_MODE=token; fi

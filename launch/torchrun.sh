@@ -29,6 +29,10 @@ if [[ -z "$python" ]]; then
     [[ -x "$python" ]] || python=python3
 fi
 
+# With --cfg first, only show the settings. Bad ones end here in one line: torchrun would add a page, and try again.
+if [[ "${1:-}" == --cfg ]]; then exec "$python" -m lp_runtime "$@"; fi
+"$python" -m lp_runtime --cfg "$@" >/dev/null
+
 count_gpus='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'
 nproc="${NPROC:-$("$python" -c "$count_gpus")}"
 nnodes="${NNODES:-1}"

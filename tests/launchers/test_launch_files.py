@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,13 @@ def test_torchrun_script_passes_options_from_variables(variables, expected):
     assert {name: options[name] for name in expected} == expected
     command = [options["training_script"], *options["training_script_args"]]
     assert options["module"] and command == ["lp_runtime", "prompt=x", "gpus=2"]
+
+
+@pytest.mark.parametrize("script", ["torchrun.sh", "ray_job.sh", "slurm.sbatch"])
+def test_bad_setting_ends_a_launch_script_in_one_line(script):
+    """Nothing is started or uploaded: there are no Slurm commands and no Ray cluster here."""
+    environment = os.environ | {"PYTHON": sys.executable, "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2"}
+    command = ["bash", ROOT / "launch" / script, "prompt=x", "lookahaed.W=3"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: unknown setting lookahaed.W=3: did you mean lookahead.W?\n"
