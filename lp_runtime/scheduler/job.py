@@ -144,9 +144,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens that came from the prefix cache
     cache_hits: int = 0  # requests with such tokens
-    new_tokens: int = 0  # of jobs that have ended
-    delivered: int = 0  # tokens delivered to readers, those of running jobs included
-    steps: int = 0  # prefills included
+    new_tokens: int = 0  # delivered so far, those of running and cancelled jobs included
+    steps: int = 0  # that delivered them, prefills included
     losses: int = 0  # replicas lost while they decoded
     fed: dict[str, int] = field(default_factory=dict)  # draft tokens, by source, if the drafter counts them
     accepted: dict[str, int] = field(default_factory=dict)  # the same
@@ -156,8 +155,6 @@ class Totals:
         self.prompt_tokens += len(request.prompt_ids)
         self.cached_tokens += generation.cached_tokens
         self.cache_hits += generation.cached_tokens > 0
-        self.new_tokens += generation.num_tokens
-        self.steps += generation.steps
         self.losses += generation.losses
         counts = generation.counts
         for name, fed, accepted in zip(
@@ -167,6 +164,10 @@ class Totals:
             self.accepted[name] = self.accepted.get(name, 0) + accepted
         for name, value in {**vars(generation.times), "prefill": generation.prefill_seconds}.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
+
+    def add_step(self, num_tokens: int) -> None:
+        self.new_tokens += num_tokens
+        self.steps += num_tokens > 0  # a last delta may only complete the text
 
     def count(self, ending: str) -> None:
         self.requests[ending] = self.requests.get(ending, 0) + 1

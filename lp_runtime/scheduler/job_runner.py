@@ -60,7 +60,7 @@ class JobRunner:
                 for delta in stream:
                     with self._changed:
                         lease.num_delivered += len(delta.token_ids)
-                        self._totals.delivered += len(delta.token_ids)
+                        self._totals.add_step(len(delta.token_ids))
                         meter.record_step(lease.current, len(self._running), len(delta.token_ids))
                     job.deliver(delta)
                     if job.is_cancelled:

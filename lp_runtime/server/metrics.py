@@ -73,8 +73,8 @@ class Metrics:
             ("lp_prompt_tokens", "Prompt tokens of requests that have ended", totals.prompt_tokens),
             ("lp_prefix_cache_hits", "Ended requests that the prefix cache had a prefix of", totals.cache_hits),
             ("lp_prefix_cache_tokens", "Prompt tokens that came out of the prefix cache", totals.cached_tokens),
-            ("lp_new_tokens", "New tokens of requests that have ended", totals.new_tokens),
-            ("lp_steps", "Steps of requests that have ended, prefills included", totals.steps),
+            ("lp_new_tokens", "New tokens, as they are delivered", totals.new_tokens),
+            ("lp_steps", "Steps that delivered new tokens, prefills included", totals.steps),
             ("lp_replica_losses", "Replicas lost while they decoded", totals.losses),
         )
         for kind, rows in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -137,10 +137,10 @@ class GeneratingCheck:
 
     async def _check(self) -> str | None:
         scheduler = self._scheduler
-        before = scheduler.totals.delivered
+        before = scheduler.totals.new_tokens
         try:
             async with asyncio.timeout(self._timeout):
-                while scheduler.totals.delivered == before:
+                while scheduler.totals.new_tokens == before:
                     if not (scheduler.num_running or scheduler.num_waiting):
                         async for _ in scheduler.submit(self._request, self._timeout).deltas():
                             pass

@@ -342,6 +342,7 @@ def test_cancelled_expired_and_excess_jobs_raise_errors(request, alone, kind):
     with Scheduler(held, max_waiting=2, policy="latency") as scheduler:
         running = held.submit(scheduler, make(held, case, lookahead=SLOW))
         first_delta(running)
+        assert scheduler.totals.new_tokens > 0 and scheduler.totals.steps > 0  # although no job has ended
         given_up, late = scheduler.submit(make(held, case)), scheduler.submit(make(held, case))
         assert (running.state, late.state) == (JobState.RUNNING, JobState.WAITING)
         with pytest.raises(BusyError, match="busy: 2 requests are waiting, and at most 2 may"):
