@@ -34,6 +34,7 @@ from lp_runtime.utils.json_line import to_json
 from lp_runtime.utils.prompt_file import Prompt
 
 GROUPS = {"loading": ModelConfig, "lookahead": LookaheadConfig, "sampling": SamplingConfig}  # in a file of settings
+LOG_SECONDS = 30.0  # between two lines of progress if stderr is not a terminal
 MAX_AHEAD = 4  # submitted jobs per job that can run: enough that no replica waits for the file
 # Settings of the command that determine the results, and parts of a result.
 SETTINGS = ("prompt_field", "ids", "chat", "turns", "max_new_tokens", "stop", "max_time", "logprobs", "eos")
@@ -55,7 +56,7 @@ class Item(NamedTuple):
 
 
 def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: list[Prompt]) -> None:
-    """Decode the prompts that have no result in `config.output` yet, with a progress bar on stderr."""
+    """Decode the prompts that have no result in `config.output` yet, and show progress on stderr."""
     options = request_options(config)
     check_num_samples(runtime, config)
     seed = _check_prompts(runtime, config, prompts, options)
@@ -67,7 +68,7 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     answers = {key: text for key, text in output.resume().items() if key in wanted}
     tokens = steps = 0
     started = time.perf_counter()
-    with output, tqdm(total=len(wanted), initial=len(answers), unit="prompt", file=sys.stderr) as bar:
+    with output, _Progress(len(wanted), len(answers)) as progress:
         for items in rounds:
             left = [item for item in items if item.key not in answers]
             requests = (item_request(runtime, config, item, answers, output.seed, options) for item in left)
@@ -78,8 +79,37 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
                     answers[item.key] = generation.text
                     tokens, steps = tokens + generation.num_tokens, steps + generation.steps
                     speed = tokens / (time.perf_counter() - started)
-                    bar.set_postfix_str(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
-                    bar.update()
+                    progress.add_one(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
+
+
+class _Progress:
+    """Progress on stderr: a bar on a terminal; elsewhere, as in a job's log, a line every LOG_SECONDS."""
+
+    def __init__(self, total: int, done: int):
+        self._bar = tqdm(total=total, initial=done, unit="prompt", file=sys.stderr, disable=None)
+        self._total, self._done = total, done
+        self._next_line = 0.0  # time.monotonic() from which on the next line may be written
+
+    def __enter__(self) -> _Progress:
+        if self._done:
+            self._write("prompts were decoded before")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def add_one(self, figures: str) -> None:
+        """Count one result; `figures` describe all results so far."""
+        self._done += 1
+        self._bar.set_postfix_str(figures)
+        self._bar.update()
+        if self._done == self._total or time.monotonic() >= self._next_line:
+            self._write(f"prompts, {figures}")
+            self._next_line = time.monotonic() + LOG_SECONDS
+
+    def _write(self, what: str) -> None:
+        if self._bar.disable:
+            print(f"{self._done}/{self._total} {what}", file=sys.stderr, flush=True)
 
 
 def _check_prompts(

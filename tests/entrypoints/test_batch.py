@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -376,10 +377,12 @@ def test_bad_prompt_is_named_before_any_is_decoded(job, refusal, prompt, message
     assert not job.output.exists()
 
 
-def test_progress_is_shown_on_stderr(complete):
+def test_progress_is_shown_in_lines_if_stderr_is_no_terminal(complete):
     out, err = complete.printed
-    assert out == ""
-    assert "5/5" in err
+    assert out == "" and "\r" not in err
+    shown = [re.fullmatch(r"(\d)/5 prompts, [\d.]+ tokens/s, S [\d.]+", line) for line in err.splitlines()]
+    numbers = [match[1] for match in shown if match]
+    assert (numbers[0], numbers[-1]) == ("1", "5")
 
 
 def test_full_disk_raises_one_error(tmp_path):
