@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ KINDS: dict[str, Kind] = {
     "thinking": "reasoning",
 }
 CALLS = "tool_calls"
+UNREADABLE = KeyError, TypeError, ValueError  # raised by transformers for text that does not fit the template
 
 
 class ResponseParser(Protocol):
@@ -38,17 +40,31 @@ class TemplateParser(ChatParser):
     def add(self, text: str) -> list[Piece]:
         if self._parser is None:
             return [Piece("content", text)] if text else []
+        parser, unread, num_calls = copy.deepcopy(self._parser), self._unread, self.num_calls
         try:
             return self._pieces(self._parser.feed(text))
-        except (KeyError, TypeError, ValueError):
-            return self._give_up(text)
+        except UNREADABLE:
+            self._parser, self._unread = parser, unread
+            self.num_calls = num_calls
+            return self._add_each(text)
+
+    def _add_each(self, text: str) -> list[Piece]:
+        """Append text that cannot be read as a whole: all events before the unreadable place count."""
+        pieces: list[Piece] = []
+        for place, character in enumerate(text):
+            assert self._parser is not None
+            try:
+                pieces += self._pieces(self._parser.feed(character))
+            except UNREADABLE:
+                return pieces + self._give_up(text[place:])
+        return pieces
 
     def finish(self) -> list[Piece]:
         if self._parser is None:
             return []
         try:
             return self._pieces(self._parser.finalize()[1])
-        except (KeyError, TypeError, ValueError):
+        except UNREADABLE:
             return self._give_up("")
 
     def _give_up(self, text: str) -> list[Piece]:

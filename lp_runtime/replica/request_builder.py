@@ -28,6 +28,7 @@ from lp_runtime.text.stop_strings import Reasoning, check_stop_strings
 
 Config = TypeVar("Config")
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
+MAX_KEPT_STOPS = 1000  # checked stop strings that are remembered
 SEED_BITS = 32  # of a seed that is chosen here: short enough to type
 
 
@@ -106,6 +107,20 @@ class RequestBuilder:
         self._info = info
         self._tokenizer = tokenizer
         self._compiler = compiler
+        self._possible_stops: set[str] = set()  # stop strings that texts of the model can contain
+
+    def check_stops(self, strings: Sequence[str], tokenizer: Tokenizer | None = None) -> None:
+        """Raise RequestError if no text of the model contains one of the stop strings.
+
+        That takes a second for unusual strings. `tokenizer` is the calling thread's copy; None for the model's.
+        """
+        new = [each for each in strings if each not in self._possible_stops]
+        if not new:
+            return
+        check_stop_strings(tokenizer or self._tokenizer(), new)
+        if len(self._possible_stops) + len(new) > MAX_KEPT_STOPS:
+            self._possible_stops.clear()
+        self._possible_stops.update(new)
 
     def build(
         self,
@@ -132,8 +147,7 @@ class RequestBuilder:
         max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
-        if stop:
-            check_stop_strings(self._tokenizer(), stop)
+        self.check_stops(stop)
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)

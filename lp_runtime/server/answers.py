@@ -77,11 +77,11 @@ class Answers:
 
         If the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by time.perf_counter().
         """
-        latest = 0.0
         try:
             for choice in choices:
+                latest = 0.0
                 async for delta in choice.job.deltas():
-                    now = time.perf_counter()
+                    now = choice.job.delivered_at  # it may have waited for the choices before
                     if not choice.tokens and choice.index == 0:
                         self._metrics.first_token.observe(now - arrived)
                     elif choice.tokens and delta.token_ids:

@@ -32,7 +32,7 @@ from lp_runtime.server.openai.responses_form import ResponsesForm
 from lp_runtime.server.status import StatusRoutes
 from lp_runtime.server.submission import Submitter
 from lp_runtime.server.tracing import Tracing
-from lp_runtime.text.token_text import TokenTexts, prompt_texts
+from lp_runtime.text.token_text import TokenTexts
 
 
 class Server:
@@ -105,16 +105,18 @@ class Server:
         self._answers.abort(error)
 
     async def complete(self, body: Completion, request: Request) -> Response:
-        options = self._options(body, request, body.logprobs)
+        options = await self._options(body, request, body.logprobs)
         options["prompt_logprobs"] = body.echo and body.logprobs is not None
         prompts, ids = body.prompts(), []
         for prompt in prompts:
             if isinstance(prompt, str):
                 prompt = await self._submitter.encode(prompt, body.split_special_tokens, body.suffix)
             ids.append(body.truncated(prompt, self._info.context_length))
+        echoes = await self._echoes(prompts, ids, body.logprobs is not None) if body.echo else []
         choices = await self._submit(body, ids, options)
-        if body.echo:
-            self._echo(choices, [prompt for prompt in prompts for _ in range(body.n)], body.logprobs is not None)
+        for number, (text, texts) in enumerate(echoes):
+            for choice in choices[number * body.n :][: body.n]:
+                choice.prefix, choice.prefix_texts = text, texts
         form = CompletionForm(self._name, self._token_texts, body.logprobs, body.shows_new)
         return await self._answers.respond(body, request, choices, form)
 
@@ -152,7 +154,9 @@ class Server:
         if body.prompt is not None and body.messages is None:
             ids = await self._submitter.encode(body.prompt, split, add_special_tokens=body.add_special_tokens)
         elif body.messages is not None and body.prompt is None:
-            ids = await self._submitter.encode_chat([message.plain() for message in body.messages], split)
+            messages, tools = [each.plain() for each in body.messages], [tool.plain() for tool in body.tools]
+            kwargs = {**body.template_kwargs(), **body.rendering()}
+            ids = await self._submitter.encode_chat(messages, split, tools, kwargs)
         else:
             raise RequestError("prompt and messages: give one of them")
         strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -177,7 +181,7 @@ class Server:
     ) -> list[Choice]:
         """Submit a conversation, with parsers that split its answers into reasoning, text and tool calls."""
         use = body.tool_use()
-        options = self._options(body, request, num_top)
+        options = await self._options(body, request, num_top)
         chat_format, has_tools = self._submitter.chat_format, bool(use.tools)
         if has_tools and not chat_format.takes_tools:
             raise RequestError("tools: the model's chat template takes none")
@@ -197,14 +201,16 @@ class Server:
             choice.max_calls = use.max_calls
         return choices
 
-    def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
+    async def _options(self, body: Common, request: Request, num_top: int | None) -> RequestOptions:
         """Check a body and return the options of its decoding requests.
 
         `num_top` is the number of likeliest tokens per log-probability; None for no log-probabilities.
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(self._submitter.with_bad_words(self._sampling, body.bad_words), self._info.defaults)
+        options = body.options(
+            await self._submitter.with_bad_words(self._sampling, body.bad_words), self._info.defaults
+        )
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         client = request.state.client
@@ -216,17 +222,20 @@ class Server:
         """Submit a body's requests, unless the server is draining; see Submitter.submit."""
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
-        await self._submitter.compile(options)
+        await self._submitter.prepare(options)
         choices = self._submitter.submit(body, prompts, options)
         self._answers.add(choices)
         return choices
 
-    def _echo(self, choices: list[Choice], prompts: Sequence[str | list[int]], with_texts: bool) -> None:
-        """Show each choice's prompt before its text; `with_texts`: also the texts of its tokens."""
-        for choice, prompt in zip(choices, prompts, strict=True):
+    async def _echoes(
+        self, prompts: Sequence[str | list[int]], ids: Sequence[list[int]], with_texts: bool
+    ) -> list[tuple[str, list[str]]]:
+        """Return the text of each prompt; `with_texts`: also the texts of its tokens, else perhaps none."""
+        echoes: list[tuple[str, list[str]]] = []
+        for prompt, tokens in zip(prompts, ids, strict=True):
             if isinstance(prompt, str) and not with_texts:
-                choice.prefix = prompt
+                echoes.append((prompt, []))
                 continue
-            ids = choice.job.request.prompt_ids
-            choice.prefix_texts = prompt_texts(self._tokenizer, ids, prompt if isinstance(prompt, str) else None)
-            choice.prefix = "".join(choice.prefix_texts)
+            texts = await self._submitter.prompt_texts(tokens, prompt if isinstance(prompt, str) else None)
+            echoes.append(("".join(texts), texts))
+        return echoes

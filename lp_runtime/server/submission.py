@@ -8,11 +8,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.chat_parser import ANALYSIS, END, MESSAGE
 from lp_runtime.chat.stop_trimmer import StopTrimmer
+from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import RequestError
@@ -28,8 +29,10 @@ from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.token_text import prompt_texts
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
 RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of `apply_chat_template`, not variables
@@ -64,14 +67,14 @@ class Submitter:
         if unknown and self._config.strict_fields:
             raise RequestError(f"{unknown[0]}: is not a known field")
         for name in unknown:
-            self._log_once(name, f"request {request_id} has an unknown field, which has no effect: %s")
+            self._log_once("request %s has an unknown field, which has no effect: %s", request_id, name)
 
-    def _log_once(self, name: str, message: str) -> None:
-        """Log a message about a name that clients sent, once for each of the first MAX_NAMED_FIELDS names."""
-        shown = ascii(name)[:MAX_NAME_CHARS]
-        if shown not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
-            self._named_fields.add(shown)
-            log.warning(message, shown)
+    def _log_once(self, message: str, *texts: str) -> None:
+        """Log a message about texts that clients sent, once for each of the first MAX_NAMED_FIELDS last ones."""
+        shown = [ascii(text)[:MAX_NAME_CHARS] for text in texts]
+        if shown[-1] not in self._named_fields and len(self._named_fields) < MAX_NAMED_FIELDS:
+            self._named_fields.add(shown[-1])
+            log.warning(message, *shown)
 
     async def encode(
         self, prompt: str, split_special_tokens: bool, suffix: str | None = None, add_special_tokens: bool = True
@@ -84,13 +87,12 @@ class Submitter:
             return await self._in_thread(encode_infilling, self._encoder, prompt, suffix, split_special_tokens)
         return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
 
-    async def _in_thread(self, function: Callable[..., list[int]], *arguments: Any) -> list[int]:
+    async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function with `_encoder`, which only this thread uses: a text of 1 MiB takes a second."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def compile(self, options: RequestOptions) -> None:
-        """Compile the options' constraint, if any, into the compiler's cache, without blocking other requests."""
-        constraint = options.get("constraint")
+    async def _compile(self, constraint: ConstraintConfig | None) -> None:
+        """Compile a constraint into the compiler's cache."""
         if constraint is None or constraint.kind is None or self._compiler.kept(constraint) is not None:
             return
         # Shielded: other requests may wait for the same compilation after this request's client has disconnected.
@@ -109,7 +111,7 @@ class Submitter:
         """
         variables = {**self._config.chat_template_kwargs, **(template_kwargs or {})}
         for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
-            self._log_once(name, "the chat template has no variable %s: it has no effect")
+            self._log_once("the chat template has no variable %s: it has no effect", name)
         messages = self.chat_format.history(messages)
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 
@@ -121,11 +123,25 @@ class Submitter:
         begin, end = (encode(self._tokenizer, mark or "", False) for mark in marks)
         return ReasoningBudget(num_prompt, begin, end, num_tokens)
 
-    def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:
+    async def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:
         """Return sampling settings that exclude words, at the beginning of a text and after a space."""
-        spelled = [encode(self._tokenizer, text, False) for word in words for text in (word, f" {word}")]
+        texts = [text for word in words for text in (word, f" {word}")]
+        spelled = [await self._in_thread(encode, self._encoder, text, False) for text in texts]
         ids = [list(each) for each in dict.fromkeys(map(tuple, spelled)) if each]
         return replace(sampling, bad_words_ids=[*(sampling.bad_words_ids or ()), *ids]) if ids else sampling
+
+    async def prepare(self, options: RequestOptions) -> None:
+        """Do the slow work of building requests once, without blocking others: constraint, stops, prediction."""
+        await self._compile(options.get("constraint"))
+        if stop := options.get("stop"):
+            await self._in_thread(self._builder.check_stops, stop, self._encoder)
+        if isinstance(prediction := options.get("prediction"), str):
+            ids = await self._in_thread(encode, self._encoder, prediction, False) if prediction else []
+            options["prediction"] = ids
+
+    async def prompt_texts(self, token_ids: Sequence[int], text: str | None) -> list[str]:
+        """Return the texts of a prompt's tokens; see token_text.prompt_texts."""
+        return await self._in_thread(prompt_texts, self._encoder, token_ids, text)
 
     def submit(self, body: Common, prompts: Sequence[list[int]], options: RequestOptions) -> list[Choice]:
         """Submit `body.n` samples of each prompt, all or none."""

@@ -96,10 +96,13 @@ def own_parser(prompt_end="A:"):
         ("A:(", 'hm)@f {"a": [1, "x"]};<end>', ("hm", "", CALLS)),
         ("A:", "text", ("", "text", [])),
         ("A:", "so @f nonsense; and", ("", "so nonsense; and", [])),
+        ("A:", '(hm)@f {"a": [1, "x"]};@f nonsense; and', ("hm", "nonsense; and", CALLS)),
     ],
 )
-def test_response_template_parses_answers(prompt_end, text, parts):
-    assert parts_of(own_parser(prompt_end), list(text)) == parts
+@pytest.mark.parametrize("size", [1, 5, 1000])
+def test_response_template_parses_answers_in_pieces_of_any_size(prompt_end, text, parts, size):
+    pieces = [text[place : place + size] for place in range(0, len(text), size)]
+    assert parts_of(own_parser(prompt_end), pieces) == parts
 
 
 def test_missing_or_bad_response_template_is_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -22,6 +23,18 @@ def test_job_waits_runs_and_finishes():
     assert next(deltas) == Delta("a", [1])
     with pytest.raises(ReplicaError, match="lost"):
         next(deltas)
+
+
+def test_delta_keeps_its_time_of_arrival_however_late_it_is_read():
+    job = Job(None, None)
+    job.deliver(Delta("a", [1]))
+    between = time.perf_counter()
+    job.deliver(Delta("b", [2]))
+    deltas = iter(job)
+    next(deltas)
+    assert 0 < job.delivered_at <= between
+    next(deltas)
+    assert job.delivered_at >= between
 
 
 def test_lease_tracks_held_and_wanted_replicas():

@@ -7,8 +7,9 @@ import pytest
 from support.serving import served
 
 import lp_runtime.model.tokenizer
-from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.server.openai.protocol import Completion
 
 PROMPT = "def binary_search(items, target):\n"
 TEMPLATE = (
@@ -173,3 +174,27 @@ def test_prediction_reduces_steps_and_keeps_the_text(client):
     assert steps[0] < steps[1]
     details = guessed.usage.completion_tokens_details
     assert details.accepted_prediction_tokens > 0
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"enable_thinking": False},
+        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_tokenize_counts_a_conversation_as_a_chat_does(client, fields):
+    body = {"model": "demo", "messages": MESSAGES, **fields}
+    chat_body = {"model": "demo", "messages": MESSAGES, "max_tokens": 1}
+    used = client.chat.completions.create(**chat_body, extra_body=fields).usage.prompt_tokens
+    assert client.post("/../tokenize", cast_to=dict, body=body)["count"] == used
+
+
+def test_penalties_of_the_server_count_if_a_request_has_none():
+    own = SamplingConfig(presence_penalty=1.5, frequency_penalty=1.0, repetition_penalty=1.1)
+    for fields in ({}, {"presence_penalty": None}):
+        assert Completion.model_validate({"prompt": "x", **fields}).options(own, {})["sampling"] == own
+    given = Completion.model_validate({"prompt": "x", "presence_penalty": 0.0}).options(own, {})["sampling"]
+    assert (given.presence_penalty, given.frequency_penalty) == (0.0, 1.0)

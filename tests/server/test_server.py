@@ -191,6 +191,7 @@ def test_concurrent_clients_get_correct_texts(server, expected):
         ({"prompt": {}}, "prompt: must be a string or a list"),
         ({"presence_penalty": 2.5}, "sampling.presence_penalty=2.5: must be in [-2, 2]"),
         ({"stop": ""}, "stop=''"),
+        ({"stop": "e\u0301" * 600}, "stop: a string has 1200 characters; must have at most 1024"),
         ({"stop": ["x"] * 17}, "stop: 17 strings"),
         ({"stop": 5}, "stop=5: must be a string or a list"),
         ({"logit_bias": {"x": 1}}, "logit_bias of 'x'"),

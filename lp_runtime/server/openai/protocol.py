@@ -38,6 +38,7 @@ from lp_runtime.server.openai.parts import (
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
 MAX_TOKEN_LIST = 1024  # entries of stop_token_ids and of bad_words
 MAX_COLUMNS = 256
 MAX_NGRAM_SIZE = 32
@@ -136,8 +137,8 @@ class Common(_Body):
     stop: str | list[str] | None = None
     seed: int | None = None
     logit_bias: dict[str, float] | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     user: str | None = None
     metadata: dict[str, object] | None = None
     response_format: ResponseFormat | None = None
@@ -266,6 +267,8 @@ def check_stops(name: str, stops: list[str]) -> list[str]:
     for stop in stops:
         if not stop:
             raise RequestError(f"{name}={stop!r}: must be strings of at least one character")
+        if len(stop) > MAX_STOP_CHARS:
+            raise RequestError(f"{name}: a string has {len(stop)} characters; must have at most {MAX_STOP_CHARS}")
         if any("\ud800" <= character <= "\udfff" for character in stop):
             raise RequestError(f"{name}={stop!r}: is not valid Unicode")
     return stops
@@ -319,33 +322,14 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
-class Tokenize(OpenPart):
-    """The body of POST /tokenize: a prompt or a conversation."""
-
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[Message] | None = None
-    add_special_tokens: bool = True
-    split_special_tokens: bool = False
-    return_token_strs: bool = False
-
-
-class Detokenize(OpenPart):
-    model: str | None = None
-    tokens: list[int]
-
-
-class Conversation(Common):
-    """Fields that conversations share: how the chat template is rendered, and how long the model reasons.
+class Rendered(_Body):
+    """Fields that say how the chat template is rendered.
 
     `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
     """
 
-    fills_context: ClassVar[bool] = True
-
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
-    thinking_token_budget: int | None = Field(default=None, ge=0)
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -360,10 +344,6 @@ class Conversation(Common):
             given["enable_thinking"] = bool(self.enable_thinking)
         return {**given, **self.chat_template_kwargs}
 
-    def reasoning_budget(self) -> int | None:
-        """Return how many tokens the reasoning part may have; None for no limit."""
-        return self.thinking_token_budget
-
     @property
     def continues_message(self) -> bool:
         return self.continue_final_message
@@ -375,6 +355,37 @@ class Conversation(Common):
         if self.add_generation_prompt:
             raise RequestError("continue_final_message: not with add_generation_prompt=true")
         return {"add_generation_prompt": False, "continue_final_message": True}
+
+
+class Tokenize(Rendered):
+    """The body of POST /tokenize: a prompt, or a conversation with its tools. Unknown fields are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
+    add_special_tokens: bool = True
+    split_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class Detokenize(OpenPart):
+    model: str | None = None
+    tokens: list[int]
+
+
+class Conversation(Rendered, Common):
+    """Fields that conversations share."""
+
+    fills_context: ClassVar[bool] = True
+
+    thinking_token_budget: int | None = Field(default=None, ge=0)
+
+    def reasoning_budget(self) -> int | None:
+        """Return how many tokens the reasoning part may have; None for no limit."""
+        return self.thinking_token_budget
 
 
 class Chat(Conversation):

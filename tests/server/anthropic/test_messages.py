@@ -268,6 +268,7 @@ def test_api_key_is_checked_and_unknown_fields_are_named(runtime, caplog):
     """A key in x-api-key is accepted; unknown fields are named once, or refused with strict_fields."""
     body = {"messages": MESSAGES, "max_tokens": 2, "no_such_field": {}, "thinking": {"type": "adaptive"}}
     headers = {"Content-Type": "application/json", "anthropic-version": "2023-06-01", "anthropic-beta": "x"}
+    headers["X-Request-Id"] = "%d-%s"  # would be two arguments of a format
     with served(runtime, api_keys={"a": "secret"}) as (url, _):
 
         def ask(key: str) -> urllib.request.Request:
