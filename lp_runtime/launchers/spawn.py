@@ -12,6 +12,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -23,13 +24,14 @@ from lp_runtime.distributed.devices import device_type
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, encode_order
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
 from lp_runtime.utils.startup import python_command
 
 LOOPBACK = "127.0.0.1"
+MAX_MEETINGS = 100  # latest groups whose files are removed at close, if members were killed while they joined
 CLOSE_GRACE_SECONDS = 0.5  # for a process to exit after it closed its pipe, or for queued messages to be sent at close
 EXIT_TIMEOUT_SECONDS = 5.0  # for all replicas to exit by themselves
 KILL_TIMEOUT_SECONDS = 30.0  # for a killed process to exit: the NVIDIA driver frees its GPU memory first
@@ -77,6 +79,7 @@ class SpawnHost(ProcessHost):
         self._num_processes = config.num_replicas * config.num_shards
         self._pipes: dict[int, ReplicaPipe] = {}
         self._segments: dict[int, str] = {}  # name of the shared memory of each replica's shards, by replica index
+        self._meetings: deque[str] = deque(maxlen=MAX_MEETINGS)  # shared memory of the latest groups
         self._ended_pipes: list[ReplicaPipe] = []  # of replicas that have ended; closed by the receiving thread
         if device_type(config.device) == "cuda":
             available = torch.cuda.device_count()
@@ -104,7 +107,8 @@ class SpawnHost(ProcessHost):
 
     def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
         if self._store is None:
-            return ReplicaContext(segment=new_segment_name())
+            self._meetings.append(new_segment_name())
+            return ReplicaContext(segment=self._meetings[-1])
         return ReplicaContext(host=self._address, port=self._store.port)
 
     def send(self, index: int, message: object) -> None:
@@ -124,6 +128,8 @@ class SpawnHost(ProcessHost):
                 message = connection.recv()
             except (EOFError, OSError):
                 message = self._death(number, pipe)
+            except Exception as error:  # the others' messages, read already, must not be lost
+                message = Failed(f"its message cannot be read: {first_line(error)}", None)
             if message is not None and (self._pipes.get(number) is pipe or isinstance(message, Failed)):
                 messages.append((number // self.num_shards, message))
         while self._ended_pipes:  # closed here because `close` may block, and `kill` must not
@@ -132,9 +138,9 @@ class SpawnHost(ProcessHost):
 
     def _death(self, number: int, pipe: ReplicaPipe) -> Failed | None:
         """Return the Failed message for a process whose pipe has closed; None if `kill` ended it."""
-        if self._pipes.get(number) is not pipe:
+        if self._pipes.get(number) is not pipe or self._pipes.pop(number, None) is None:  # another thread may `kill`
             return None
-        self._ended_pipes.append(self._pipes.pop(number))
+        self._ended_pipes.append(pipe)
         process = self.processes[number]
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(CLOSE_GRACE_SECONDS)
@@ -171,7 +177,7 @@ class SpawnHost(ProcessHost):
                 process.wait()
         for pipe in pipes:
             pipe.close()
-        for segment in self._segments.values():
+        for segment in (*self._segments.values(), *self._meetings):
             clear_up(segment)
         self._pipes, self.processes = {}, {}
 

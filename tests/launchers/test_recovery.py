@@ -36,7 +36,7 @@ from lp_runtime.request.output import Report
 FIXED = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
 SAMPLINGS = {"greedy": None, "sampled": SamplingConfig(temperature=0.8, seed=3)}
 LENGTH = 80
-GATED = 40  # new tokens; eight steps of these settings commit 40 at most
+GATED = 40  # new tokens; eight steps of these prompts commit fewer
 
 
 def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> LookaheadRuntime:
@@ -54,7 +54,11 @@ def replicas_of(runtime: LookaheadRuntime) -> list[int]:
 def gate(num_prompt: int) -> Iterator[Gate]:
     """Yield a gate at GATED new tokens, so that a request is still running when a slow caller acts."""
     with tempfile.TemporaryDirectory() as folder:
-        yield Gate(Path(folder), num_prompt + GATED)
+        held = Gate(Path(folder), num_prompt + GATED)
+        try:
+            yield held
+        finally:
+            held.open()
 
 
 def decode(runtime: LookaheadRuntime, action: Callable | None = None, at: int = 3, **options):

@@ -11,6 +11,7 @@ from lp_runtime.launchers.wire.inbox import Inbox, ReplicaLost
 from lp_runtime.launchers.wire.messages import PING, PONG, Abort, GroupBroken, Refused, Streamed
 
 PINGS_PER_HEARTBEAT = 5
+CANCEL_TIMEOUTS = 10  # of failure.timeout: on a slow CPU a chunk of a long prompt takes longer than a step may
 QUIET_SECONDS = 0.1  # without an answer until the caller gets (-1, None), so that it can act meanwhile
 
 
@@ -19,7 +20,8 @@ class AnswerReader:
 
     Members that have not finished are pinged regularly; a separate thread in the replica answers, even during a forward
     pass. A member that does not answer within failure.heartbeat is lost. If a member fails, the others are ordered to
-    leave their group (Abort); one that does not finish within failure.timeout is lost, too. `waiting` are the members
+    leave their group (Abort); one that does not finish within failure.timeout is lost, too. A member that does not
+    finish within CANCEL_TIMEOUTS of these after the order was cancelled is also lost. `waiting` are the members
     that have not sent their final answer; the reader removes each one that has.
     """
 
@@ -31,7 +33,18 @@ class AnswerReader:
         # Counts pings instead of seconds: if this process was suspended, the replicas must not be lost for it.
         self._num_unanswered = dict.fromkeys(waiting, 0)
         self._next_ping = time.monotonic() + self._heartbeat / PINGS_PER_HEARTBEAT
-        self._end: float | None = None  # after a failure: time.monotonic() by which the other members must finish
+        self._end: float | None = None  # time.monotonic() by which all members must finish; None for no limit
+        self._limit = 0.0  # seconds that `_end` was set to
+        self._is_aborted = False
+
+    def note_cancel(self) -> None:
+        """Note that the order was cancelled. Called by any thread."""
+        self._expect_end(CANCEL_TIMEOUTS * self._timeout)
+
+    def _expect_end(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        if self._end is None or end < self._end:
+            self._end, self._limit = end, seconds
 
     def read(self) -> Iterator[tuple[int, object]]:
         """Yield (index, message) of answers until every member has finished or is lost; (-1, None) if quiet."""
@@ -57,7 +70,7 @@ class AnswerReader:
             if self._num_unanswered[index] >= PINGS_PER_HEARTBEAT:
                 self._lose(index, f"it did not answer within {self._heartbeat:g} s")
             elif self._end is not None and now > self._end:
-                self._lose(index, f"it did not end within {self._timeout:g} s")
+                self._lose(index, f"it did not end within {self._limit:g} s")
             else:
                 self._num_unanswered[index] += 1
                 self._pool.send(index, PING)
@@ -70,7 +83,8 @@ class AnswerReader:
         """Record a member's answer; if it reports a failure, abort the order on the other members."""
         if not isinstance(message, Streamed):
             self._waiting.discard(index)
-        if isinstance(message, ReplicaLost | GroupBroken | Refused) and self._end is None:
-            self._end = time.monotonic() + self._timeout
+        if isinstance(message, ReplicaLost | GroupBroken | Refused) and not self._is_aborted:
+            self._is_aborted = True
+            self._expect_end(self._timeout)
             for other in self._waiting:
                 self._pool.send(other, Abort(self._inbox.order))

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 CAUSE_GRACE_SECONDS = 0.5  # wait for further failures: the cause of one may arrive after its consequence
 LISTEN_SECONDS = 0.1  # limit of one `receive`, so that replicas started meanwhile are included in the next
+RETRY_SECONDS = 10.0  # after a process could not be started: memory or file descriptors may be short for a while
 PERIOD_SECONDS = 3600.0  # in which a replica is restarted at most failure.restarts times; then it may be again
 
 
@@ -142,7 +143,9 @@ class ReplicaPool:
             self._start_failures = None
 
     def close(self) -> None:
-        self.is_closed = True
+        with self.changed:
+            self.is_closed = True
+            self.changed.notify_all()
         if self._listener.is_alive():
             self._listener.join()
         with self.changed:
@@ -188,17 +191,29 @@ class ReplicaPool:
                     logger.warning("replica %d is started again", index)
 
     def _end(self, index: int, wait_for_end: Callable[[], None], restarts: bool) -> None:
-        try:
-            wait_for_end()
-            if restarts and not self.is_closed:
+        """Wait for a lost process, and start the replica again; each attempt counts as a restart."""
+        while True:
+            try:
+                wait_for_end()
+            except Exception as error:  # the actor is gone, or the cluster does not answer
+                logger.info("ending replica %d failed: %s", index, error)
+            if not restarts or self.is_closed:
+                break
+            try:
                 with self.changed:
                     self._loading.note_start(index)
                 self._host.start_process(index)
-        except Exception as error:  # no memory, no file descriptors, no node
-            logger.warning("replica %d cannot be started again: %s", index, error)
+                return
+            except Exception as error:  # no memory, no file descriptors, no node
+                logger.warning("replica %d cannot be started again: %s", index, error)
             with self.changed:
-                self._loading.discard(index)
-                self.changed.notify_all()
+                self._loading.add(index)  # without a deadline
+                wait_for_end = self._host.kill(index)  # of its shards, some may have started
+                self.changed.wait_for(lambda: self.is_closed, RETRY_SECONDS)
+                restarts = self._allowance.use(index)
+        with self.changed:
+            self._loading.discard(index)
+            self.changed.notify_all()
 
     def _lose_overdue(self) -> None:
         with self.changed:
@@ -239,7 +254,8 @@ class ReplicaPool:
             try:
                 self._restart_given_up()
                 self._lose_overdue()
-                incarnations = dict(self._incarnations)
+                with self.changed:
+                    incarnations = dict(self._incarnations)
                 for index, message in self._host.receive(LISTEN_SECONDS):
                     self._route(index, message, incarnations[index])
             except Exception:  # keep the thread alive: without it no answer would arrive
@@ -249,6 +265,8 @@ class ReplicaPool:
 
     def _route(self, index: int, message: object, incarnation: int) -> None:
         with self.changed:
+            if incarnation != self._incarnations[index]:  # it was lost by an earlier message
+                return
             if isinstance(message, ModelLoaded):
                 self._ready.add(index)
                 self._loading.discard(index)

@@ -145,11 +145,12 @@ class RequestDriver:
             sealed = pool.sealed(request)
             for index in group:
                 pool.send_order(inbox, index, Decode(inbox.order, sealed))
+            reader = AnswerReader(pool, inbox, waiting)
             try:
-                with self._lease.cancelling(lambda: self._send_cancel(inbox, group)):
-                    yield from self._stream(inbox, waiting, joining, attempt)
+                with self._lease.cancelling(lambda: self._cancel(inbox, reader, group)):
+                    yield from self._stream(inbox, reader, joining, attempt)
             except (GeneratorExit, KeyboardInterrupt):  # the caller stopped early
-                self._cancel(inbox, waiting)
+                self._cancel_and_wait(inbox, reader, waiting)
                 raise
         refusal, broken = attempt.refusal, attempt.broken
         if broken or (refusal and len(group) > 1):
@@ -167,20 +168,20 @@ class RequestDriver:
             yield rest
 
     def _stream(
-        self, inbox: Inbox, waiting: set[int], joining: _JoiningReplicas, attempt: Attempt
+        self, inbox: Inbox, reader: AnswerReader, joining: _JoiningReplicas, attempt: Attempt
     ) -> Generator[Event, None, None]:
         """Yield what a group's rank 0 streams until every member has sent its final answer.
 
         If the request must move to other replicas, let those prefill, then cancel the group's order. A single replica
         that has not sent a token yet is not waited for: it may be in a long step of another request, which cannot be
-        interrupted. `waiting` loses each member that has finished; `attempt` receives the final answers.
+        interrupted. `attempt` receives the final answers.
         """
         group = inbox.members
-        for index, message in AnswerReader(self._pool, inbox, waiting).read():
+        for index, message in reader.read():
             if message is None:
                 if self._may_leave(group):
                     attempt.is_paused = True
-                    self._send_cancel(inbox, group)
+                    self._cancel(inbox, reader, group)
                     return
                 continue
             if not isinstance(message, Streamed):
@@ -193,23 +194,24 @@ class RequestDriver:
                 continue
             if joining.are_prefilled(wanted - set(group), self._rest):
                 attempt.is_paused = True
-                self._send_cancel(inbox, group[:1])
+                self._cancel(inbox, reader, group[:1])
 
     def _may_leave(self, group: Members) -> bool:
         """Whether the request moves from one replica to others before its first token, and starts over there."""
         wanted = self._lease.wanted
         return bool(wanted) and len(group) == 1 and wanted.isdisjoint(group) and not self._delivered
 
-    def _send_cancel(self, inbox: Inbox, members: Iterable[int]) -> None:
+    def _cancel(self, inbox: Inbox, reader: AnswerReader, members: Iterable[int]) -> None:
         for index in members:
             self._pool.send(index, Cancel(inbox.order))
+        reader.note_cancel()
 
-    def _cancel(self, inbox: Inbox, waiting: set[int]) -> None:
+    def _cancel_and_wait(self, inbox: Inbox, reader: AnswerReader, waiting: set[int]) -> None:
         pool = self._pool
         if pool.is_closed:
             return
-        self._send_cancel(inbox, waiting)
-        for _, message in AnswerReader(pool, inbox, waiting).read():
+        self._cancel(inbox, reader, list(waiting))
+        for _, message in reader.read():
             if not isinstance(message, Streamed | Finished | None) and len(inbox.members) > 1:
                 pool.disband(inbox.members)
 

@@ -10,6 +10,7 @@ import pytest
 from support.processes import wait_until
 
 from lp_runtime.config.settings import FailureConfig
+from lp_runtime.launchers.driver import replica_pool
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded
 from lp_runtime.launchers.worker.process_host import ProcessHost
@@ -22,16 +23,23 @@ class SlowlyEndingHost(ProcessHost):
         self.may_end = threading.Event()
         self.started: list[int] = []
         self.said: SimpleQueue[tuple[int, object]] = SimpleQueue()
+        self.together: SimpleQueue[list[tuple[int, object]]] = SimpleQueue()  # messages that arrive at the same time
+        self.num_refused = 0  # starts of a process that fail
         self.is_closed = False
 
     def start_process(self, index: int) -> None:
         assert not self.is_closed
+        if self.num_refused:
+            self.num_refused -= 1
+            raise OSError("cannot allocate memory")
         self.started.append(index)
 
     def send(self, index: int, message: object) -> None:
         raise AssertionError("nothing is ordered")
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
+        if not self.together.empty():
+            return self.together.get()
         try:
             return [self.said.get(timeout=timeout)]
         except Empty:
@@ -134,3 +142,32 @@ def test_loss_reported_twice_counts_once(host, pool):
     host.may_end.set()
     wait_until(lambda: len(host.started) == 3)
     assert pool.num_restarts == {0: 0, 1: 1} and pool.incarnation(1) == 1
+
+
+def test_restart_that_fails_is_tried_again(host, monkeypatch):
+    """Memory or file descriptors are short for a moment. Each attempt counts as a restart."""
+    monkeypatch.setattr(replica_pool, "RETRY_SECONDS", 0.01)
+    pool = ReplicaPool(host, 1, FailureConfig(restarts=3))
+    host.may_end.set()
+    host.said.put((0, ModelLoaded()))
+    pool.start(60)
+    host.num_refused = 2
+    pool.lose(0, "it did not answer", 0)
+    wait_until(lambda: host.started == [0, 0])
+    assert pool.num_restarts == {0: 3} and pool.num_loading == 1
+    host.said.put((0, ModelLoaded()))  # counts as the old process's if `receive` was called before that was lost
+    wait_until(host.said.empty)
+    host.said.put((0, ModelLoaded()))
+    wait_until(lambda: pool.ready == {0})
+    pool.lose(0, "it did not answer", 1)
+    assert pool.num_loading == 0  # no restarts are left
+    pool.close()
+
+
+def test_replica_that_failed_is_not_ready_by_an_older_message(host, pool):
+    """A shard fails as the other shards' replica reports that it is loaded."""
+    host.together.put([(0, Failed("a shard ended", None)), (0, ModelLoaded())])
+    wait_until(lambda: pool.incarnation(0) == 1)
+    host.said.put((1, Failed("its process ended", None)))
+    wait_until(lambda: pool.incarnation(1) == 1)  # the messages before have been handled
+    assert not pool.ready and pool.num_loading == 2

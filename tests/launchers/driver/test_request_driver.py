@@ -181,3 +181,15 @@ def test_request_continues_without_unreachable_replicas(presence, kept):
         assert outputs == [StepOutput([5])]
         assert launcher.ready == kept and report.losses == len(presence) - len(kept)
         assert set(launcher.pool.losses.values()) == {"it cannot reach the others"}
+
+
+def test_lone_replica_that_ignores_a_cancel_is_lost():
+    """It answers pings, but its step never ends."""
+    output = StepOutput([5])
+    config = RuntimeConfig(device="cpu", failure=FailureConfig(timeout=0.01, heartbeat=1.0, restarts=0))
+    launcher = TeamLauncher(config, AnsweringHost(lambda group, index, order: [Streamed(order, output)]))
+    events = launcher.run(REQUEST)
+    assert next(events) == output
+    events.close()  # returns
+    assert launcher.pool.losses == {0: "it did not end within 0.1 s"}
+    launcher.close()
