@@ -184,7 +184,7 @@ def test_request_continues_without_unreachable_replicas(presence, kept):
 
 
 def test_lone_replica_that_ignores_a_cancel_is_lost():
-    """It answers pings, but its step never ends."""
+    """The replica answers pings, but its step never ends."""
     output = StepOutput([5])
     config = RuntimeConfig(device="cpu", failure=FailureConfig(timeout=0.01, heartbeat=1.0, restarts=0))
     launcher = TeamLauncher(config, AnsweringHost(lambda group, index, order: [Streamed(order, output)]))
