@@ -126,16 +126,16 @@ def test_requests_above_the_compilation_limit_are_refused(compiler):
     child, server = process(), submitter(compiler)
 
     async def ask() -> tuple[list[asyncio.Task], list[asyncio.Task]]:
-        tasks = [asyncio.create_task(server.compile(regex_options("a" * n))) for n in range(1, MAX_PENDING + 11)]
-        again = [asyncio.create_task(server.compile(regex_options("aa"))) for _ in range(10)]
-        gone = asyncio.create_task(server.compile(regex_options("aa")))
+        tasks = [asyncio.create_task(server.prepare(regex_options("a" * n))) for n in range(1, MAX_PENDING + 11)]
+        again = [asyncio.create_task(server.prepare(regex_options("aa"))) for _ in range(10)]
+        gone = asyncio.create_task(server.prepare(regex_options("aa")))
         for _ in range(3):
             await asyncio.sleep(0)
         try:
             assert not any(task.done() for task in [*tasks[:MAX_PENDING], *again])
             assert all(task.done() for task in tasks[MAX_PENDING:])
             async with asyncio.timeout(20):
-                await server.compile(regex_options("ab"))  # already compiled
+                await server.prepare(regex_options("ab"))  # already compiled
             gone.cancel()
         finally:
             os.kill(child.pid, signal.SIGCONT)
@@ -159,7 +159,7 @@ def test_compilation_wait_starts_with_the_request(compiler, monkeypatch):
 
     async def ask() -> list[asyncio.Task]:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
-        tasks = [asyncio.create_task(server.compile(regex_options("a" * n))) for n in range(1, MAX_PENDING + 1)]
+        tasks = [asyncio.create_task(server.prepare(regex_options("a" * n))) for n in range(1, MAX_PENDING + 1)]
         try:
             async with asyncio.timeout(20):
                 while sum(task.done() for task in tasks) < MAX_PENDING - 1:
