@@ -34,7 +34,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.kv_cache.cache import CacheCopy, fill_cache
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, given_cache, holds_tokens
-from lp_runtime.sampling.processors import of_row
+from lp_runtime.sampling.processors import moved, of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
 # Model inputs that `generate` adds by itself. Checked, but not fed: the runner has its own cache, masks and positions.
@@ -87,7 +87,8 @@ class GenerateCall:
         model_kwargs: dict[str, Any],
     ):
         self._input_ids = input_ids
-        self._processors = logits_processor
+        # `generate` has made their tensors on the device of the inputs
+        self._processors = [moved(each, model.device) for each in logits_processor]
         self._config = generation_config
         self.streamer, assistant, own_cache = arguments_of_generate()
         _check_mode(model, generation_config, assistant)
@@ -106,18 +107,23 @@ class GenerateCall:
         self.samples = [self.rows[:place].count(row) for place, row in enumerate(self.rows)]
         self.do_sample = bool(generation_config.do_sample)
         limits = _limits_of(stopping_criteria, generation_config)
-        self.max_new_tokens = limits.max_length - input_ids.shape[1]
+        self.max_new_tokens = max(1, limits.max_length - input_ids.shape[1])  # criteria are asked after a token
         self.eos_token_ids = limits.eos_token_ids
         self.criteria = limits.others  # stopping criteria other than length, time and end-of-sequence
         self._limits = limits
-        if self.max_new_tokens < 1:
+        if generation_config.max_length <= input_ids.shape[1]:
             raise RequestError(
-                f"max_length={input_ids.shape[1] + self.max_new_tokens}: must be more than the {input_ids.shape[1]}"
-                " tokens of the prompt"
+                f"max_length={generation_config.max_length}: must be more than the {input_ids.shape[1]} tokens of the"
+                " prompt"
             )
         # Whether the output includes processed logits, and raw ones.
         self.wants_scores = bool(generation_config.return_dict_in_generate and generation_config.output_scores)
         self.wants_logits = bool(generation_config.return_dict_in_generate and generation_config.output_logits)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the inputs and of all that the caller gets."""
+        return self._input_ids.device
 
     def time_left(self) -> float | None:
         """Return the seconds until the earliest time limit, > 0; None without a limit."""

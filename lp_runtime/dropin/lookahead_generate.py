@@ -244,8 +244,8 @@ class _Rows:
             call.streamer.end()
         if call.cache is not None:
             call.fill_cache([each.held for each in rows if each.held is not None])
-        scores = [torch.stack(each.scores) for each in rows] if call.wants_scores else None
-        logits = [torch.stack(each.logits) for each in rows] if call.wants_logits else None
+        scores = [torch.stack(each.scores).to(call.device) for each in rows] if call.wants_scores else None
+        logits = [torch.stack(each.logits).to(call.device) for each in rows] if call.wants_logits else None
         return call.output([each.tokens for each in rows], scores, logits)
 
     def _decode_rows(self) -> list[_NewTokens]:
@@ -326,8 +326,11 @@ class _Rows:
         def ask(committed: Sequence[int]) -> int | None:
             for i, token in enumerate(committed, start=1):
                 text.append(token)
-                scores = recorder.scores[: len(text) - len(prompt)]
-                if self.call.is_done(text, tuple(each[None] for each in scores) if self.call.wants_scores else None):
+                scores = None
+                if self.call.wants_scores:
+                    recorded = recorder.scores[: len(text) - len(prompt)]
+                    scores = tuple(each[None].to(self.call.device) for each in recorded)
+                if self.call.is_done(text, scores):
                     return i
             return None
 

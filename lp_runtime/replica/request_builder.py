@@ -53,8 +53,8 @@ class RequestOptions(TypedDict, total=False):
     constraint: what the new text must match. Default: any text.
     is_answer: whether the new text is a separate text, as a chat's answer is, and does not continue the prompt's. Some
         tokenizers strip the first space of a text. Default: whether `messages` is given.
-    skip_special_tokens: whether special tokens show no text. If false, all of them do but the end-of-sequence token
-        that ended the text. Default True.
+    skip_special_tokens: whether special tokens show no text. If false, all of them do but the one that ended the text.
+        Default True.
     reasoning: marks of the answer's reasoning part, in which stop strings have no effect. Default: none.
     stop_token_ids: further tokens to stop after, also with eos=False. Default: none.
     tools: functions that the model may call, in the OpenAI API's format, for the chat template; with `messages`.

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.request.request import Request
+from lp_runtime.text.decoding import special_ids
 from lp_runtime.text.detokenizer import Detokenizer, common_length
 from lp_runtime.text.stop_strings import StopMatch, StopStrings
 
@@ -18,7 +19,8 @@ class RequestText:
         self.stop: str | None = None
         self._detokenizer = Detokenizer(tokenizer, context, request.skip_special_tokens, request.logprobs)
         self._stop_strings = StopStrings(tokenizer, request.stop, context, request.reasoning) if request.stop else None
-        self._hidden = frozenset() if request.skip_special_tokens else request.eos_token_ids
+        # Special tokens that end the text show none, although others do. An ordinary token that ends it shows its own.
+        self._hidden = frozenset() if request.skip_special_tokens else request.eos_token_ids & special_ids(tokenizer)
         self._num_hidden = 0  # tokens at the end that show no text, although special tokens do
         self._num_texts = 0  # texts of tokens that were returned
 

@@ -69,7 +69,7 @@ class TreeProcessors:
     """A list of logits processors, applied in order to the nodes of trees."""
 
     def __init__(self, processors: Iterable[LogitsProcessor], device: torch.device, reports: bool = False):
-        self._processors = list(processors)
+        self._processors = [_for_any_rows(each) for each in processors]
         self._reports = reports  # whether a processor's exceptions are the request's fault: RequestErrors
         self.device = device
         self._ids = torch.empty(0, dtype=torch.int64, device=device)  # the committed tokens
@@ -148,10 +148,13 @@ class TreeProcessors:
     def _call(self, processor: LogitsProcessor, prefix: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         with self._guarded(processor):
             processed = processor(prefix, scores)
+        name = _name_of(processor)
+        if not isinstance(processed, torch.Tensor):
+            raise ConfigError(f"{name}: returned {type(processed).__name__}; it must return the scores, a tensor")
         if processed.shape != scores.shape:
             raise ConfigError(
-                f"{type(processor).__name__}: returned shape {tuple(processed.shape)} for scores of shape"
-                f" {tuple(scores.shape)}; it must work on one prompt at a time"
+                f"{name}: returned shape {tuple(processed.shape)} for scores of shape {tuple(scores.shape)}; it must"
+                " work on one prompt at a time"
             )
         return processed
 
@@ -201,8 +204,7 @@ def of_row(
     alone = []
     for processor in processors:
         if type(processor) is library.RepetitionPenaltyLogitsProcessor:
-            if isinstance(processor.prompt_ignore_length, torch.Tensor):  # set to ignore the padding
-                processor = library.RepetitionPenaltyLogitsProcessor(processor.penalty)
+            processor = _repetition_penalty_of_row(processor, row, padding)
         elif type(processor) is library.PrefixConstrainedLogitsProcessor:
             allowed = processor._prefix_allowed_tokens_fn  # transformers has no public attribute for it
             processor = library.PrefixConstrainedLogitsProcessor(partial(_allowed_tokens, allowed, row), num_beams=1)
@@ -218,8 +220,43 @@ def of_row(
     return alone
 
 
+def _repetition_penalty_of_row(
+    processor: library.RepetitionPenaltyLogitsProcessor, row: int, padding: int
+) -> LogitsProcessor:
+    ignored = processor.prompt_ignore_length  # tokens at the start of each row, padding included
+    if isinstance(ignored, torch.Tensor):
+        ignored = int(ignored[row])
+    length = 0 if ignored is None else max(0, ignored - padding)
+    return library.RepetitionPenaltyLogitsProcessor(processor.penalty, length or None)
+
+
+def _for_any_rows(processor: LogitsProcessor) -> LogitsProcessor:
+    """Return a processor of one prompt such that it can process several nodes of the same depth at once."""
+    if type(processor) is library.RepetitionPenaltyLogitsProcessor:
+        ignored = processor.prompt_ignore_length
+        if isinstance(ignored, torch.Tensor) and len(ignored) == 1:
+            return _repetition_penalty_of_row(processor, row=0, padding=0)
+    return processor
+
+
+def _name_of(processor: LogitsProcessor) -> str:
+    return getattr(processor, "__name__", type(processor).__name__)
+
+
+def moved(processor: LogitsProcessor, device: torch.device) -> LogitsProcessor:
+    """Return a processor whose tensors are on `device`: a copy if any is on another one."""
+    attributes = getattr(processor, "__dict__", {})
+    tensors = {name: value for name, value in attributes.items() if isinstance(value, torch.Tensor)}
+    if all(value.device == device for value in tensors.values()):
+        return processor
+    copied = copy.copy(processor)
+    for name, value in tensors.items():
+        setattr(copied, name, value.to(device))
+    return copied
+
+
 def _copied(processor: LogitsProcessor) -> LogitsProcessor:
-    name = getattr(processor, "__name__", type(processor).__name__)
+    name = _name_of(processor)
     if isinstance(processor, (FunctionType, *ONE_PROMPT)):
         raise ConfigError(
             f"{name}: may keep a state that the rows of a batch would share; give one prompt at a time, or set"

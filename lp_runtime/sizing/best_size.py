@@ -102,9 +102,9 @@ def copy_into(target, source):
 def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted, plain_ns, drafting_ns, per_node_ns):
     """Return how many nodes each of several replicas should feed in addition to the pending tokens if they draft.
 
-    The replicas are filled for one capacity after another, because what fits depends on the tree's shape: one replica
-    must feed a whole chain, while siblings can be divided. Returns the [R] capacity, its rate (0 without nodes below
-    the root), and the rate of a step that does not draft, rates as of `rate_of`.
+    The capacity is raised again and again, and each time more nodes are fed, because what fits depends on the tree's
+    shape: one replica must feed a whole chain, while siblings can be divided. Returns the [R] capacity, its rate (0
+    without nodes below the root), and the rate of a step that does not draft, rates as of `rate_of`.
 
     Args:
         times: [R, M + 1] nanoseconds of each replica's forward pass of 0, 1, 2 ... tokens.
@@ -118,23 +118,26 @@ def best_capacity(parents, path_probabilities, root, times, limit, kept, drafted
         expected[node] = correct(path_probabilities[node], kept, drafted)
         most += _worth(expected[node], node - num_pending)
     owner, feeds = np.empty(num_nodes, np.int64), np.empty((num_replicas, num_nodes), np.bool_)
-    capacity, left = np.zeros(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    best = capacity.copy()
+    feed_pending(root, owner, feeds)
+    capacity, left = np.zeros(num_replicas, np.int64), np.zeros(num_replicas, np.int64)
+    before, best = capacity.copy(), capacity.copy()
     plain_rate = rate_of(np.int64(1) << EXPECTED_BITS, plain_ns)
     best_rate = np.int64(0)
     num_fed = np.int64(0)
     while num_fed < num_nodes - num_pending:
+        copy_into(before, capacity)
         time = _add_capacity(times, num_pending, min(limit, num_nodes), capacity)
         if time == 0 or rate_of(min(most, MAX_EXPECTED), time + drafting_ns) <= best_rate:
             break
-        feed_pending(root, owner, feeds)
-        copy_into(left, capacity)
-        fill(parents, root, owner, feeds, left)
-        tokens, num_fed = np.int64(1) << EXPECTED_BITS, np.int64(0)
-        for node in range(num_pending, num_nodes):
+        for rank in range(num_replicas):
+            left[rank] += capacity[rank] - before[rank]
+        num_fed += fill(parents, root, owner, feeds, left)
+        tokens, num_counted, node = np.int64(1) << EXPECTED_BITS, np.int64(0), num_pending
+        while num_counted < num_fed:
             if owner[node] >= 0:
-                tokens += _worth(expected[node], num_fed)
-                num_fed += 1
+                tokens += _worth(expected[node], num_counted)
+                num_counted += 1
+            node += 1
         time = np.int64(0)
         for rank in range(num_replicas):
             time = max(time, times[rank, num_pending + capacity[rank] - left[rank]])

@@ -120,7 +120,7 @@ class StepBudget:
         nodes, shares = select_within(tree, capacity)
         self._selected = capacity + num_pending, shares
         if self._is_auto:
-            self.tree_size_hint = MIN_TREE_SIZE_HINT + 3 * len(nodes) // 2  # some are left out
+            self.tree_size_hint = MIN_TREE_SIZE_HINT + 5 * len(nodes) // 4  # some are left out
         return nodes
 
     @property

@@ -64,6 +64,13 @@ class Decoding:
         return num
 
 
+@functools.lru_cache(maxsize=16)
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of a tokenizer's special tokens, which `decode` can skip."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset(token for token, each in added.items() if each.special)
+
+
 @functools.lru_cache(maxsize=16)  # a Decoding is made for every request
 def _probes(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """Return sequences of token ids that change the end of the text before them, if any token does."""

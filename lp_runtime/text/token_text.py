@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from lp_runtime.errors import ModelError
-from lp_runtime.text.decoding import BYTE_TOKEN, REPLACEMENT, Decoding
+from lp_runtime.text.decoding import BYTE_TOKEN, REPLACEMENT, Decoding, special_ids
 from lp_runtime.text.detokenizer import Detokenizer
 
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # for byte-level vocabularies (GPT-2)
@@ -29,8 +29,7 @@ class TokenTexts:
         self._tokenizer = tokenizer
         self._decode = Decoding(tokenizer, skip_special_tokens=False)
         self._anchor, self._anchor_text = self._find_anchor()
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self.special_ids = frozenset(token for token, each in added.items() if each.special)
+        self.special_ids = special_ids(tokenizer)
         self._known: dict[int, bytes] = {}
         self._all: dict[int, list[bytes]] = {}  # by number of tokens
 

@@ -16,6 +16,7 @@ from transformers import (
     AutoTokenizer,
     GenerationConfig,
     LogitsProcessor,
+    MaxLengthCriteria,
     StoppingCriteria,
     StopStringCriteria,
     TextIteratorStreamer,
@@ -76,6 +77,7 @@ class AfterToken(StoppingCriteria):
         {"max_new_tokens": 12, "encoder_repetition_penalty": 1.5},
         {"generation_config": GenerationConfig(max_new_tokens=16, repetition_penalty=1.2)},
         {"max_new_tokens": 20, "stopping_criteria": [AfterToken(221, 3)]},
+        {"max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(2)]},  # below the prompt's length: one token
         {"max_new_tokens": 20, "eos_token_id": [221, 266], "min_new_tokens": 5},
         {"max_new_tokens": 12, "forced_eos_token_id": 3},
     ],

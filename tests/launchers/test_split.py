@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.causal_configs import small_config
+from support.causal_types import small_model
 from support.small_models import FAMILIES, SHAPE
 from support.versions import needs_sliced_vocabulary
 from transformers import AutoConfig
@@ -21,6 +23,7 @@ from lp_runtime.launchers import split, torchrun
 from lp_runtime.launchers.ray_booking import gpus_of_cluster
 from lp_runtime.launchers.split import choose_split, free_of_this_machine
 from lp_runtime.model.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
+from lp_runtime.model.checks.make_runner import make_runner
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
 
 GIB = 1 << 30
@@ -187,6 +190,19 @@ def test_size_of_quantized_checkpoint_is_that_of_its_files(tmp_path):
     assert way(str(tmp_path), 1, 2) == (1, "tensor")
     with pytest.raises(ModelError, match="a quantized model cannot be sliced"):
         way(str(tmp_path), 0, 2, "tensor")
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5_text"])
+def test_cached_bytes_are_known_without_weights(tmp_path, name):
+    model = small_model(small_config(name))
+    model.save_pretrained(tmp_path)
+    runner = make_runner(model, 64, None, own_attention=True)
+    with runner.slots.borrowed() as slot:
+        runner.begin(slot, 64)
+        runner.prefill(slot, range(8, 40))
+        actual = slot.cache.bytes_per_token
+    size = size_of_model(ModelConfig(path=str(tmp_path)), "float32")
+    assert size.cache_bytes_per_token(1) == actual
 
 
 def test_model_of_unknown_size_gets_one_gpu(tmp_path):

@@ -18,8 +18,8 @@ def tokenizer():
 
 def text_of(tokenizer, steps, **fields):
     """Add tokens in steps, up to a stop; return (deltas, texts of tokens, the RequestText)."""
-    eos = frozenset({tokenizer.eos_token_id})
-    request = Request(tuple(tokenizer("the answer is").input_ids), PLAIN, 99, eos, logprobs=True, **fields)
+    fields = {"eos_token_ids": frozenset({tokenizer.eos_token_id}), "logprobs": True, **fields}
+    request = Request(tuple(tokenizer("the answer is").input_ids), PLAIN, 99, **fields)
     text = RequestText(request, tokenizer)
     added = []
     for step in steps:
@@ -43,6 +43,15 @@ def test_special_tokens_are_shown_on_request_except_final_eos(tokenizer):
         deltas, texts, _ = text_of(tokenizer, steps, skip_special_tokens=skips)
         assert "".join(deltas) == "".join(texts) == expected
         assert len(texts) == 2 * len(word) + 2
+
+
+def test_ordinary_stop_token_is_shown_with_and_without_special_tokens(tokenizer):
+    word = tokenizer.encode(" dog", add_special_tokens=False)
+    for skips in (True, False):
+        deltas, texts, _ = text_of(
+            tokenizer, [word], skip_special_tokens=skips, eos_token_ids=frozenset([word[-1], tokenizer.eos_token_id])
+        )
+        assert "".join(deltas) == "".join(texts) == " dog"
 
 
 @pytest.mark.parametrize("cuts_steps", [False, True])

@@ -1,5 +1,6 @@
 """transformers' logits processors give each node of a tree the same scores as its text alone."""
 
+import numpy as np
 import pytest
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -9,7 +10,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.hf_settings import build_processors
-from lp_runtime.sampling.processors import TreeProcessors, of_row
+from lp_runtime.sampling.processors import TreeProcessors, moved, of_row
 
 CPU = torch.device("cpu")
 TEXT = [1, 2, 3, 4, 1, 2, 3]
@@ -136,6 +137,40 @@ def test_batch_processors_are_reduced_to_one_row():
     assert top_k is batch[2]
     with pytest.raises(ConfigError, match="EncoderRepetitionPenaltyLogitsProcessor: is for one prompt without padding"):
         of_row([PROCESSORS[10]], 0, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("ignored", "rest"), [(5, 3), (1, None), (torch.tensor([0, 6]), 4), (torch.tensor([0, 2]), None)]
+)
+def test_ignored_prompt_of_repetition_penalty_does_not_count_padding(ignored, rest):
+    """`ignored` counts from the start of the row, which has two tokens of padding here."""
+    (penalty,) = of_row([library.RepetitionPenaltyLogitsProcessor(1.5, ignored)], 1, 2, False)
+    assert (penalty.penalty, penalty.prompt_ignore_length) == (1.5, rest)
+
+
+def test_ignored_prompt_may_be_a_tensor_of_one_length():
+    tree = TokenTree([TEXT[-1]], max_depth=1)
+    for token in (3, 4):
+        tree.add_branch([token])
+    logits = torch.arange(48, dtype=torch.float32).view(3, 16)
+    expected, actual = (
+        TreeProcessors([library.RepetitionPenaltyLogitsProcessor(1.5, each)], CPU)(logits, tree, [0, 1, 2], TEXT)
+        for each in (2, torch.tensor([2]))
+    )
+    assert torch.equal(actual, expected) and not torch.equal(actual, logits)
+
+
+def test_processor_is_moved_to_the_device_of_the_model():
+    processor = library.MinLengthLogitsProcessor(9, 2, device="cpu")
+    copied = moved(processor, torch.device("meta"))
+    assert copied.eos_token_id.device.type == "meta" and processor.eos_token_id.device.type == "cpu"
+
+
+@pytest.mark.parametrize("result", [None, np.zeros((1, 16))], ids=["nothing", "array"])
+def test_processor_must_return_a_tensor(result):
+    processors = TreeProcessors([lambda ids, scores: result], CPU)
+    with pytest.raises(ConfigError, match=f"returned {type(result).__name__}; it must return the scores, a tensor"):
+        processors.process_next(torch.zeros((1, 16)), TEXT)
 
 
 class ForABatch(LogitsProcessor):

@@ -53,21 +53,23 @@ def feed_pending(root, owner, feeds):
 
 @inlined(makes_arrays=True)
 def fill(parents, root, owner, feeds, left):
-    """Assign nodes without an owner to replicas, in the tree's order; return the number of owned nodes."""
-    total, num_owned = left.sum(), 1
+    """Assign nodes without an owner to replicas, in the tree's order; return how many were assigned."""
+    total, num_assigned = left.sum(), np.int64(0)
     for node in range(root + 1, len(parents)):
-        if owner[node] < 0 and owner[parents[node]] >= 0 and total > 0:
+        if total <= 0:
+            break
+        if owner[node] < 0 and owner[parents[node]] >= 0:
             rank, num_added = _cheapest(parents, parents[node], feeds, left)
             if rank >= 0:
                 owner[node] = rank
+                num_assigned += 1
                 left[rank] -= num_added
                 total -= num_added
                 ancestor = np.int64(node)
                 while not feeds[rank, ancestor]:
                     feeds[rank, ancestor] = True
                     ancestor = parents[ancestor]
-        num_owned += owner[node] >= 0
-    return num_owned
+    return num_assigned
 
 
 @inlined(makes_arrays=True)
@@ -100,13 +102,12 @@ def fill_shares(parents, depths, root, capacity):
     left = capacity.copy()
     if not _pack(parents, depths, root, np.arange(len(parents)), capacity, owner, feeds, left):
         feed_pending(root, owner, feeds)
-        num_kept = fill(parents, root, owner, feeds, left)
+        fill(parents, root, owner, feeds, left)
         for _ in range(MAX_ROUNDS):
             nodes = np.flatnonzero((owner >= 0) | (np.arange(len(parents)) < root))
             if not _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
                 break
-            num_before, num_kept = num_kept, fill(parents, root, owner, feeds, left)
-            if num_kept == num_before:
+            if fill(parents, root, owner, feeds, left) == 0:
                 break
     sizes = capacity - left + root + 1
     nodes, owned, num_owned = list_nodes(feeds, owner, sizes)

@@ -104,7 +104,7 @@ def _attend_band(
     return output.reshape(1, num_heads, num_tokens, -1), total.reshape(1, num_heads, num_tokens)
 
 
-@functools.lru_cache(maxsize=8)  # all layers of a pass need the same ones
+@functools.lru_cache(maxsize=4)  # all layers of a pass need the same ones
 def _band(
     num_tokens: int, num_keys: int, window: int, dtype: torch.dtype, device: torch.device, groups: int = 1
 ) -> torch.Tensor:

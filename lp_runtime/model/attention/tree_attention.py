@@ -13,11 +13,11 @@ of a batch.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -44,6 +44,10 @@ class AttentionBatch(Protocol):
         """[P + 1] tokens fed of each sequence, then the number of padding tokens."""
 
     @property
+    def joined(self) -> list[int] | None:
+        """[P + 1] number of keys of each sequence, then of padding tokens, if a layer's `key` has those of all."""
+
+    @property
     def states(self) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
         """[P] keys and values of each sequence in the current layer, [1, H, L + T, D] each."""
 
@@ -64,8 +68,8 @@ def tree_attention(
     # Given in a pass of a fixed size, whose keys and values are already in their caches. The mask is then that of the
     # pass, and only the shapes of `key` and `value` are read.
     device_cache: DeviceAttention | None = None,
-    # Keys, values and masks, if the tokens belong to several sequences. Then `key` is not read, and only the shape of
-    # `value` is.
+    # Keys, values and masks, if the tokens belong to several sequences. Then `key` and `value` are those of all of them
+    # if the batch is `joined`; otherwise only the shape of `value` is read.
     batch: AttentionBatch | None = None,
     s_aux: torch.Tensor | None = None,  # [g H] attention sinks, see `_attend_with_sinks`
     **kwargs: Any,
@@ -75,7 +79,7 @@ def tree_attention(
     `query` is [1, g H, T, D], `key` and `value` are [1, H, L + T, D].
     """
     if batch is not None:
-        return _attend_batch(module, query, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None
+        return _attend_batch(module, query, key, value, attention_mask, scaling, batch, s_aux=s_aux, **kwargs), None
     num_tokens, num_keys, num_heads, size = query.shape[2], key.shape[2], key.shape[1], query.shape[3]
     groups = query.shape[1] // num_heads
     scale = size**-0.5 if scaling is None else scaling
@@ -173,6 +177,7 @@ def _attend_with_sinks(
 def _attend_batch(
     module: torch.nn.Module,
     query: torch.Tensor,
+    key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None,
@@ -182,15 +187,26 @@ def _attend_batch(
     """Return [1, T, g H, D]: `tree_attention` of each sequence in turn, then zeros for the padding."""
     assert attention_mask is not None
     *queries, padding = query.split(batch.sizes, 2)
-    parts = zip(queries, batch.states, batch.masks_of(attention_mask), strict=True)
-    outputs = [tree_attention(module, part, *states, mask, scaling, **kwargs)[0] for part, states, mask in parts]
+    states = batch.states
+    if batch.joined is not None:
+        states = [*zip(key.split(batch.joined, 2), value.split(batch.joined, 2), strict=True)][:-1]
+    parts = zip(queries, states, batch.masks_of(attention_mask), strict=True)
+    outputs = [tree_attention(module, part, *each, mask, scaling, **kwargs)[0] for part, each, mask in parts]
     outputs.append(query.new_zeros((1, padding.shape[2], query.shape[1], value.shape[3])))
     return torch.cat(outputs, 1)
 
 
-@functools.lru_cache(maxsize=16)  # tensors hash by identity, and all layers of a step get the same masks
+# Copies of masks for g query heads, and g. All layers of a step get the same masks; a copy is freed with its mask.
+_folded: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
 def _fold(mask: torch.Tensor, groups: int) -> torch.Tensor:
-    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
+    if groups == 1:
+        return mask
+    known = _folded.get(mask)
+    if known is None or known[0] != groups:
+        known = _folded[mask] = groups, mask.repeat(1, 1, groups, 1)
+    return known[1]
 
 
 AttentionInterface.register(NAME, tree_attention)

@@ -25,7 +25,7 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import attention_of
+from lp_runtime.model.hf.config import attention_of, forward_options
 from lp_runtime.model.kv_cache.batch import DeviceCache
 
 
@@ -154,7 +154,8 @@ class PassSet:
     def run_pass(self, one: FixedPass) -> None:
         """Run a pass eagerly, or while it is captured; sets its `logits` and `presampled`."""
         inputs = one.inputs
-        options = {self._cache_name: one.cache} | ({"logits_to_keep": inputs.wanted} if self._keeps_logits else {})
+        options = {self._cache_name: one.cache} | forward_options(self._model)
+        options |= {"logits_to_keep": inputs.wanted} if self._keeps_logits else {}
         output = self._model(
             input_ids=inputs.ids[None],
             position_ids=inputs.positions[None],

@@ -22,6 +22,7 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.forward.cuda_graph import GraphOptions, PassSet, PassSize
 from lp_runtime.model.forward.inputs import InputLayout, concatenated, rounding_of
 from lp_runtime.model.forward.pass_inputs import Part
+from lp_runtime.model.hf.config import forward_options, has_latents
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.batch import BatchedCache
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -69,6 +70,7 @@ class Passes:
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         # Whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
         self.keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.has_latents = has_latents(model.config)
         self.cache_name = cache_name(model) or CACHE_NAMES[0]  # keyword by which the model's forward accepts a cache
 
     @property
@@ -92,8 +94,8 @@ class Passes:
         return sample_greedily(logits, kernels)
 
     def keeping(self, rows: torch.Tensor | int) -> dict[str, object]:
-        """Return the keyword argument that limits the computed logits to `rows`; empty if the model has none."""
-        return {"logits_to_keep": rows} if self.keeps_logits else {}
+        """Return the keyword arguments of a forward that only computes the logits of `rows`, if the model can."""
+        return forward_options(self._model) | ({"logits_to_keep": rows} if self.keeps_logits else {})
 
     def plain_model(self) -> PreTrainedModel:
         return library_view(self._model) if self.lengths.change else self._model
@@ -227,7 +229,7 @@ class FeedShares(NamedTuple):
             passes.masks.build(layout.parents, tensor_on(device, layout.positions), cache.length)
             for layout, cache in zip(layouts, caches, strict=True)
         ]
-        batched = BatchedCache(caches, sizes, masks, num_padding)
+        batched = BatchedCache(caches, sizes, masks, num_padding, passes.has_latents)
         return passes.forward(ids, positions, batched.mask, batched, rows)
 
 

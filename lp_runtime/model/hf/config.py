@@ -48,6 +48,24 @@ def config_json(location: str, revision: str | None) -> str:
         return ""
 
 
+def forward_options(model: PreTrainedModel) -> dict[str, object]:
+    """Return the keyword arguments of every forward pass of a model.
+
+    A mixture whose configuration asks for its routers' logits, as after a fine-tuning, would compute a loss from them
+    that needs transformers' own mask.
+    """
+    asks = getattr(model.config.get_text_config(), "output_router_logits", False)
+    return {"output_router_logits": False} if asks else {}
+
+
+def has_latents(config: PreTrainedConfig) -> bool:
+    """Whether a model caches latents, from which its attention computes keys and values (DeepSeek V2 and V3)."""
+    try:
+        return bool(getattr(config.get_text_config(), "kv_lora_rank", None))
+    except AttributeError:  # each layer has its own
+        return True
+
+
 def attention_of(config: PreTrainedConfig) -> str:
     return config._attn_implementation  # no public attribute exists
 

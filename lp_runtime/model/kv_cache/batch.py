@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lp_runtime.kernels.types import Rotation
 from lp_runtime.model.attention.mask import LayerMasks
-from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.kv_cache.cache import TreeCache, TreeCacheLayer
 
 
 class _StandInCache(Cache):
@@ -28,7 +28,8 @@ class _StandInCache(Cache):
     def __init__(self, num_layers: int):
         super().__init__(layers=[_StandInLayer(self, index) for index in range(num_layers)])
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new keys and values; return them, because attention reads their shapes."""
         raise NotImplementedError
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
@@ -53,9 +54,8 @@ class _StandInLayer(CacheLayerMixin):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write new keys and values; return them, because attention reads their shapes."""
-        self._owner.write(key_states, value_states, self._index)
-        return key_states, value_states
+        """Write new keys and values; return what the layer computes with."""
+        return self._owner.write(key_states, value_states, self._index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length, 0
@@ -72,11 +72,20 @@ class BatchedCache(_StandInCache):
     """Cache passed to the model that writes to the caches of P sequences, one after another in the input."""
 
     def __init__(
-        self, caches: Sequence[TreeCache], sizes: Sequence[int], masks: Sequence[LayerMasks], num_padding: int = 0
+        self,
+        caches: Sequence[TreeCache],
+        sizes: Sequence[int],
+        masks: Sequence[LayerMasks],
+        num_padding: int = 0,
+        has_latents: bool = False,
     ):
         self.sizes = [*sizes, num_padding]  # [P + 1] tokens fed of each sequence, then number of padding tokens
+        # [P + 1] number of keys of each sequence, then of padding tokens, if the layer that wrote last computes its
+        # keys from what is cached (latent attention): it then gets those of all sequences, one after another.
+        self.joined: list[int] | None = None
         # [P] keys and values, [1, H, L_p + T_p, D] each, of the layer that wrote last.
         self.states: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._has_latents = has_latents
         self._caches = caches
         self._masks: dict[int, list[torch.Tensor]] = {}
         # Placeholder to pass to the model as its mask, or one per kind of layer; `masks_of` maps each to P masks.
@@ -98,9 +107,16 @@ class BatchedCache(_StandInCache):
         """Return the P masks for which a layer received this placeholder."""
         return self._masks[stand_in.data_ptr()]
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
-        parts = zip(self._caches, *(each.split(self.sizes, 2)[:-1] for each in (key, value)), strict=True)
-        self.states = [cache.layers[layer].update(keys, values) for cache, keys, values in parts]
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = (each.split(self.sizes, 2) for each in (key, value))
+        parts = zip(self._caches, keys[:-1], values[:-1], strict=True)
+        self.states = [cast(TreeCacheLayer, cache.layers[layer]).update(*states) for cache, *states in parts]
+        if not self._has_latents:
+            return key, value
+        whole = [*self.states, (keys[-1], values[-1])]
+        self.joined = [keys.shape[2] for keys, _ in whole]
+        key, value = (torch.cat(each, 2) for each in zip(*whole, strict=True))
+        return key, value
 
 
 class DeviceInputs(NamedTuple):
@@ -147,11 +163,12 @@ class DeviceCache(_StandInCache):
             query, key, value, *factors, self._inputs.owners, self._inputs.table, layer, *norms_or_none, rotation
         )
 
-    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> None:
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         self._layer = layer
         if key.stride(3) != 1 or value.stride(3) != 1:
             key, value = key.contiguous(), value.contiguous()
         self._kernels.write(key, value, self._inputs.owners, self._inputs.table, layer)
+        return key, value
 
     def attend(
         self, query: torch.Tensor, num_heads: int, mask: torch.Tensor, scale: float, sinks: torch.Tensor | None = None

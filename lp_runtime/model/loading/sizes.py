@@ -14,13 +14,15 @@ import struct
 from pathlib import Path
 from typing import NamedTuple
 
-from transformers import PreTrainedConfig, PreTrainedModel
+import torch
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.model.capacity import STEP_TOKENS, bytes_of_tokens
-from lp_runtime.model.hf.config import max_positions
+from lp_runtime.model.hf.config import has_latents, max_positions
 from lp_runtime.model.hf.location import check_location
+from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_name
 from lp_runtime.model.loading.loader import without_memory
 from lp_runtime.model.loading.pipeline import Part, parts_of, stages_of
 from lp_runtime.model.tensor_parallel.slicing import check_shards, is_quantized, is_split, own_plan, splits_keys
@@ -28,6 +30,7 @@ from lp_runtime.model.tensor_parallel.slicing import check_shards, is_quantized,
 log = logging.getLogger(__name__)
 
 LOGITS_BYTES = 4  # of one logit: samplers compute in float32
+FED_TOKENS = 3  # fewer than any sliding window, and no size of a layer
 HEADER_LENGTH = struct.Struct("<Q")  # first field of a safetensors file: the length of its JSON header in bytes
 
 
@@ -40,7 +43,8 @@ class ModelSize(NamedTuple):
     split: tuple[tuple[int, int], ...]
     whole: int  # bytes of all tensors that every shard holds in full
     token_bytes: int  # of one token's keys and values in all layers, not divided
-    pass_bytes: int  # of the logits of the largest step, which captured passes keep allocated
+    # Of the logits of the largest step, which captured passes keep allocated, and of a sequence's recurrent states.
+    pass_bytes: int
     context_tokens: int  # prompt and output tokens, together, that a replica must be able to hold
 
     def weight_bytes(self, num_shards: int) -> int:
@@ -85,10 +89,12 @@ def size_of_model(config: ModelConfig, dtype: str, context_tokens: int | None = 
             parts = tuple(parts_of(model))
         text = model.config.get_text_config()
         length = max_positions(text) or DEFAULT_CONTEXT_TOKENS
+        per_token, per_sequence = _cached_numbers(model)
+        logits_bytes = STEP_TOKENS * text.vocab_size * (model.dtype.itemsize + LOGITS_BYTES)
         others = {
             "config": model.config,
-            "token_bytes": model.dtype.itemsize * _cached_numbers(text),
-            "pass_bytes": STEP_TOKENS * text.vocab_size * (model.dtype.itemsize + LOGITS_BYTES),
+            "token_bytes": model.dtype.itemsize * per_token,
+            "pass_bytes": logits_bytes + model.dtype.itemsize * per_sequence,
             "context_tokens": context_tokens or min(length, DEFAULT_CONTEXT_TOKENS),
         }
         if is_quantized(model.config) and (num_bytes := safetensors_bytes(config.location)):
@@ -115,21 +121,43 @@ def _divided_bytes(model: PreTrainedModel) -> tuple[tuple[tuple[int, int], ...],
     return tuple(split), whole
 
 
-def _cached_numbers(config: PreTrainedConfig) -> int:
-    """Return the number of elements of a token's keys and values in all layers, by a (text) configuration.
+def _cached_numbers(model: PreTrainedModel) -> tuple[int, int]:
+    """Return the elements of a token's keys and values in all layers, and those of a sequence's recurrent states.
 
-    Latent attention counts with its expanded keys and values, because these are cached. Layers with a recurrent state
-    count as if they had keys.
+    Reads them from the cache after a pass without weights.
     """
+    try:
+        tensors = _cached_tensors(model)
+    except Exception as error:  # models' own code, some of which needs values of tensors
+        log.debug("%s cannot run without weights: %s", type(model).__name__, first_line(error))
+        return _usual_numbers(model.config.get_text_config()), 0
+    keys = [each.numel() for each in tensors if each.ndim == 4 and each.shape[2] == FED_TOKENS]
+    return sum(keys) // FED_TOKENS, sum(each.numel() for each in tensors) - sum(keys)
+
+
+@torch.inference_mode()
+def _cached_tensors(model: PreTrainedModel) -> list[torch.Tensor]:
+    """Return the tensors of a cache after FED_TOKENS tokens; `model` is on the meta device."""
+    cache = DynamicCache(config=model.config)
+    ids = torch.zeros((1, FED_TOKENS), dtype=torch.int64, device=model.device)
+    model.eval()(input_ids=ids, use_cache=True, **{cache_name(model) or CACHE_NAMES[0]: cache})
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    tensors = [each for value in values for each in (value.values() if isinstance(value, dict) else (value,))]
+    return [each for each in tensors if isinstance(each, torch.Tensor)]
+
+
+def _usual_numbers(config: PreTrainedConfig) -> int:
+    """Return the elements of a token's keys and values by a (text) configuration.
+
+    Layers with a recurrent state count as if they had keys.
+    """
+    if has_latents(config):
+        return config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim)
     heads, size = getattr(config, "num_attention_heads", None), getattr(config, "head_dim", None)
     if not heads:
         return 0
-    sizes = 2 * (size or config.hidden_size // heads)
-    if getattr(config, "kv_lora_rank", None):
-        sizes = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        heads = getattr(config, "num_key_value_heads", None) or heads
-    return config.num_hidden_layers * heads * sizes
+    num_keys = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers * num_keys * 2 * (size or config.hidden_size // heads)
 
 
 def safetensors_bytes(folder: str) -> int:

@@ -10,6 +10,8 @@ few microseconds more than one to MKL, whose kernels are fast on Intel CPUs.
 
 from __future__ import annotations
 
+import dis
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,6 +29,8 @@ NUM_TRIALS = 5  # timed passes of each choice, interleaved
 MAX_TRIAL_SECONDS = 1.0  # start no further round of trials after this: a large model's rounds take a second each
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of outputs, relative to their norm
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")  # torch has no public API to query a module's hooks
+
+READS = ("LOAD_ATTR", "LOAD_METHOD")  # instructions of Python that read an attribute
 
 Layers = TypeVar("Layers")  # a list of modules
 
@@ -100,7 +104,7 @@ def pack_linears(model: nn.Module, packed: type[PackedLinear] = PackedLinear) ->
     if not torch.backends.mkldnn.is_available():
         return 0
     count, tried = 0, dict.fromkeys(packed.dtypes, False)  # by dtype: whether one packed layer agreed
-    for parent, name in places_of(model, lambda module: _can_pack(module, packed.dtypes)):
+    for parent, name in _packable(model, packed.dtypes):
         linear = getattr(parent, name)
         dtype = linear.weight.dtype
         if dtype not in tried:
@@ -135,7 +139,7 @@ def pack_fastest(model: nn.Module) -> str | None:
     The model is changed in place. A small model is timed as a whole, and stays unpacked if that is fastest. Of a large
     one only a few layers are timed, because both layouts of all layers would take too much memory.
     """
-    places = places_of(model, lambda module: _can_pack(module, PackedLinear.dtypes))
+    places = _packable(model, PackedLinear.dtypes)
     plain = [getattr(parent, name) for parent, name in places]
     if not plain:
         return None
@@ -236,8 +240,26 @@ def is_hooked(module: nn.Module) -> bool:
     return "forward" in attributes or any(attributes.get(name) for name in HOOKS)
 
 
-def _can_pack(module: nn.Module, dtypes: tuple[torch.dtype, ...]) -> bool:
-    return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
+def _packable(model: nn.Module, dtypes: tuple[torch.dtype, ...]) -> list[tuple[nn.Module, str]]:
+    """Return the (parent module, name in the parent) of each linear layer that can be packed."""
+
+    def can_pack(module: nn.Module) -> bool:
+        return is_plain(module) and module.weight.device.type == "cpu" and module.weight.dtype in dtypes
+
+    return [(parent, name) for parent, name in places_of(model, can_pack) if not _reads_weight(parent, name)]
+
+
+def _reads_weight(parent: nn.Module, name: str) -> bool:
+    """Whether a module's forward computes with the weight of its layer `name`, as the router of LongCat Flash does.
+
+    That is, whether its code reads an attribute of `name.weight` that a WeightInfo does not have.
+    """
+    code = getattr(inspect.unwrap(type(parent).forward), "__code__", None)
+    reads = [each.argval if each.opname in READS else None for each in dis.get_instructions(code)] if code else []
+    return any(
+        pair == [name, "weight"] and attribute not in (None, *WeightInfo.__annotations__)
+        for *pair, attribute in zip(reads, reads[1:], reads[2:], strict=False)
+    )
 
 
 @torch.inference_mode()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from types import SimpleNamespace
 
@@ -141,3 +142,13 @@ def test_prompt_chunk_supports_values_of_another_head_size():
     mask, shorter = chunk_mask(7, query.device), value[..., :12].contiguous()
     actual, _ = tree_attention(SimpleNamespace(num_key_value_groups=2), query, key, shorter, mask)
     torch.testing.assert_close(actual.double(), dense(query, key, shorter, causal, 0.25), rtol=2e-5, atol=2e-5)
+
+
+def test_nothing_of_a_mask_is_kept_after_its_step():
+    query, key, value, mask, _ = inputs(5, 30, 4, torch.float32)
+    mask = torch.cat([mask.new_zeros((1, 1, 5, 30)), mask], -1)
+    tree_attention(SimpleNamespace(), query, key, value, mask)
+    del mask
+    gc.collect()
+    shapes = [each.shape for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    assert (1, 1, 20, 35) not in shapes

@@ -1,10 +1,14 @@
 """A part of `benchmarks/correctness.py types`: model types are decoded as by `generate`, or refused."""
 
 import pytest
+import torch
 from support import causal_types
 from support.causal_configs import DEFAULT, small_config, variants_of
-from support.causal_types import outcome_of
+from support.causal_types import outcome_of, small_model
 from support.versions import needs_rotary_by_length, needs_transformers
+
+from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.replica.loading import prepare_model
 
 EXACT = [
     ("bart", DEFAULT),
@@ -29,6 +33,7 @@ REFUSED = [
 ]
 # Beyond a threshold, attention depends on a token's place in the input or on the number of keys.
 THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
+ON_CPU = RuntimeConfig(device="cpu", cache_dir=None)
 NEW_TOKENS = 20
 PROMPT_TOKENS = (1, 30, 80)  # the shortest; decoded across 40 tokens, and across 96: thresholds of TYPES
 
@@ -48,6 +53,19 @@ def test_supported_type_matches_generate(model_type, variant):
 def test_type_with_offset_positions_matches_generate():
     outcome = outcome_of("roberta", variants_of("roberta")[DEFAULT], PROMPT_TOKENS[1:])
     assert outcome.kind == "exact", outcome.reason
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "longcat_flash", "minicpm3"])
+def test_latent_attention_is_packed_and_batched(model_type):
+    model, _ = prepare_model(small_model(small_config(model_type)), ON_CPU, torch.device("cpu"))
+    assert model.supports_batching
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "gpt_oss"])
+def test_config_that_asks_for_router_logits_is_accepted(model_type):
+    config = small_config(model_type)
+    config.output_router_logits = True
+    prepare_model(small_model(config), ON_CPU, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("model_type", "variant"), REFUSED)
