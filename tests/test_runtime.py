@@ -351,6 +351,15 @@ def test_step_of_64_tokens_commits_64_tokens_of_copied_text(single):
     assert max(len(delta.token_ids) for delta in deltas) == 64
 
 
+def test_prompt_lookup_ignores_a_prediction(single):
+    lookahead = LookaheadConfig(drafter="prompt_lookup")
+    plain, predicted = (
+        single.generate("def f(x):\n", 100, eos=False, lookahead=lookahead, **options)
+        for options in ({}, {"prediction": [5 + index % 7 for index in range(300)]})
+    )
+    assert predicted.token_ids == plain.token_ids and predicted.steps == plain.steps
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

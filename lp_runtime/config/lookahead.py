@@ -63,7 +63,7 @@ class LookaheadConfig:
     running request takes more: it is kept whole."""
     corpus: Optional[str] = None  # noqa: UP045
     """Drafter full: files and folders, separated by ":", of text that answers may repeat, such as a repository. It is
-    indexed once, in cache_dir, and again when files change."""
+    indexed at the start, in cache_dir; of files that have changed since an earlier start, those alone."""
     pool_from_prompt: bool = True
     """Drafter paper: insert the prompt's n-grams into the n-gram pool."""
     window_seed: int = 0

@@ -60,7 +60,7 @@ class DecoderFactory:
             corpus, depth = self._draft_pool.corpus, max_depth(model.strict_tokens is not None)
             drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary, corpus, depth)
             if request.prediction:
-                drafter.begin(request.prediction)  # an earlier text of the drafter's: it copies from those, too
+                drafter.add_text(request.prediction)
             num_nodes = drafter.max_nodes + drafter.max_committed
             times = assumed_times(num_replicas, num_nodes)
             if settings.is_auto:

@@ -117,6 +117,9 @@ class Drafter(ABC):
     def begin(self, tokens: Sequence[int]) -> None:
         """Begin a request; `tokens` are the prompt."""
 
+    def add_text(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most drafters have no other text)
+        """Take in another text, before the prompt, that the answer may repeat."""
+
     @abstractmethod
     def propose(
         self,

@@ -13,6 +13,7 @@ import logging
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ VERSION = 1
 ALIGNMENT = 64  # bytes of the line before the arrays are a multiple of this
 INDEX_BYTES = 64  # of memory for each token while places are sorted
 MIN_TOKEN_BYTES = 2  # of text for each token, roughly and at least
+DAMAGED = (ValueError, KeyError, TypeError)  # raised by `_mapped` for a damaged file
 Encode = Callable[[str], list[int]]
 Signatures = dict[str, list[int]]  # size and time of the last change by path: whether a file has changed
 
@@ -48,9 +50,12 @@ class CorpusStore:
     """
 
     def __init__(self, paths: str, folder: str | None, encode: Encode, tokenizer_key: str, vocabulary_size: int):
-        self._paths = [Path(path).expanduser().absolute() for path in paths.split(os.pathsep) if path]
-        self._encode, self._vocabulary_size = encode, vocabulary_size
         self._given = f"lookahead.corpus={paths}"
+        try:
+            self._paths = [Path(path).expanduser().absolute() for path in paths.split(os.pathsep) if path]
+        except RuntimeError as error:  # "~" of no known user
+            raise ConfigError(f"{self._given}: {error}") from error
+        self._encode, self._vocabulary_size = encode, vocabulary_size
         self._file: Path | None = None
         if folder is not None:
             with contextlib.suppress(RuntimeError):  # "~" cannot be expanded: no home folder
@@ -70,6 +75,13 @@ class CorpusStore:
             log.warning("%s cannot be written: %s; each process makes its own index", self._file, error.strerror)
             return self._make(self._signatures(), {}, None)
 
+    def reopen(self) -> CorpusIndex | None:
+        """Return the index that was made last, without a look at the files; None if there is none on disk."""
+        try:
+            return None if self._file is None else _mapped(self._file, self._vocabulary_size)[1]
+        except (OSError, *DAMAGED):
+            return None
+
     def _open(self, file: Path) -> CorpusIndex:
         known: Signatures = {}
         index: CorpusIndex | None = None
@@ -77,7 +89,7 @@ class CorpusStore:
             known, index = _mapped(file, self._vocabulary_size)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError, KeyError, TypeError):
+        except (OSError, *DAMAGED):
             log.warning("%s is damaged and will be made again", file)
         signatures = self._signatures()
         if index is None or known != signatures:
@@ -106,15 +118,19 @@ class CorpusStore:
         return index_tokens(np.concatenate(parts))
 
     def _tokens_of(self, file: Path) -> np.ndarray:
-        """Return a file's token ids and -1, [n + 1] int32; -1 alone for a file in a folder that is no text."""
+        """Return a file's token ids and -1, [n + 1] int32; -1 alone for a file in a folder that is no text.
+
+        Tokens that a tokenizer has and the model has not are left out.
+        """
         ids: list[int] = []
         try:
             data = file.read_bytes()
             if b"\0" in data:
                 raise ValueError("it is binary")
-            ids = self._encode(data.decode())
+            ids = [token for token in self._encode(data.decode()) if token < self._vocabulary_size]
         except OSError as error:
-            raise ConfigError(f"{self._given}: {file} cannot be read ({error.strerror or error})") from error
+            if not self._has_vanished(file, error):
+                raise self._unreadable(file, error) from error
         except (ValueError, RequestError) as error:
             if file in self._paths:
                 raise ConfigError(f"{self._given}: {file} is not a text in UTF-8") from error
@@ -124,54 +140,116 @@ class CorpusStore:
         """Return the signatures of the regular files of all paths, in order."""
         signatures = {}
         for path in self._paths:
+            try:
+                path.stat()
+            except OSError as error:
+                raise ConfigError(f"{self._given}: {path}: {_reason(error)}") from error
             if not path.is_file() and not path.is_dir():
                 raise ConfigError(f"{self._given}: {path}: no such file or folder")
             for file in [path] if path.is_file() else _files_below(path):
-                status = file.stat()
-                signatures[str(file)] = [status.st_size, status.st_mtime_ns]
+                try:
+                    status = file.lstat() if file != path else file.stat()
+                except OSError as error:
+                    if self._has_vanished(file, error):
+                        continue
+                    raise self._unreadable(file, error) from error
+                if stat.S_ISREG(status.st_mode):
+                    signatures[str(file)] = [status.st_size, status.st_mtime_ns]
         return signatures
+
+    def _has_vanished(self, file: Path, error: OSError) -> bool:
+        """Whether a file of a folder is gone that was there a moment ago, as editors' temporary files are."""
+        return isinstance(error, FileNotFoundError) and file not in self._paths
+
+    def _unreadable(self, file: Path, error: OSError) -> ConfigError:
+        return ConfigError(f"{self._given}: {file} cannot be read ({error.strerror or error})")
+
+
+@dataclass
+class KnownCorpus:
+    """The corpus of a replica's process, opened once, however often the replica joins a group."""
+
+    index: CorpusIndex | None = None  # None before it is opened
+    digest: int = -1  # of the tokens, 56 bits; -1 before it is opened
+
+    def hold(self, index: CorpusIndex | None) -> None:
+        if index is not None:
+            self.index = index
+            self.digest = int.from_bytes(hashlib.blake2b(index.tokens.tobytes(), digest_size=7).digest(), "big")
 
 
 def open_corpus(
-    config: RuntimeConfig, load: Callable[[], Tokenizer], vocabulary_size: int, group: Group
+    config: RuntimeConfig, load: Callable[[], Tokenizer], vocabulary_size: int, group: Group, known: KnownCorpus
 ) -> CorpusIndex:
     """Return the corpus of the settings, equal on all replicas of a group; NO_CORPUS if they name none.
 
-    `load` returns the tokenizer.
+    Looks at the files in the first group only. A replica that joins later, after a restart, takes the index that was
+    made then; if it cannot, all replicas of the group go on without a corpus. `load` returns the tokenizer.
 
     Raises:
-        ConfigError: it cannot be opened on some replica, or differs between them; raised on all.
+        ConfigError: it cannot be opened on some replica of the first group, or differs between them; raised on all.
     """
     paths = config.lookahead.corpus
     if paths is None:
         return NO_CORPUS
-    opened: CorpusIndex | ConfigError
-    try:
+
+    def make_store() -> CorpusStore:
         tokenizer = load()
         encode_text = partial(encode, tokenizer, add_special_tokens=False)
-        store = CorpusStore(paths, config.cache_dir, encode_text, tokenizer_key(tokenizer), vocabulary_size)
-        opened = store.open()
-        digest = int.from_bytes(hashlib.blake2b(opened.tokens.tobytes(), digest_size=7).digest(), "big")
+        return CorpusStore(paths, config.cache_dir, encode_text, tokenizer_key(tokenizer), vocabulary_size)
+
+    if max(_gathered_digests(known, group)) < 0:
+        return _open_first(make_store, known, group)
+    if known.index is None:
+        with contextlib.suppress(ConfigError):
+            known.hold(make_store().reopen())
+    if len(set(_gathered_digests(known, group))) > 1:
+        log.warning("lookahead.corpus=%s: not used by this group, because a restarted replica has another one", paths)
+        return NO_CORPUS
+    assert known.index is not None
+    return known.index
+
+
+def _open_first(make_store: Callable[[], CorpusStore], known: KnownCorpus, group: Group) -> CorpusIndex:
+    """Open the corpus on all replicas; see `open_corpus`."""
+    refused: ConfigError | None = None
+    try:
+        store = make_store()
+        known.hold(store.open())
     except ConfigError as error:
-        opened, digest = error, -1
-    digests = gather_rows(np.array([digest]), group)[:, 0].tolist()
-    if isinstance(opened, ConfigError):
-        raise opened
+        refused = error
+    digests = _gathered_digests(known, group)
+    if len(set(digests)) > 1 and -1 not in digests:  # files have changed meanwhile: take the index of the last process
+        known.hold(store.reopen())
+        digests = _gathered_digests(known, group)
+    if refused is not None:
+        raise refused
     if -1 in digests:
         raise ConfigError(f"lookahead.corpus: cannot be opened by rank {digests.index(-1)}")
     if len(set(digests)) > 1:
-        raise ConfigError("lookahead.corpus: its files differ between machines; all replicas need the same")
-    return opened
+        raise ConfigError(
+            "lookahead.corpus: its files differ between replicas, or change while they are read; all need the same"
+        )
+    assert known.index is not None
+    return known.index
+
+
+def _gathered_digests(known: KnownCorpus, group: Group) -> list[int]:
+    digests: list[int] = gather_rows(np.array([known.digest]), group)[:, 0].tolist()
+    return digests
 
 
 def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield the regular files below a folder, in order, without hidden ones and links."""
+    """Yield the files below a folder, in order, without hidden ones."""
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
-            file = Path(place, name)
-            if not name.startswith(".") and stat.S_ISREG(file.lstat().st_mode):
-                yield file
+            if not name.startswith("."):
+                yield Path(place, name)
+
+
+def _reason(error: OSError) -> str:
+    return "no such file or folder" if isinstance(error, FileNotFoundError) else error.strerror or str(error)
 
 
 def _by_signature(known: Signatures, index: CorpusIndex | None) -> dict[tuple, np.ndarray]:

@@ -10,7 +10,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError
-from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables, stored_stamp
 from lp_runtime.utils.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -35,10 +35,11 @@ class DraftStore:
             raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
         return cls(path, settings.draft_tables_bytes, vocabulary_size)
 
-    def load(self, group: Group) -> DraftTables:
+    def load(self, group: Group, is_first: bool = True) -> DraftTables:
         """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.
 
-        A file that cannot be read, created or used raises a ConfigError on all replicas.
+        A file that cannot be read, created or used raises a ConfigError on all replicas; in a later group than the
+        first one, after a restart, they begin with empty tables instead.
         """
         data: bytes | ConfigError | None = None
         if group.rank == 0:
@@ -48,7 +49,10 @@ class DraftStore:
                 data = error
         data = broadcast_object(data, group)
         if isinstance(data, ConfigError):
-            raise data
+            if is_first:
+                raise data
+            log.warning("%s; beginning with empty draft tables", data)
+            data = None
         if data is None:
             return DraftTables(self.num_bytes)
         return DraftTables.load(data, self.num_bytes, self.vocabulary_size)
@@ -72,7 +76,12 @@ class DraftStore:
             ) from error
 
     def save(self, draft_tables: DraftTables) -> None:
-        """Write the draft tables. A failure is logged, not raised, since the request has succeeded."""
+        """Write the draft tables, unless the file holds some that have learned more, of a request at the same time.
+
+        A failure is logged, not raised, since the request has succeeded.
+        """
+        if stored_stamp(self.path) > draft_tables.stamp:
+            return
         try:
             write_whole(self.path, draft_tables.dump(self.vocabulary_size))
         except OSError as error:

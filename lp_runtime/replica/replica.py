@@ -53,10 +53,11 @@ class Replica:
         self._config = config.model
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
+        is_first = loaded.kept.join(group)
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
-        draft_tables = self._draft_store.load(group) if self._draft_store else None
+        draft_tables = self._draft_store.load(group, is_first) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known)
-        corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group)
+        corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group, loaded.kept.corpus)
         draft_pool = DraftPool(draft_tables, corpus)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         exchange = partial(Exchange, sleeps=loaded.sleeps)
@@ -123,7 +124,7 @@ class Replica:
         is_end = isinstance(event, Report) and scope_of(request) == ""
         if not is_end or self._draft_store is None or self.group.rank != 0:
             return
-        draft_tables = self._engine.draft_pool.latest("")
+        draft_tables = self._engine.draft_pool.most_learned("")
         if draft_tables is not None and draft_tables.num_bytes == self._draft_store.num_bytes:
             self._draft_store.save(draft_tables)
 

@@ -57,5 +57,16 @@ def test_pool_keeps_only_latest_tables():
 def test_stored_tables_serve_requests_without_salt():
     stored = DraftTables(BYTES)
     pool = DraftPool(stored)
-    assert pool.latest("") is stored and pool.find(0, "", BYTES) == STORED_TAG
+    assert pool.most_learned("") is stored and pool.find(0, "", BYTES) == STORED_TAG
     assert not pool.find(0, "a", BYTES)
+
+
+def test_next_request_continues_with_the_tables_that_have_learned_most():
+    pool = DraftPool()
+    one, other = pool.acquire(BYTES), pool.acquire(BYTES)  # two requests at the same time
+    for _ in range(3):
+        one.next_stamp()
+    other.next_stamp()
+    pool.release(one, 1, "")
+    pool.release(other, 2, "")
+    assert pool.most_learned("") is one and pool.acquire(BYTES, pool.find(0, "", BYTES)) is one

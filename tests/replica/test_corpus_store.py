@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support.ranks import run_ranks
@@ -12,7 +14,7 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.replica.corpus_store import CorpusStore, open_corpus
+from lp_runtime.replica.corpus_store import CorpusStore, KnownCorpus, open_corpus
 
 VOCABULARY = 300
 
@@ -83,8 +85,26 @@ def test_bad_corpus_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch)
     assert refused(folder / "latin") == f"{folder / 'latin'} is not a text in UTF-8"
     (tmp_path / "empty").mkdir()
     assert refused(tmp_path / "empty") == "holds no text in UTF-8"
+    assert refused("~nobody-here/x").startswith("Could not determine home directory")
+    assert refused("/" + "x" * 5000).endswith(": File name too long")
     monkeypatch.setattr("lp_runtime.replica.corpus_store.MIN_TOKEN_BYTES", 1e-12)
     assert "give fewer files" in refused(folder) and "\n" not in refused(folder)
+
+
+def test_files_that_vanish_are_left_out(folder, monkeypatch):
+    def read(path: Path) -> bytes:
+        if path.name == "a.py":
+            raise FileNotFoundError(2, "No such file or directory")
+        return path.open("rb").read()
+
+    monkeypatch.setattr(Path, "read_bytes", read)
+    assert texts_of(folder, None) == (["de"], ["de"])
+
+
+def test_tokens_that_the_model_lacks_are_left_out(folder, tmp_path):
+    for cache in (None, str(tmp_path / "cache")):
+        store = CorpusStore(str(folder / "a.py"), cache, lambda text: [1, VOCABULARY, 2], "padded", VOCABULARY)
+        assert store.open().tokens.tolist() == [1, 2, -1]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -94,23 +114,43 @@ def test_error_names_unreadable_file(folder):
         texts_of(folder, None)
 
 
+def opened(group, path: str, known: KnownCorpus, cache: str | None = None) -> str | list[int]:
+    """Return what a rank gets: the tokens or the error."""
+    config = RuntimeConfig(lookahead=LookaheadConfig(corpus=path), cache_dir=cache)
+    try:
+        return open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group, known).tokens.tolist()
+    except ConfigError as error:
+        return str(error)
+
+
 def opened_by_rank(group, paths_of_ranks: list[list[str]]) -> list[str | list[int]]:
-    """Return what a rank gets from each opening: the tokens or the error."""
-    results: list[str | list[int]] = []
-    for paths in paths_of_ranks:
-        config = RuntimeConfig(lookahead=LookaheadConfig(corpus=paths[group.rank]), cache_dir=None)
-        try:
-            results.append(open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group).tokens.tolist())
-        except ConfigError as error:
-            results.append(str(error))
+    return [opened(group, paths[group.rank], KnownCorpus()) for paths in paths_of_ranks]
+
+
+def opened_after_restart(group, folder: str, cache: str) -> list[str | list[int]]:
+    """Return what a rank gets in a first group, after rank 1 was restarted, and once its index on disk is gone, too."""
+    known = KnownCorpus()
+    results = [opened(group, folder, known, cache)]
+    for damages in (False, True):
+        if group.rank == 1:
+            shutil.rmtree(folder, ignore_errors=True)
+            if damages:
+                shutil.rmtree(cache)
+            known = KnownCorpus()
+        results.append(opened(group, folder, known, cache))
     return results
+
+
+def test_restarted_replica_takes_the_corpus_of_the_start(folder, tmp_path):
+    for first, same, none in run_ranks(opened_after_restart, 2, str(folder), str(tmp_path / "cache")):
+        assert first == same and first.count(-1) == 4 and none == []
 
 
 def test_replicas_open_same_corpus_or_none(folder):
     both = str(folder)
     one, two = run_ranks(opened_by_rank, 2, [[both, both], [both, str(folder / "a.py")], [both, "/no"]])
     assert one[0] == two[0] and one[0].count(-1) == 4
-    differ = "lookahead.corpus: its files differ between machines; all replicas need the same"
+    differ = "lookahead.corpus: its files differ between replicas, or change while they are read; all need the same"
     assert (one[1], two[1]) == (differ, differ)
     assert one[2] == "lookahead.corpus: cannot be opened by rank 1"
     assert two[2] == "lookahead.corpus=/no: /no: no such file or folder"

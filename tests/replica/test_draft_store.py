@@ -1,12 +1,17 @@
 """The file that keeps draft tables after a runtime has ended."""
 
+from pathlib import Path
+
 import pytest
+from support.ranks import run_ranks
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.replica.draft_store import DraftStore
 
 PROMPT = [17, 31, 8, 22, 36, 13]
 NUM_NEW = 24
@@ -78,3 +83,28 @@ def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, nam
     with pytest.raises(ConfigError) as caught:
         LookaheadRuntime(model_dir, lookahead=settings(tmp_path / name), **OPTIONS)
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"
+
+
+def load_again(group, file: str, is_first: bool) -> int | str:
+    """Return the stamp of the tables that a rank loads, or the error."""
+    try:
+        return DraftStore(Path(file), 1 << 16, 300).load(group, is_first).stamp
+    except ConfigError as error:
+        return str(error)
+
+
+def test_file_keeps_the_tables_that_have_learned_most(tmp_path):
+    store, much, little = DraftStore(tmp_path / "tables", 1 << 16, 300), DraftTables(1 << 16), DraftTables(1 << 16)
+    for _ in range(3):
+        much.next_stamp()
+    for tables in (much, little):
+        store.save(tables)
+    assert run_ranks(load_again, 2, str(store.path), True) == [3, 3]
+
+
+def test_damaged_file_is_refused_at_start_and_replaced_after_a_restart(tmp_path):
+    file = tmp_path / "tables"
+    file.write_bytes(b"damaged")
+    one, other = run_ranks(load_again, 2, str(file), True)
+    assert one == other and one.endswith("it is not saved draft tables; give another path, or delete it")
+    assert run_ranks(load_again, 2, str(file), False) == [0, 0]

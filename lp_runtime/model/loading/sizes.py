@@ -128,7 +128,7 @@ def _cached_numbers(model: PreTrainedModel) -> tuple[int, int]:
     """
     try:
         tensors = _cached_tensors(model)
-    except Exception as error:  # models' own code, some of which needs values of tensors
+    except Exception as error:  # of models' own code: some read values of tensors
         log.debug("%s cannot run without weights: %s", type(model).__name__, first_line(error))
         return _usual_numbers(model.config.get_text_config()), 0
     keys = [each.numel() for each in tensors if each.ndim == 4 and each.shape[2] == FED_TOKENS]

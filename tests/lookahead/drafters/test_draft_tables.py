@@ -9,7 +9,7 @@ from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_length
 from lp_runtime.lookahead.drafters.best_first.draft_tables import TOKEN_BYTES, DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
-from lp_runtime.lookahead.drafters.best_first.starting_rates import SAMPLED
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_MATCH
 from lp_runtime.lookahead.top_k import MARGINS, MAX_MARGIN, STAMP, K, margin_of
 
@@ -178,6 +178,20 @@ def test_long_text_is_kept_whole_with_texts_before_it():
         assert match(tables_now, [4, 7]) == (5, 1), "one text ends where the next one begins"
         assert match(tables_now, [*range(100, 140)]) == (47, MAX_MATCH)
         assert tables_now.text.span.tolist() == [4, 7 + 4 * size]
+
+
+def test_memory_of_a_long_text_is_given_back_with_the_next_short_one():
+    draft_tables = DraftTables(SIZE)
+    size = len(draft_tables.text.buffer)
+    draft_tables.begin_text([100 + i for i in range(4 * size)])
+    draft_tables.begin_text([1, 2, 3])
+    assert match(draft_tables, [100, 101]) == (2, 2), "of the same request nothing is forgotten"
+    draft_tables.start(GREEDY)
+    draft_tables.begin_text([1, 2, 3])
+    assert num_bytes(draft_tables) == num_bytes(DraftTables(SIZE))
+    last = 99 + 4 * size
+    place, length = match(draft_tables, [last - 3, last - 2, last - 1])
+    assert draft_tables.text.buffer[place & (size - 1)] == last and length == 3
 
 
 def test_extreme_temperature_keeps_margins_for_later_requests():

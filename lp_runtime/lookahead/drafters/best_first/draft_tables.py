@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +75,7 @@ class DraftTables:
         self.text = _make_text(self._num_text_tokens)
         self.rates = make_rates()
         self._stamp = 0
+        self._begins = True  # whether the next text is the first one of a request
         self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
         self.start(GREEDY)
 
@@ -101,6 +103,7 @@ class DraftTables:
         Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0, but not to an
         extreme one, which would leave nothing of them for later requests.
         """
+        self._begins = True
         temperature = min(max(temperature, MIN_TEMPERATURE), 1 / MIN_TEMPERATURE)
         if self._stamp and temperature != self._temperature[0]:
             margins = self.top_k.entries[:, MARGINS:STAMP]
@@ -113,8 +116,21 @@ class DraftTables:
 
     def begin_text(self, tokens: Sequence[int]) -> None:
         """Begin a new text with `tokens`; n-grams do not extend into the previous text."""
+        num_left = self._num_text_tokens - len(tokens) - tables.MAX_MATCH - 1
+        if self._begins and len(self.text.buffer) > self._num_text_tokens and num_left >= 0:
+            self._shrink(num_left)
+        self._begins = False
         self.ensure_capacity(len(tokens))  # next to the previous text
         self._begin_text(np.array(tokens, dtype=np.int64))
+
+    def _shrink(self, num_kept: int) -> None:
+        """Give back the memory of an earlier long text, but keep its last tokens."""
+        old, (_, end) = self.text, self.text.span.tolist()
+        start = max(0, end - min(num_kept, len(old.buffer)))
+        held = old.buffer[np.arange(start, end) & (len(old.buffer) - 1)].astype(np.int64)
+        self.text = _make_text(self._num_text_tokens)
+        self.text.span[:] = start
+        self._begin_text(held)
 
     def append_text(self, tokens: Sequence[int]) -> None:
         self.ensure_capacity(len(tokens))
@@ -144,6 +160,11 @@ class DraftTables:
         latest = max(first - oldest, 0)
         self._begin_text(held[:latest])
         self._begin_text(held[latest:])
+
+    @property
+    def stamp(self) -> int:
+        """The latest stamp: how many steps the tables have learned from."""
+        return self._stamp
 
     def next_stamp(self) -> int:
         """Return a new stamp, an increasing number that tells the age of stored entries."""
@@ -223,6 +244,15 @@ class DraftTables:
             raise ValueError("it is damaged")
         self._stamp = int(arrays["stamp"])
         self.estimate()
+
+
+def stored_stamp(path: Path) -> int:
+    """Return the stamp of saved draft tables; -1 if the file is something else, or does not exist."""
+    try:
+        with np.load(path, allow_pickle=False) as saved:
+            return int(saved["stamp"])
+    except Exception:  # a broken archive may raise anything
+        return -1
 
 
 def _scaled(margins: np.ndarray, factor: float) -> np.ndarray:

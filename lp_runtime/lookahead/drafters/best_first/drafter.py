@@ -94,6 +94,9 @@ class BestFirstDrafter(Drafter):
     def begin(self, tokens: Sequence[int]) -> None:
         self._draft_tables.begin_text(tokens)
 
+    def add_text(self, tokens: Sequence[int]) -> None:
+        self._draft_tables.begin_text(tokens)
+
     def propose(
         self,
         tokens: Sequence[int],
