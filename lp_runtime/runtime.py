@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compile_process import ConstraintCompiler
+from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.launchers.base import Launcher
@@ -155,9 +157,9 @@ class LookaheadRuntime:
             ModelError: text is needed, and the model has no usable tokenizer.
             ReplicaError: a replica failed or was lost.
         """
-        stream = self.stream(prompt, max_new_tokens, **options)
-        for _ in stream:
-            pass
+        with closing(self.stream(prompt, max_new_tokens, **options)) as stream:
+            for _ in stream:
+                pass
         assert stream.generation is not None  # the iteration has ended
         return stream.generation
 
@@ -186,7 +188,7 @@ class LookaheadRuntime:
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
         options["sampling"] = first.sampling  # has the seed that all samples share
-        start = options.get("sample", 0)
+        start = options.get("sample") or 0
         by_sample: list[RequestOptions] = [{**options, "sample": start + number} for number in range(num_samples)]
         return [self.generate(prompt, max_new_tokens, **sample_options) for sample_options in by_sample]
 
@@ -204,7 +206,11 @@ class LookaheadRuntime:
         return self.stream_request(request, needs_text=isinstance(prompt, str))
 
     def stream_request(
-        self, request: Request, needs_text: bool = False, lease: ReplicaLease | None = None
+        self,
+        request: Request,
+        needs_text: bool = False,
+        lease: ReplicaLease | None = None,
+        should_cancel: Callable[[], bool] = never_cancel,
     ) -> GenerationStream:
         """Start decoding a checked request, and return a stream of deltas, one per step.
 
@@ -212,6 +218,7 @@ class LookaheadRuntime:
             request: made by the method `request`.
             needs_text: whether a model without a tokenizer is an error; if not, its deltas contain token ids only.
             lease: the replicas to use, for the scheduler; None for all.
+            should_cancel: asked between steps and between chunks of the prompt; only without a lease.
 
         Raises:
             ModelError: text is needed, and the model has no usable tokenizer.
@@ -223,7 +230,7 @@ class LookaheadRuntime:
             if needs_text or request.stop:  # token ids in and out need no tokenizer
                 raise
         read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
-        events = self.launcher.run(request) if lease is None else self.launcher.run_on(request, lease)
+        events = self.launcher.run(request, should_cancel) if lease is None else self.launcher.run_on(request, lease)
         return GenerationStream(events, text, read)
 
     def request(
@@ -241,7 +248,7 @@ class LookaheadRuntime:
         options["messages"] = chat.history(messages)
         request = builder.build(None, max_new_tokens, **options)
         reasoning = request.reasoning or chat.reasoning_marks(end_of(request.prompt_ids, self.tokenizer))
-        return replace(request, reasoning=reasoning, tools=tuple(options.get("tools", ())))
+        return replace(request, reasoning=reasoning, tools=tuple(options.get("tools") or ()))
 
     @cached_property
     def _chat_format(self) -> ChatFormat:

@@ -124,6 +124,16 @@ def test_stream_closed_early_does_not_affect_next_request(runtime):
         assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
 
 
+def test_stream_that_is_left_early_is_cancelled_at_once(runtime):
+    gc.disable()  # not only when cycles are collected
+    try:
+        for _ in runtime.stream(PROMPT, max_new_tokens=2000, eos=False):
+            break
+        assert runtime.generate(PROMPT, max_new_tokens=1).num_tokens == 1
+    finally:
+        gc.enable()
+
+
 def test_stream_never_iterated_does_not_block_other_requests(runtime):
     stream = runtime.stream(PROMPT, max_new_tokens=2000, eos=False)
     assert runtime.generate(PROMPT, max_new_tokens=4, eos=False).num_tokens == 4
@@ -220,7 +230,7 @@ def test_invalid_runtime_settings_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_runtime_closed_during_stream_ends_processes_and_refuses_requests(tiny_model_dir, gpus, capfd):
+def test_runtime_closed_during_stream_ends_processes_and_refuses_requests(tiny_model_dir, gpus, capfd, caplog):
     before = own_replicas()
     runtime = LookaheadRuntime(str(tiny_model_dir), gpus=gpus, lookahead=FIXED)
     assert len(own_replicas()) == len(before) + (gpus if gpus > 1 else 0)
@@ -229,10 +239,12 @@ def test_runtime_closed_during_stream_ends_processes_and_refuses_requests(tiny_m
     runtime.close()
     assert own_replicas() == before
     runtime.close()
-    del stream
+    with pytest.raises(ReplicaError, match="the runtime is closed"):
+        next(stream)
     with pytest.raises(ReplicaError, match="the runtime is closed"):
         runtime.generate(IDS)
-    assert "Traceback" not in capfd.readouterr().err
+    errors = capfd.readouterr().err + caplog.text
+    assert "Traceback" not in errors and "lost" not in errors
 
 
 def test_close_frees_model(tiny_model_dir):
@@ -360,12 +372,18 @@ def test_prompt_lookup_ignores_a_prediction(single):
     assert predicted.token_ids == plain.token_ids and predicted.steps == plain.steps
 
 
+def test_options_that_are_none_count_as_not_given(single):
+    names = ("stop_token_ids", "prediction", "logprobs", "tools", "skip_special_tokens", "sample", "request_id")
+    assert single.generate(PROMPT, 4, **dict.fromkeys(names)).token_ids == single.generate(PROMPT, 4).token_ids
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"stop": [""]}, "stop='': must be strings"),
         ({"max_time": -1}, "max_time=-1: must be a number of seconds"),
         ({"sample": -1}, "sample=-1: must be 0 to"),
+        ({"logprobs": 5}, "logprobs=5: must be true or false"),
         ({"sampling": SamplingConfig(min_new_tokens=9)}, "sampling.min_new_tokens=9: must not be above max_new_tok"),
         ({"sampling": SamplingConfig(top_p=0.5)}, "sampling.top_p=0.5: has no effect"),
         ({"sampling": SamplingConfig(bad_words_ids=[[10**6]])}, "token id 1000000 in sampling.bad_words_ids"),

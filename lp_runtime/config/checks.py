@@ -18,6 +18,11 @@ def require_int(name: str, value: object, low: int, or_none: bool = False) -> No
         raise ConfigError(f"{name}={value}: must be an integer >= {low}")
 
 
+def require_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name}={value}: must be true or false")
+
+
 def require_port(name: str, value: object) -> None:
     require_int(name, value, 0)
     assert isinstance(value, int)

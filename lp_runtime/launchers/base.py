@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import closing
 
+from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import ConfigError, ReplicaError, RequestError, unforeseen_as
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.replica.loaded_model import ReplicaInfo
@@ -36,8 +38,11 @@ class Launcher(ABC):
     def info(self) -> ReplicaInfo:
         """The model that the replicas hold."""
 
-    def run(self, request: Request) -> Generator[Event, None, None]:
+    def run(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Generator[Event, None, None]:
         """Decode one request on all replicas. Closing the iterator early cancels the request.
+
+        `should_cancel` is asked between steps and between chunks of the prompt, by launchers that decode in this
+        process.
 
         Raises:
             RequestError: if another request is being decoded, or this one cannot be.
@@ -52,8 +57,11 @@ class Launcher(ABC):
             raise RequestError("another request is being decoded: finish or close its stream first")
         self._is_busy = True
         try:
-            with unforeseen_as(ReplicaError, "decoding failed"):
-                yield from self._run(request)
+            with unforeseen_as(ReplicaError, "decoding failed"), closing(self._run(request, should_cancel)) as events:
+                for event in events:
+                    yield event
+                    if self._is_closed:
+                        raise ReplicaError("the runtime is closed")
         except (Exception, KeyboardInterrupt) as error:
             if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):  # only `close` is called from now
                 self._failure_seen = str(error) or "interrupted"
@@ -97,7 +105,7 @@ class Launcher(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request."""
 
     def close(self) -> None:

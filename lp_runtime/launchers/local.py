@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 import torch
 
@@ -35,9 +35,9 @@ class LocalLauncher(Launcher):
     def info(self) -> ReplicaInfo:
         return self._info
 
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         assert self._replica is not None
-        yield from self._replica.decode(request)
+        yield from self._replica.decode(request, should_cancel)
 
     def _close(self) -> None:
         self._stack.close()

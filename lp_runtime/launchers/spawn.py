@@ -165,6 +165,7 @@ class SpawnHost(ProcessHost):
         return wait_for_end
 
     def close(self) -> None:
+        self._store = None  # its server ends, and the port is free again
         pipes = [*self._pipes.values(), *self._ended_pipes]
         for pipe in pipes:
             pipe.close(timeout=CLOSE_GRACE_SECONDS)

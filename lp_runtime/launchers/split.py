@@ -116,6 +116,8 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
             needed[num_gpus], refusal = min(by_layers, needed.get(num_gpus, by_layers)), ""
             if by_layers <= free:
                 return num_gpus, "pipeline"
+    if not needed:  # its layers are not in one list: loading refuses it with the reason
+        return candidates[0], "pipeline"
     largest = max(needed)
     where = "a GPU" if largest == 1 else f"each of {largest} GPUs"
     raise ModelError(

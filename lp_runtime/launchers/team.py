@@ -11,7 +11,7 @@ One thread receives from all replicas (replica_pool.py); each request is driven 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import LaunchError, ReplicaError, unforeseen_as
@@ -37,8 +37,9 @@ class TeamLauncher(Launcher):
         self.pool = ReplicaPool(host, self.num_replicas, config.failure)
         self._groups = GroupFormer(self.pool, host)
         try:
-            self.pool.start(self._start_timeout)
-            group = self._groups.form(self.pool.ready)
+            with unforeseen_as(LaunchError, "the replicas failed at start"):
+                self.pool.start(self._start_timeout)
+                group = self._groups.form(self.pool.ready)
             if group is None or len(group) < self.num_replicas:
                 index, reason = next(iter(self.pool.losses.items()))
                 raise LaunchError(f"rank {index} failed at start: {reason}")
@@ -66,7 +67,7 @@ class TeamLauncher(Launcher):
     def why_lost(self) -> str:
         return self.pool.why_lost()
 
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         ready = self.pool.wait_until_ready(self._start_timeout)
         if not ready:
             raise ReplicaError(f"no replica is left ({self.pool.why_lost()})")

@@ -6,13 +6,14 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
+from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import (
     ConfigError,
     LaunchError,
@@ -58,15 +59,17 @@ class TorchrunLauncher(Launcher):
     def info(self) -> ReplicaInfo:
         return self._replica.info
 
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         shared = self._share(request)
         if shared is None:
             raise ReplicaError("rank 0 has closed while this rank asked for one more request")
-        yield from self._decode(shared)
+        yield from self._decode(shared, should_cancel)
 
-    def _decode(self, request: Request) -> Generator[Event, None, None]:
+    def _decode(
+        self, request: Request, should_cancel: Callable[[], bool] = never_cancel
+    ) -> Generator[Event, None, None]:
         self._is_cancelled = False
-        self._events = self._replica.decode(request, lambda: self._is_cancelled)
+        self._events = self._replica.decode(request, lambda: self._is_cancelled or should_cancel())
         try:
             for event in self._events:
                 self._tell(event)
@@ -146,7 +149,7 @@ class TorchrunFollower(Launcher):
     def info(self) -> ReplicaInfo:
         return self._info
 
-    def _run(self, request: Request) -> Generator[Event, None, None]:
+    def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         for event in self._until_end():
             try:
                 yield event

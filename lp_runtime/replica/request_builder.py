@@ -7,9 +7,9 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypedDict, TypeVar, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack, cast
 
-from lp_runtime.config.checks import require_int
+from lp_runtime.config.checks import require_bool, require_int
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
@@ -29,6 +29,7 @@ from lp_runtime.text.stop_strings import Reasoning, check_stop_strings
 Config = TypeVar("Config")
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API
 MAX_KEPT_STOPS = 1000  # checked stop strings that are remembered
+FLAGS = {"eos", "logprobs", "prompt_logprobs", "trace", "is_answer", "skip_special_tokens"}  # options that are bool
 SEED_BITS = 32  # of a seed that is chosen here: short enough to type
 
 
@@ -140,6 +141,9 @@ class RequestBuilder:
         """
         if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
             raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        options = cast(RequestOptions, {name: value for name, value in options.items() if value is not None})
+        for name in FLAGS & options.keys():
+            require_bool(name, cast(dict[str, Any], options)[name])
         defaults = self._info.defaults
         eos, sample = options.get("eos", True), options.get("sample", 0)
         processors = options.get("processors", ())

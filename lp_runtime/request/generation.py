@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,30 +113,43 @@ class GenerationStream:
     ):
         self.generation: Generation | None = None
         self.has_text = text is not None
-        self._events, self._read_message = events, read_message
-        self._deltas = self._decode(text)
+        self._events = events
+        # Holds no reference to this stream, so that a stream that is dropped early cancels its request at once.
+        self._deltas = _deltas_of(events, text, read_message)
 
     def __iter__(self) -> GenerationStream:
         return self
 
     def __next__(self) -> Delta:
-        return next(self._deltas)
+        try:
+            return next(self._deltas)
+        except StopIteration as end:
+            self.generation = self.generation or end.value
+            raise
 
     def close(self) -> None:
         """Cancel the rest of the request."""
         self._deltas.close()
         self._events.close()
 
-    def _decode(self, text: RequestText | None) -> Generator[Delta, None, None]:
-        deltas: list[Delta] = []
-        for event in self._events:
-            if not isinstance(event, Report):
-                added, texts = text.add(event.token_ids) if text else ("", [])
-                deltas.append(Delta(added, event.token_ids, event.logprobs, event.found_by, event.sources, texts))
-                yield deltas[-1]
-                continue
-            rest, texts = text.finish() if text else ("", [])
-            if rest or texts:
-                deltas.append(Delta(rest, [], token_texts=texts))
-                yield deltas[-1]
-            self.generation = Generation.of(deltas, event, text.stop if text else None, self._read_message)
+
+def _deltas_of(
+    events: Iterable[Event],
+    text: RequestText | None,
+    read_message: Callable[[list[int]], dict[str, Any]] | None,
+) -> Generator[Delta, None, Generation | None]:
+    """Yield the deltas of a request; return its result, or None if it has no report."""
+    deltas: list[Delta] = []
+    generation = None
+    for event in events:
+        if not isinstance(event, Report):
+            added, texts = text.add(event.token_ids) if text else ("", [])
+            deltas.append(Delta(added, event.token_ids, event.logprobs, event.found_by, event.sources, texts))
+            yield deltas[-1]
+            continue
+        rest, texts = text.finish() if text else ("", [])
+        if rest or texts:
+            deltas.append(Delta(rest, [], token_texts=texts))
+            yield deltas[-1]
+        generation = Generation.of(deltas, event, text.stop if text else None, read_message)
+    return generation

@@ -53,6 +53,7 @@ class Job:
         self._submitted = time.monotonic()
         self._items: queue.SimpleQueue[tuple[float, Delta | Generation | LookaheadError]] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
+        self._error: LookaheadError | None = None  # once it has been raised to the reader
 
     # For the submitter of the request.
 
@@ -68,8 +69,8 @@ class Job:
         self.cancel()
 
     def __iter__(self) -> Iterator[Delta]:
-        """Yield the deltas as they arrive; raises as `result` does."""
-        while (delta := self._unpack(*self._items.get())) is not None:
+        """Yield the deltas as they arrive; raises as `result` does. After the end there are none."""
+        while not self._has_ended() and (delta := self._unpack(*self._items.get())) is not None:
             yield delta
 
     def result(self) -> Generation:
@@ -93,7 +94,7 @@ class Job:
         loop, arrived = asyncio.get_running_loop(), asyncio.Event()
         self._listener = lambda: loop.call_soon_threadsafe(arrived.set)
         try:
-            while True:
+            while not self._has_ended():
                 try:
                     item = self._items.get_nowait()
                 except queue.Empty:
@@ -109,9 +110,16 @@ class Job:
             if self.generation is None:
                 self.cancel()
 
+    def _has_ended(self) -> bool:
+        """Whether the result has been read; raises the error of a job that has failed, again."""
+        if self._error is not None:
+            raise self._error
+        return self.generation is not None
+
     def _unpack(self, arrival: float, item: Delta | Generation | LookaheadError) -> Delta | None:
         self.delivered_at = arrival
         if isinstance(item, LookaheadError):
+            self._error = item
             raise item
         if isinstance(item, Generation):
             self.generation = item

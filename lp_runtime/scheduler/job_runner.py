@@ -10,6 +10,8 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job, JobLease, Totals
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds, SpeedMeter
 
+CANCELLED = "the request was cancelled"
+
 
 class JobRunner:
     """Begins jobs, delivers their deltas and ends them."""
@@ -56,7 +58,9 @@ class JobRunner:
         meter = SpeedMeter(self._speeds)
         try:
             with unforeseen_as(ReplicaError, "the request failed"):
-                stream = self._runtime.stream_request(job.request, lease=lease if is_leased else None)
+                stream = self._runtime.stream_request(
+                    job.request, lease=lease if is_leased else None, should_cancel=lambda: job.is_cancelled
+                )
                 for delta in stream:
                     with self._changed:
                         lease.num_delivered += len(delta.token_ids)
@@ -68,11 +72,11 @@ class JobRunner:
                 generation = stream.generation
                 if generation is None or (job.is_cancelled and generation.finish_reason == "cancelled"):
                     stream.close()
-                    outcome, ending = ReplicaError("the request was cancelled"), "cancelled"
+                    outcome, ending = ReplicaError(CANCELLED), "cancelled"
                 else:
                     outcome, ending = generation, generation.finish_reason
         except LookaheadError as error:
-            outcome, ending = error, "failed"
+            outcome, ending = (ReplicaError(CANCELLED), "cancelled") if job.is_cancelled else (error, "failed")
         self._end(lease, threading.current_thread(), outcome, ending)
 
     def _end(

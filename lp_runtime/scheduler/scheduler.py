@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from functools import partial
 from typing import Unpack
 
 from lp_runtime.config.checks import require_choice, require_int
@@ -220,7 +221,7 @@ class Scheduler:
         """Decode prompts in asyncio, as `generate_many` does. Cancelling the coroutine cancels all requests."""
         jobs: list[Job] = []
         try:
-            for request in self._requests(prompts, max_new_tokens, options):
+            for request in await asyncio.to_thread(self._requests, prompts, max_new_tokens, options):
                 while not (job := self._try_submit(request)):
                     await asyncio.sleep(RETRY_SECONDS)
                 jobs.append(job)
@@ -236,7 +237,8 @@ class Scheduler:
         self, prompt: str | Sequence[int], max_new_tokens: int | None = None, **options: Unpack[RequestOptions]
     ) -> AsyncIterator[Delta]:
         """Submit a prompt as `stream` does; yield its deltas in asyncio. An early end cancels the request."""
-        job = self.stream(prompt, max_new_tokens, **options)
+        request = await asyncio.to_thread(partial(self._runtime.request, prompt, max_new_tokens, **options))
+        job = self.submit(request)
         async with contextlib.aclosing(job.deltas()) as deltas:
             async for delta in deltas:
                 yield delta

@@ -9,11 +9,13 @@ import pytest
 from support import reference
 from support.processes import own_replicas, wait_until
 from support.ranks import interfaces
+from support.ray_head import free_ports
 
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
-from lp_runtime.launchers.spawn import ReplicaPipe
+from lp_runtime.launchers.spawn import ReplicaPipe, SpawnHost
 
 # The step budget is fixed, so no step depends on measured times and nothing is measured at start.
 FIXED = LookaheadConfig(7, 5, 7)
@@ -51,6 +53,16 @@ def test_sampling_matches_one_token_per_step(demo_model_dir, sampled, gpus):
         text = out.text[:20]
         stopped = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING, stop=[text])
         assert (stopped.text, stopped.finish_reason) == (text, "stop")
+
+
+def test_port_of_a_closed_runtime_is_free_again():
+    (port,) = free_ports(1)
+    launcher = LauncherConfig(backend="gloo", port=port)
+    config = RuntimeConfig(gpus=2, device="cpu", launcher=launcher)
+    hosts = []
+    for _ in range(2):
+        hosts.append(SpawnHost(config))
+        hosts[-1].close()
 
 
 @pytest.mark.slow

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Unpack
+from typing import Any, Unpack
 
 from lp_runtime import Delta, Generation, GenerationStream, Job, LookaheadRuntime, RequestOptions, Scheduler
-from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.request.request import Request
 
 POLL_SECONDS = 0.02  # between checks whether a held job was cancelled
@@ -56,11 +55,9 @@ class HeldRuntime:
         """Return a checked request."""
         return self._runtime.request(prompt, max_new_tokens, **options)
 
-    def stream_request(
-        self, request: Request, needs_text: bool = False, lease: ReplicaLease | None = None
-    ) -> HeldStream:
+    def stream_request(self, request: Request, **options: Any) -> HeldStream:
         """Decode a request; the stream waits after its first delta while the request is held."""
-        return HeldStream(self._runtime.stream_request(request, needs_text, lease), lambda: self._wait(request))
+        return HeldStream(self._runtime.stream_request(request, **options), lambda: self._wait(request))
 
     def _wait(self, request: Request) -> None:
         with self._changed:

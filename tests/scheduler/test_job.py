@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 
 import pytest
 
-from lp_runtime import Delta, ReplicaError
+from lp_runtime import Delta, Generation, ReplicaError
 from lp_runtime.scheduler.job import Job, JobLease, JobState
 
 
@@ -23,6 +24,17 @@ def test_job_waits_runs_and_finishes():
     assert next(deltas) == Delta("a", [1])
     with pytest.raises(ReplicaError, match="lost"):
         next(deltas)
+
+
+def test_end_of_a_job_can_be_read_again():
+    failed, finished = Job(None, None), Job(None, None)
+    failed.finish(ReplicaError("lost"))
+    for read in (failed.result, failed.result, lambda: list(failed), lambda: asyncio.run(anext(failed.deltas()))):
+        with pytest.raises(ReplicaError, match="lost"):
+            read()
+    result = object.__new__(Generation)
+    finished.finish(result)
+    assert list(finished) == list(finished) == [] and finished.result() is finished.result() is result
 
 
 def test_delta_keeps_its_time_of_arrival_however_late_it_is_read():

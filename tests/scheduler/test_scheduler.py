@@ -121,6 +121,15 @@ def test_job_cancelled_during_prefill_returns_no_tokens(runtime, alone, gpus):
         assert scheduler.totals.requests == {"cancelled": 1, "length": 1}
 
 
+def test_job_on_the_replica_of_this_process_is_cancelled_during_its_prefill(single):
+    with Scheduler(single) as scheduler:
+        job = scheduler.submit(single.request([5 + number % 1000 for number in range(4000)], 8, eos=False))
+        wait_until(lambda: job.state is JobState.RUNNING)
+        job.cancel()
+        with pytest.raises(ReplicaError, match="the request was cancelled"):
+            assert not list(job)
+
+
 @pytest.mark.parametrize(
     "policy, max_batch",
     [

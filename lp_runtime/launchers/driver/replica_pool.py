@@ -145,6 +145,8 @@ class ReplicaPool:
     def close(self) -> None:
         with self.changed:
             self.is_closed = True
+            for index in range(self.num_replicas):
+                self.inboxes.deliver(index, ReplicaLost("the runtime is closed"))
             self.changed.notify_all()
         if self._listener.is_alive():
             self._listener.join()

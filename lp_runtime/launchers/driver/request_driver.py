@@ -86,6 +86,8 @@ class RequestDriver:
             num_before = len(self._delivered)
             attempt = Attempt()
             yield from self._decode(attempt, group)
+            if self._pool.is_closed:
+                raise ReplicaError("the runtime is closed")
             self._note_losses(set(group) - set(attempt.progress))
             report = attempt.report
             if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
