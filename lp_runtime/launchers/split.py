@@ -119,11 +119,14 @@ def _fewest(size: ModelSize, candidates: Sequence[int], free: int, config: Model
     if not needed:  # its layers are not in one list: loading refuses it with the reason
         return candidates[0], "pipeline"
     largest = max(needed)
-    where = "a GPU" if largest == 1 else f"each of {largest} GPUs"
     raise ModelError(
         f"model.path={config.location}: does not fit: with {size.context_tokens} tokens of context it needs"
-        f" {needed[largest] / GIB:.1f} GiB on {where}, and {free / GIB:.1f} GiB are free{refusal}"
+        f" {needed[largest] / GIB:.1f} GiB on {_gpus(largest)}, and {free / GIB:.1f} GiB are free{refusal}"
     )
+
+
+def _gpus(number: int) -> str:
+    return "a GPU" if number == 1 else f"each of {number} GPUs"
 
 
 def free_of_this_machine() -> list[int]:

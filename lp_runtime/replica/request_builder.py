@@ -139,11 +139,7 @@ class RequestBuilder:
         Raises:
             RequestError: if the prompt is empty, too long for the model, or has ids outside the vocabulary.
         """
-        if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-        options = cast(RequestOptions, {name: value for name, value in options.items() if value is not None})
-        for name in FLAGS & options.keys():
-            require_bool(name, cast(dict[str, Any], options)[name])
+        options = _given(options)
         defaults = self._info.defaults
         eos, sample = options.get("eos", True), options.get("sample", 0)
         processors = options.get("processors", ())
@@ -310,6 +306,16 @@ class RequestBuilder:
             for token in tokens:
                 if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < size:
                     raise RequestError(f"token id {token!r} {where}: must be an integer 0 to {size - 1}")
+
+
+def _given(options: RequestOptions) -> RequestOptions:
+    """Return the options that are not None; TypeError for an unknown one, ConfigError for a flag that is no bool."""
+    if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
+        raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+    given = {name: value for name, value in options.items() if value is not None}
+    for name in FLAGS & given.keys():
+        require_bool(name, given[name])
+    return cast(RequestOptions, given)
 
 
 def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:

@@ -109,7 +109,7 @@ def test_commands_of_the_image_build_are_valid():
 def health(*arguments: object) -> tuple[int, str]:
     """Run the image's health check for an lp-serve command line; return its exit status and message."""
     command = [sys.executable, LAUNCH / "healthcheck.py", "lp-serve", "port=8000", *map(str, arguments)]
-    environment = os.environ | {"http_proxy": "http://127.0.0.1:9"}  # as Docker sets it behind a proxy; unused here
+    environment = os.environ | {"http_proxy": "http://127.0.0.1:9"}  # which Docker may set; it must not be asked
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     return done.returncode, done.stderr.strip()
 
