@@ -120,9 +120,15 @@ def test_classifier_free_guidance_is_refused():
         TreeProcessors([processor], CPU)
 
 
+def ignoring(length: int | torch.Tensor) -> library.RepetitionPenaltyLogitsProcessor:
+    """Return a penalty that ignores the first tokens; the constructor of older versions takes no tensor."""
+    processor = library.RepetitionPenaltyLogitsProcessor(1.5)
+    processor.prompt_ignore_length = length
+    return processor
+
+
 def test_batch_processors_are_reduced_to_one_row():
-    padded = library.RepetitionPenaltyLogitsProcessor(1.5)
-    padded.prompt_ignore_length = torch.tensor([0, 2])  # as newer versions of transformers set it for a padded batch
+    padded = ignoring(torch.tensor([0, 2]))  # as newer versions of transformers set it for a padded batch
     batch = LogitsProcessorList(
         [
             padded,
@@ -144,7 +150,7 @@ def test_batch_processors_are_reduced_to_one_row():
 )
 def test_ignored_prompt_of_repetition_penalty_does_not_count_padding(ignored, rest):
     """`ignored` counts from the start of the row, which has two tokens of padding here."""
-    (penalty,) = of_row([library.RepetitionPenaltyLogitsProcessor(1.5, ignored)], 1, 2, False)
+    (penalty,) = of_row([ignoring(ignored)], 1, 2, False)
     assert (penalty.penalty, penalty.prompt_ignore_length) == (1.5, rest)
 
 
@@ -154,8 +160,7 @@ def test_ignored_prompt_may_be_a_tensor_of_one_length():
         tree.add_branch([token])
     logits = torch.arange(48, dtype=torch.float32).view(3, 16)
     expected, actual = (
-        TreeProcessors([library.RepetitionPenaltyLogitsProcessor(1.5, each)], CPU)(logits, tree, [0, 1, 2], TEXT)
-        for each in (2, torch.tensor([2]))
+        TreeProcessors([ignoring(each)], CPU)(logits, tree, [0, 1, 2], TEXT) for each in (2, torch.tensor([2]))
     )
     assert torch.equal(actual, expected) and not torch.equal(actual, logits)
 
