@@ -29,7 +29,8 @@ def done_before(output: Path) -> set[int]:
 def main(prompts: Path, output: Path) -> None:
     """Append a line for each prompt that has none yet, in order."""
     done = done_before(output)
-    lines = [json.loads(line) for line in prompts.read_text().splitlines()]
+    with open(prompts, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file if line.strip()]
     left = deque((index, line["prompt"]) for index, line in enumerate(lines) if index not in done)
     print(f"{len(left)} of {len(lines)} prompts to decode", file=sys.stderr)
     running = deque()

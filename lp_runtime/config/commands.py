@@ -211,7 +211,8 @@ class BenchConfig(ClientConfig):
     max_new_tokens: int = 128
     """Tokens to generate at most, >= 1."""
     eos: Optional[bool] = None  # noqa: UP045
-    """Whether decoding stops at the end-of-sequence token, for every method; if not given, only with chat=true."""
+    """Whether decoding stops at the end-of-sequence token, for every method; if not given, only with chat=true.
+    With url the server decides, unless false is given."""
     rounds: int = 1
     """Number of times that every method decodes every prompt, >= 1."""
     methods: list[str] = field(default_factory=list)

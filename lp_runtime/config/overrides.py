@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -34,6 +35,7 @@ LITERAL_KEYS = (
     "constraint.reasoning_end",
     "constraint.reasoning_begin",
 )
+PATH_KEYS = ("prompts", "output", "profile_dir", "ssl_certfile", "ssl_keyfile")  # in which "~" is the home folder
 STRING_KEYS = ("stop", "constraint.choice")  # one string, or a JSON list of strings
 FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # names of files to read
 # Current names of settings by their former names, for the "did you mean" message.
@@ -91,7 +93,8 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
 
     Overrides are KEY=VALUE in Hydra's grammar, with exceptions. Values of LITERAL_KEYS are literal text, as are those
     of other text settings that Hydra would not read as text. Values of STRING_KEYS are one literal string or a JSON
-    list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}.
+    list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}, and
+    `chat_template_kwargs` {NAME: VALUE, ...}.
     """
     literal, composed = _split(schema, overrides, config_dir)
     return _build(schema, _compose(schema, composed, config_dir), literal)
@@ -124,6 +127,8 @@ def _reader_of(schema: type, key: str, override: str) -> Callable[[str], Any] | 
         return partial(_text_of, key)
     if key == "sampling.logit_bias":
         return partial(_biases, key)
+    if key == "chat_template_kwargs":  # Hydra would refuse keys that the default does not have
+        return partial(_mapping, key)
     is_literal = key in LITERAL_KEYS or (_type_of(schema, key) is str and _is_odd_text(override))
     return str if is_literal else None
 
@@ -148,7 +153,13 @@ def _is_odd_text(override: str) -> bool:
 def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict[str, Any]:
     """Compose settings with Hydra, to a nested dict; convert Hydra's errors to ConfigError."""
     ConfigStore.instance().store(name="schema", node=schema)
-    search = [f"hydra.searchpath=[{Path(config_dir).resolve()}]"] if config_dir else []
+    search = []
+    if config_dir:
+        folder = Path(config_dir).expanduser().resolve()
+        if not folder.is_dir():
+            raise ConfigError(f"--config-dir {config_dir}: no such folder")
+        quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(folder))
+        search.append(f"hydra.searchpath=['{quoted}']")
     try:
         with initialize_config_dir(str(_conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=[*search, *overrides])
@@ -197,7 +208,8 @@ def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], pre
         key = prefix + name
         if is_dataclass(hints[name]):
             value = _build(hints[name], value, literal, f"{key}.")
-        arguments[name] = literal.get(key, value)
+        value = literal.get(key, value)
+        arguments[name] = os.path.expanduser(value) if key in PATH_KEYS and isinstance(value, str) else value
     return schema(**arguments)
 
 
@@ -216,6 +228,16 @@ def _text_of(key: str, path: str) -> str:
         return Path(path).expanduser().read_text(encoding="utf-8-sig")  # Windows editors write a byte-order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
+
+
+def _mapping(key: str, value: str) -> dict[str, Any]:
+    try:
+        read = OverridesParser.create().parse_override(f"{key}={value}").value()
+        if not isinstance(read, dict):
+            raise ValueError("no braces")
+    except (HydraException, ValueError, RecursionError) as error:
+        raise ConfigError(f"{key}={_cut(value)}: must be {{NAME: VALUE, ...}}") from error
+    return read
 
 
 def _biases(key: str, value: str) -> dict[int, float]:

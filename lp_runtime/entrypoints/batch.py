@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -24,7 +24,7 @@ from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.errors import ConfigError, LookaheadError, RequestError
 from lp_runtime.model.tokenizer import conversation
-from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.replica.request_builder import SEED_BITS, RequestOptions
 from lp_runtime.request.generation import Generation
 from lp_runtime.request.request import Request
 from lp_runtime.runtime import LookaheadRuntime
@@ -67,19 +67,51 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
     wanted = {item.key for items in rounds for item in items}
     answers = {key: text for key, text in output.resume().items() if key in wanted}
     tokens = steps = 0
+    ended = _EndedConversations()
     started = time.perf_counter()
     with output, _Progress(len(wanted), len(answers)) as progress:
         for items in rounds:
             left = [item for item in items if item.key not in answers]
-            requests = (item_request(runtime, config, item, answers, output.seed, options) for item in left)
+            requests = ended.others(
+                left, lambda item: item_request(runtime, config, item, answers, output.seed, options)
+            )
             # Close the generator, and with it the scheduler, before the replicas, even after an error.
             with contextlib.closing(_generations(runtime, config, requests)) as generations:
-                for item, generation in zip(left, generations, strict=True):
+                for item, generation in generations:
                     output.write(_result(item, generation, has_turn=config.turns == "all"))
                     answers[item.key] = generation.text
                     tokens, steps = tokens + generation.num_tokens, steps + generation.steps
                     speed = tokens / (time.perf_counter() - started)
                     progress.add_one(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
+    ended.check()
+
+
+class _EndedConversations:
+    """Conversations with a turn that cannot be decoded: one that has outgrown the model's context, for example."""
+
+    def __init__(self) -> None:
+        self._errors: dict[tuple[int, int], RequestError] = {}  # by index of the prompt, and sample
+
+    def others(self, items: Iterable[Item], request_of: Callable[[Item], Request]) -> Iterator[tuple[Item, Request]]:
+        """Yield the items that can be decoded, with their requests. A first turn that cannot be raises its error."""
+        for item in items:
+            conversation = item.prompt.index, item.sample
+            if conversation in self._errors:
+                continue
+            try:
+                request = request_of(item)
+            except RequestError as error:
+                if item.turn == 0:
+                    raise
+                self._errors[conversation] = error
+            else:
+                yield item, request
+
+    def check(self) -> None:
+        """Raise the first error, if there is any; all other conversations have been decoded."""
+        for error in self._errors.values():
+            rest = f" (and {len(self._errors) - 1} more conversations ended early)" if len(self._errors) > 1 else ""
+            raise RequestError(f"{error}{rest}; all others were decoded") from error
 
 
 class _Progress:
@@ -125,17 +157,18 @@ def _check_prompts(
 
 
 def _generations(
-    runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[Request]
-) -> Generator[Generation]:
+    runtime: LookaheadRuntime, config: GenerateConfig, requests: Iterable[tuple[Item, Request]]
+) -> Generator[tuple[Item, Generation]]:
     num_ahead = MAX_AHEAD * runtime.num_replicas * (1 if config.policy == "latency" else config.max_batch)
     with Scheduler(runtime, num_ahead, config.policy, config.max_batch) as scheduler:
-        jobs: deque[Job] = deque()
-        for request in requests:
-            jobs.append(scheduler.submit(request))
+        jobs: deque[tuple[Item, Job]] = deque()
+        for item, request in requests:
+            jobs.append((item, scheduler.submit(request)))
             if len(jobs) >= num_ahead:
-                yield jobs.popleft().result()
-        while jobs:
-            yield jobs.popleft().result()
+                first, job = jobs.popleft()
+                yield first, job.result()
+        for first, job in jobs:
+            yield first, job.result()
 
 
 def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, object]:
@@ -175,8 +208,9 @@ def item_request(
     """Build an item's request, with the answers to earlier turns. A RequestError names line and turn."""
     more = options.copy()
     more["sample"] = item.sample
-    if seed is not None:  # each prompt has a different seed
-        more["sampling"] = replace(config.sampling, seed=(seed + item.prompt.index) % (MAX_SEED + 1))
+    if seed is not None:  # each turn of each prompt has a different seed
+        own = seed + item.prompt.index + (item.turn << SEED_BITS)
+        more["sampling"] = replace(config.sampling, seed=own % (MAX_SEED + 1))
     before = [answers[item.prompt.index, item.sample, turn] for turn in range(item.turn)]
     try:
         return turn_request(runtime, config, item.prompt, before, more)
@@ -226,10 +260,16 @@ def check_output(path: Path) -> None:
             raise ConfigError(f"output={path}: cannot be written: there is no directory {path.parent}")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise ConfigError(f"output={path}: cannot be written: no permission")
-        if path.is_file() and path.stat().st_size and not _settings_path(path).exists():
+        if _is_kept(path) and path.exists() and path.stat().st_size and not _settings_path(path).exists():
             raise ConfigError(f"output={path}: exists and was not written by lp-generate; choose another output")
     except OSError as error:  # for example a name that is too long, or a folder without permission
         raise ConfigError(f"output={path}: cannot be written: {error.strerror}") from error
+
+
+def _is_kept(path: Path) -> bool:
+    """Whether an output is a regular file, which is resumed and gets a file of settings: no pipe or standard output."""
+    is_stream = str(path) in ("/dev/stdout", "/dev/stderr") or str(path.parent) in ("/dev/fd", "/proc/self/fd")
+    return not is_stream and (path.is_file() or not path.exists())
 
 
 def check_prompts(path: str) -> None:
@@ -266,8 +306,7 @@ class OutputFile:
         self._settings = json.loads(json.dumps(settings, default=str))  # normalized to compare with those of a file
         # Of the first prompt, None if decoding is greedy; after `resume`, of the run that began the file.
         self.seed = seed
-        # Only regular files are resumed and get a file of settings: not pipes, devices or standard output.
-        self._is_kept = (path.is_file() or not path.exists()) and not path.is_relative_to("/dev")
+        self._is_kept = _is_kept(path)
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:

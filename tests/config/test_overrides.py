@@ -59,3 +59,14 @@ def test_text_values_support_interpolation_null_and_quotes(monkeypatch):
 def test_home_directory_is_expanded_in_model_path(monkeypatch):
     monkeypatch.setenv("HOME", "/where")
     assert load_config(ServeConfig, ["model.path=~/model"]).model.location == "/where/model"
+    config = load_config(GenerateConfig, ["prompts=~/in", "output=~/out"])
+    assert (config.prompts, config.output) == ("/where/in", "/where/out")
+
+
+def test_template_variables_are_read_as_a_mapping():
+    given = "{enable_thinking: false, more: {a: [1, null]}}"
+    variables = load_config(ServeConfig, [f"chat_template_kwargs={given}"]).chat_template_kwargs
+    assert variables == {"enable_thinking": False, "more": {"a": [1, None]}}
+    for value in ("5", "{a", "[1]"):
+        with pytest.raises(ConfigError, match="chat_template_kwargs=.*: must be {NAME: VALUE, ...}"):
+            load_config(ServeConfig, [f"chat_template_kwargs={value}"])

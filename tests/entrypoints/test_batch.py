@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -206,12 +208,33 @@ def test_model_without_chat_template_is_refused(tmp_path, refusal, demo_model_di
 
 
 def test_turn_that_exceeds_the_context_is_named(conversations, refusal):
-    long = {"turns": ["Write.", "x = 1\n" * 3000]}
-    conversations.source.write_text(json.dumps(long) + "\n")
-    assert "line 1, turn 2: the prompt is too long" in refusal(
-        conversations, "prompt_field=turns", "chat=true", "turns=all"
-    )
-    assert len(conversations.results()) == 1
+    long = {"turns": ["Write.", "x = 1\n" * 3000, "And now?"]}
+    other = {"turns": ["Write.", "And a test."]}
+    conversations.source.write_text("".join(json.dumps(each) + "\n" for each in (long, other)))
+    line = refusal(conversations, "prompt_field=turns", "chat=true", "turns=all")
+    assert "line 1, turn 2: the prompt is too long" in line and line.endswith("; all others were decoded")
+    done = [(each["index"], each["turn"]) for each in conversations.results()]
+    assert done == [(0, 0), (1, 0), (1, 1)], "the other conversation goes on"
+
+
+def test_turns_of_a_conversation_have_different_seeds(conversations):
+    settings = ["prompt_field=turns", "chat=true", "turns=all", "sampling.temperature=1", "sampling.seed=7"]
+    seeds = {(each["index"], each["turn"]): each["seed"] for each in conversations.run(*settings)}
+    assert seeds == {(0, 0): 7, (1, 0): 8, (0, 1): 7 + (1 << 32)}
+
+
+@pytest.mark.slow
+def test_standard_output_may_be_a_file_that_has_content(tmp_path, complete):
+    log = tmp_path / "log"
+    log.write_text("begins\n")
+    command = [sys.executable, "-m", "lp_runtime", f"model.path={complete.model_dir}", f"prompts={complete.source}"]
+    with log.open("a") as opened:
+        done = subprocess.run(
+            [*command, "output=/dev/stdout", "ids=true", f"max_new_tokens={NUM_NEW}"], stdout=opened, check=False
+        )
+    first, *lines = log.read_text().splitlines()
+    assert done.returncode == 0 and first == "begins"
+    assert [json.loads(line)["token_ids"] for line in lines] == [each["token_ids"] for each in complete.results()]
 
 
 def test_blank_lines_do_not_count_and_lines_beyond_the_limit_are_not_read(job):

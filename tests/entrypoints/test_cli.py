@@ -111,10 +111,13 @@ def test_prompt_and_paths_are_kept_verbatim(text):
 
 
 def test_config_dir_adds_a_lookahead_preset(tmp_path):
-    (tmp_path / "lookahead").mkdir()
-    (tmp_path / "lookahead" / "mine.yaml").write_text("W: 4\nN: 3\nG: 2\n")
-    config = load_config(GenerateConfig, ["prompt=x", "lookahead=mine"], config_dir=str(tmp_path)).lookahead
+    folder = tmp_path / "it's (my) größe"
+    (folder / "lookahead").mkdir(parents=True)
+    (folder / "lookahead" / "mine.yaml").write_text("W: 4\nN: 3\nG: 2\n")
+    config = load_config(GenerateConfig, ["prompt=x", "lookahead=mine"], config_dir=str(folder)).lookahead
     assert (config.W, config.N, config.G) == (4, 3, 2)
+    with pytest.raises(ConfigError, match="--config-dir /nowhere: no such folder"):
+        load_config(GenerateConfig, ["prompt=x"], config_dir="/nowhere")
 
 
 def test_cfg_prints_the_settings_and_runs_nothing(capsys):

@@ -6,6 +6,7 @@ The module needs none of the packages of the extra `serve`, because the check re
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
 import ssl
 from pathlib import Path
@@ -85,7 +86,8 @@ def allowed_hosts(config: ServeConfig) -> list[str]:
 
 def served_name(config: ServeConfig) -> str:
     """Return the model's name for clients."""
-    return config.served_name or Path(config.model.location).name
+    location = config.model.location
+    return config.served_name or Path(os.path.abspath(location) if Path(location).is_dir() else location).name
 
 
 def listen(config: ServeConfig) -> socket.socket:
