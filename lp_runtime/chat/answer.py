@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
-from lp_runtime.chat.chat_format import PROMPT_END_TOKENS, ChatFormat
+from lp_runtime.chat.chat_format import MESSAGE_START, PROMPT_END_TOKENS, ChatFormat
 from lp_runtime.chat.chat_parser import Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.model.hf.types import Tokenizer
@@ -30,10 +30,22 @@ def read_message(chat: ChatFormat, tokenizer: Tokenizer, request: Request, token
 
 
 def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt's last tokens, which may have begun the answer's reasoning part."""
-    text = tokenizer.decode(list(prompt_ids[-PROMPT_END_TOKENS:]))
+    """Return the text of a prompt's last tokens, which may have begun the answer's reasoning part.
+
+    In harmony it has all of the last message, whose header tells what the answer continues.
+    """
+    num_tokens = max(PROMPT_END_TOKENS, _message_length(prompt_ids, tokenizer))
+    text = tokenizer.decode(list(prompt_ids[-num_tokens:]))
     assert isinstance(text, str)  # a list only for a batch of sequences
     return text
+
+
+def _message_length(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """Return the number of tokens from the last one that begins a harmony message; 0 without one."""
+    (mark,) = cast(list[int], tokenizer.convert_tokens_to_ids([MESSAGE_START]))
+    if mark not in prompt_ids or tokenizer.convert_ids_to_tokens(mark) != MESSAGE_START:  # the unknown token
+        return 0
+    return list(reversed(prompt_ids)).index(mark) + 1
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:

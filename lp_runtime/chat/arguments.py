@@ -17,6 +17,8 @@ TYPE_NAMES = {
     type(None): "null",
 }
 NUMBERS = frozenset({"integer", "number"})
+COMBINATIONS = ("anyOf", "oneOf", "allOf")
+NO_TYPES = frozenset[str]()
 MAX_LITERAL_CHARS = 1 << 16  # Python's parser takes seconds and much memory for a long one
 MAX_REFERENCES = 32  # followed from one schema
 
@@ -74,8 +76,16 @@ def _types(schema: object, root: Mapping[str, Any], num_references: int) -> froz
         return frozenset({declared})
     if isinstance(declared, list):
         return frozenset(map(str, declared))
-    choices = [_types(each, root, num_references - 1) for name in ("anyOf", "oneOf") for each in schema.get(name) or []]
-    return frozenset().union(*choices) if all(choices) else frozenset()
+    return _combined_types(schema, root, num_references)
+
+
+def _combined_types(schema: Mapping[str, Any], root: Mapping[str, Any], num_references: int) -> frozenset[str]:
+    """Return the JSON types that a schema's alternatives and its `allOf` allow; none if they do not say."""
+    parts = {name: [_types(each, root, num_references - 1) for each in schema.get(name) or []] for name in COMBINATIONS}
+    choices, known = [*parts["anyOf"], *parts["oneOf"]], [types for types in parts["allOf"] if types]
+    if choices and all(choices):
+        known.append(frozenset().union(*choices))
+    return frozenset.intersection(*(types | NUMBERS if "number" in types else types for types in known or [NO_TYPES]))
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> object:

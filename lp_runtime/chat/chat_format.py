@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lp_runtime.chat import tags
-from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
+from lp_runtime.chat.chat_parser import MESSAGE, START, AnswerParser, ChatParser, HarmonyParser
 from lp_runtime.chat.formats import FORMATS, REASONINGS
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
@@ -21,6 +21,7 @@ from lp_runtime.text.stop_strings import Reasoning
 log = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
+MESSAGE_START = "<|start|>"  # special token that begins a message in harmony
 FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
 ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
@@ -115,7 +116,8 @@ class ChatFormat:
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
         if self.is_harmony:
             parser = HarmonyParser(FORMATS["harmony"], schemas=schemas_of(known))
-            parser.add(prompt_end.rpartition(START)[2])  # a message that the prompt has begun
+            header, mark, _ = prompt_end.rpartition(START)[2].partition(MESSAGE)
+            parser.add(header + mark)  # of a message that the prompt has begun
             return parser
         if self._uses_own_parser:
             return TemplateParser(self._template.response_parser(prompt_end, known))
@@ -148,7 +150,7 @@ class ChatFormat:
     def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
         """Return the marks of an answer's reasoning part; None without one."""
         if self.is_harmony:
-            return Reasoning("", FINAL)
+            return None if _continues_text(prompt_end) else Reasoning("", FINAL)
         if self.reasoning is None:
             return None
         return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
@@ -179,18 +181,21 @@ class ChatFormat:
         schemas = schemas_of(use.tools)
         answer, whitespace = tags.calls(FORMATS[self.tool_format], schemas, use.is_parallel), "fixed"
         if text is not None and not use.must_call:
-            answer = {"type": "or", "elements": [answer, self._text(text)]}
+            answer = {"type": "or", "elements": [answer, self._text(text, prompt_end)]}
             whitespace = text.whitespace
         form = tags.sequence(self._reasoning_tag(prompt_end, may_think), answer)
         return ConstraintConfig(structural_tag={"type": "structural_tag", "format": form}, whitespace=whitespace)
 
-    def _text(self, text: ConstraintConfig) -> tags.Tag:
+    def _text(self, text: ConstraintConfig, prompt_end: str) -> tags.Tag:
         content = tags.content(text)
-        return {"type": "tag", "begin": FINAL, "content": content, "end": ""} if self.is_harmony else content
+        if not self.is_harmony or _continues_text(prompt_end):
+            return content
+        return {"type": "tag", "begin": FINAL, "content": content, "end": ""}
 
     def _reasoning_tag(self, prompt_end: str, may_think: bool) -> tags.Tag | None:
         """Return the tag of the reasoning before calls or text; None if there is none."""
         if self.is_harmony:
+            may_think &= not _continues_text(prompt_end)
             return {"type": "optional", "content": ANALYSIS} if may_think else None
         is_open = self.is_thinking(prompt_end)
         if self.reasoning is None or not (is_open or may_think):
@@ -199,14 +204,21 @@ class ChatFormat:
 
     def after_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
         """Return a constraint that applies to the answer's text only, after the reasoning part."""
-        if self.is_harmony:
-            form = tags.sequence(self._reasoning_tag(prompt_end, True), self._text(constraint))
+        if _continues_text(prompt_end) if self.is_harmony else self.reasoning is None:
+            return constraint
+        if self.is_harmony or (self.reasoning is not None and self.reasoning.is_special):
+            # Only structural tags may contain special tokens.
+            form = tags.sequence(self._reasoning_tag(prompt_end, True), self._text(constraint, prompt_end))
             tag = {"type": "structural_tag", "format": form}
             return ConstraintConfig(structural_tag=tag, whitespace=constraint.whitespace)
-        if self.reasoning is None:
-            return constraint
-        begin = None if self.is_thinking(prompt_end) else self.reasoning.begin
-        return replace(constraint, reasoning_begin=begin, reasoning_end=self.reasoning.end)
+        marks = self.reasoning_marks(prompt_end)
+        assert marks is not None
+        return replace(constraint, reasoning_begin=marks.begin, reasoning_end=marks.end)
+
+
+def _continues_text(prompt_end: str) -> bool:
+    """Whether a harmony prompt ends inside a message on the final channel."""
+    return FINAL in prompt_end.rpartition(START)[2]
 
 
 def _with_text(call: Any) -> Any:

@@ -152,7 +152,7 @@ class AnswerParser(ChatParser):
         return False
 
     def _calls(self, form: CallFormat, mark: str) -> Steps[None]:
-        """Read the calls that follow a mark; what is not a call is text."""
+        """Read the calls that follow a mark; what is not a call is text, as the mark is without one."""
         patterns, num_before = call_patterns(form), self.num_calls
         head = patterns.heads[mark]
         while head is not None:
@@ -165,7 +165,10 @@ class AnswerParser(ChatParser):
             head = patterns.following
         if self.num_calls > num_before:
             yield from self._text.match_all(patterns.end)
-        elif self._is_either:
+            return
+        if mark:
+            self._content(mark)
+        if self._is_either:
             self._marks = NEVER
 
     def _loose_calls(self, form: CallFormat, mark: str) -> Steps[None]:
@@ -242,7 +245,7 @@ class AnswerParser(ChatParser):
 
     def _keyed(self, form: CallFormat, style: ParameterStyle, name: str) -> Steps[None]:
         """Read arguments that are written one after another, up to and including the call's tail."""
-        text, patterns, tail = self._text, argument_patterns(style), call_patterns(form).tail
+        text, patterns, tail = self._text, argument_patterns(form, style), call_patterns(form).tail
         key = yield from text.match(patterns.key)
         is_ended = key is None and (yield from text.match_all(tail))
         if key is None and not is_ended:

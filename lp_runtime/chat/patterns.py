@@ -20,6 +20,7 @@ PLACEHOLDERS = {
     "$STRING": r"(?P<string>true|false)",
 }
 WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
+WORDS = f"{WORD}(?: +{WORD})*"
 ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
 NEVER = regex.compile(r"(?!)")
 
@@ -32,7 +33,7 @@ class CallPatterns(NamedTuple):
     bare: Pattern | None  # what begins an answer whose calls have no mark; None if they have one
     heads: dict[str, Pattern]  # what comes between a mark and the first call's arguments, or its JSON object
     following: Pattern | None  # what comes before the next call's; None if it needs a mark
-    tail: list[Pattern]  # what comes after a call's arguments; the first must
+    tail: list[Pattern]  # what comes after a call's arguments; one must, if they are not one JSON object
     end: list[Pattern]  # what may come after the last call
 
 
@@ -40,9 +41,10 @@ class ArgumentPatterns(NamedTuple):
     """Patterns of arguments that are not one JSON object."""
 
     key: Pattern  # what comes before a value
-    close: Pattern | None  # what comes after a plain value; None if values are literals
+    close: Pattern | None  # what ends a plain value; None if values are literals
     value: Pattern  # the first token of a literal
     inner: Pattern  # a token inside the brackets of a literal
+    quote: Pattern  # the quotation mark of a text
     quotes: dict[str, Pattern]  # what ends a text in a literal, or is an escape in it, by its quotation mark
 
 
@@ -79,24 +81,33 @@ def before_arguments(form: CallFormat) -> str:
 
 
 @functools.cache
-def argument_patterns(style: ParameterStyle) -> ArgumentPatterns:
+def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatterns:
+    """Return the patterns of a format's arguments; `style` is that of the format, which must have one."""
     quotes = [quote for quote in ('"', style.quote) if quote]
-    token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<word>{WORD})|(?P<mark>"
+    token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<words>{WORDS}) *|(?P<mark>"
     quote = f"(?:{any_of(quotes)})?"
-    key = rf"[\s,]*{quote}(?P<key>{WORD}(?: +{WORD})*){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
+    key = rf"[\s,]*{quote}(?P<key>{WORDS}){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
     close = None
     if style.close:
         # The line breaks of a description are not part of the value; others are.
         line_break = "\n?" if style.open.endswith("\n") else ""
         key = r"\s*" + lenient(style.open.rstrip("\n")) + line_break
-        close = regex.compile(line_break + regex.escape(style.close.strip("\n")))
+        close = regex.compile(line_break + "|".join([regex.escape(style.close.strip("\n")), *_ends(form, style)]))
     return ArgumentPatterns(
         key=regex.compile(key),
         close=close,
         value=regex.compile(token + r"[\[{(]))"),
         inner=regex.compile(token + r"[\[{()}\],:]))"),
+        quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
         quotes={quote: regex.compile(regex.escape(quote) + ESCAPE * (len(quote) == 1), regex.S) for quote in quotes},
     )
+
+
+def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
+    """Return the patterns of what ends a value whose closing mark is missing: a line of the next key, or the tail."""
+    key = lenient(style.open.rstrip("\n")) + "\n" * style.open.endswith("\n")
+    tail = r"\s*".join(each.pattern for each in pieces("", form.tail))
+    return [rf"(?=\n{key})", rf"\n?(?={tail})"]
 
 
 def lenient(text: str) -> str:

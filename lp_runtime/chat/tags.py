@@ -10,11 +10,13 @@ from typing import Any
 from lp_runtime.chat.arguments import resolved
 from lp_runtime.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
+from lp_runtime.constraints.regex_anchors import without_anchors
 from lp_runtime.errors import RequestError
 
 Tag = dict[str, Any]
 
 AFTER_REASONING = r"\n{0,2}"
+PLAIN_TEXT = "[^<]*"  # without the marks that end a literal
 PATTERNS = {"$INDEX": "[0-9]{1,3}", "$ID": "[a-zA-Z0-9]{9}"}
 MAX_SPACES = 2  # in a row, between the parts of arguments
 MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
@@ -121,10 +123,18 @@ def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | No
 
 def _characters(schema: Mapping[str, Any]) -> Tag:
     if "pattern" in schema:
-        return {"type": "regex", "pattern": schema["pattern"]}
+        return {"type": "regex", "pattern": _whole_pattern(schema["pattern"])}
     if "minLength" in schema or "maxLength" in schema:
         return {"type": "regex", "pattern": f"[^<]{{{schema.get('minLength', 0)},{schema.get('maxLength', '')}}}"}
     return {"type": "any_text"}
+
+
+def _whole_pattern(pattern: object) -> str:
+    """Return an expression of the whole texts in which JSON Schema finds a pattern."""
+    try:
+        return without_anchors(str(pattern), PLAIN_TEXT)
+    except ValueError as error:
+        raise RequestError(f"tools: pattern of a schema: {error}") from error
 
 
 def _items(schema: Mapping[str, Any], item: Tag, style: ParameterStyle) -> Tag:

@@ -16,7 +16,8 @@ KINDS: dict[str, Kind] = {
     "thinking": "reasoning",
 }
 CALLS = "tool_calls"
-UNREADABLE = KeyError, TypeError, ValueError  # raised by transformers for text that does not fit the template
+# Raised for text that does not fit the template, by transformers or because a call is no object or has no name.
+UNREADABLE = AttributeError, KeyError, RecursionError, TypeError, ValueError
 
 
 class ResponseParser(Protocol):
@@ -80,15 +81,23 @@ class TemplateParser(ChatParser):
             elif event["type"] == "region_chunk":
                 self._unread += event["text"]
             elif event["type"] == "region_close" and event["field"] == CALLS:
+                values = event["value"] if isinstance(event["value"], list) else [event["value"]]
+                calls = list(map(_read_call, values))
                 self._unread = ""
-                calls = event["value"] if isinstance(event["value"], list) else [event["value"]]
-                pieces += [piece for call in calls for piece in self._call(call)]
+                pieces += [piece for call in calls for piece in self._call(*call)]
         return pieces
 
-    def _call(self, call: Mapping[str, Any]) -> list[Piece]:
-        function = call.get("function", call)
-        arguments = function.get("arguments") or {}
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    def _call(self, name: str, arguments: str, call_id: str) -> list[Piece]:
         self.num_calls += 1
-        number, call_id = self.num_calls - 1, call.get("id") or new_call_id()
-        return [Piece("arguments", "", number, function["name"], call_id), Piece("arguments", text, number)]
+        number = self.num_calls - 1
+        return [Piece("arguments", "", number, name, call_id), Piece("arguments", arguments, number)]
+
+
+def _read_call(call: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return (name, arguments as JSON, id) of a call; raise one of UNREADABLE if it is none."""
+    function = call.get("function", call)
+    if not isinstance(name := function["name"], str):
+        raise TypeError(f"the name of a call is {name!r}")
+    arguments = function.get("arguments") or {}
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return name, text, call.get("id") or new_call_id()

@@ -68,14 +68,14 @@ class TextReader:
             yield
 
     def match_all(self, patterns: Sequence[Pattern]) -> Steps[bool]:
-        """Consume a match of each pattern that has one, also one that is cut; return whether the first has."""
-        first = None
+        """Consume a match of each pattern that has one, also one that is cut; return whether one has."""
+        is_any = False
         for pattern in patterns:
             match = yield from self.match(pattern)
-            first = match if pattern is patterns[0] else first
+            is_any |= match is not None
             if match is None and self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
                 self._at = len(self._text)
-        return first is not None
+        return is_any
 
     def until(self, pattern: Pattern, out: Out) -> Steps[Any]:
         """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text."""
@@ -125,33 +125,66 @@ class TextReader:
 
     def literal(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass a literal to `out` as JSON; a text is read as another type if the parameter takes no texts."""
-        raw, depth = list[str](), 0
+        raw = list[str]()
         write = out if parameter.may_be_text else raw.append
-        while (part := (yield from self.match(patterns.inner if depth else patterns.value))) is not None:
+        marks = _Marks(write)
+        while (part := (yield from self.match(patterns.inner if marks.depth else patterns.value))) is not None:
+            is_key = marks.before(part["mark"])
             if (quote := part["quote"]) is not None:
-                yield from self._quoted(patterns.quotes[quote], quote, write)
-            elif (word := part["word"]) is not None:
-                write(dumped(word) if parameter.is_text and not depth else _word(word))
-            else:
-                depth += BRACKETS.get(part["mark"], 0)
-                write(IN_JSON.get(part["mark"], part["mark"]))
-            if not depth:
+                yield from self._quoted(patterns, quote, write)
+            elif (words := part["words"]) is not None:
+                write(dumped(words) if is_key or (parameter.is_text and not marks.depth) else _word(words))
+            if not marks.depth:
                 break
         text = "".join(raw)
         out(json_of(json.loads(text), parameter) if text.startswith('"') and not self.is_over else text)
 
-    def _quoted(self, close: Pattern, quote: str, out: Out) -> Steps[None]:
-        """Pass a text after its quotation mark to `out` as JSON."""
+    def _quoted(self, patterns: ArgumentPatterns, quote: str, out: Out) -> Steps[None]:
+        """Pass a text after its quotation mark to `out` as JSON, and the texts that Python would append to it."""
         out('"')
+        close = patterns.quotes[quote]
         while (mark := (yield from self.until(close, lambda text: out(dumped(text)[1:-1])))) is not None:
-            if mark.group() == quote:
+            if mark.group() not in patterns.quotes:
+                out(_escape(mark.group()))
+            elif (appended := (yield from self.match(patterns.quote))) is not None:
+                close = patterns.quotes[appended["quote"]]
+            else:
                 out('"')
                 return
-            out(_escape(mark.group()))
+
+
+class _Marks:
+    """Writes the brackets, commas and colons of a literal as JSON."""
+
+    def __init__(self, write: Out):
+        self._write = write
+        self._open, self._last = list[str](), ""  # brackets that are not closed, and the mark before the current token
+        self._is_comma_due = False
+
+    @property
+    def depth(self) -> int:
+        return len(self._open)
+
+    def before(self, mark: str | None) -> bool:
+        """Write a mark, or what comes before a text or word; return whether an object's key may come there."""
+        is_closing = mark is not None and BRACKETS.get(mark, 0) < 0
+        if self._is_comma_due and not is_closing:  # Python allows a last comma, JSON does not
+            self._write(IN_JSON[","])
+        self._is_comma_due = mark == ","
+        if mark is None:
+            return self._open[-1:] == ["{"] and self._last in "{,"
+        self._last = mark
+        if is_closing:
+            self._open.pop()
+        elif mark in BRACKETS:
+            self._open.append(mark)
+        if not self._is_comma_due:
+            self._write(IN_JSON.get(mark, mark))
+        return False
 
 
 def _word(word: str) -> str:
-    """Return a literal's word as JSON: a number, a constant, or a key without quotation marks."""
+    """Return a literal's words as JSON: a number, a constant, or a text without quotation marks."""
     if word in CONSTANTS:
         return CONSTANTS[word]
     return word if NUMBER.fullmatch(word) or word in CONSTANTS.values() else dumped(word)

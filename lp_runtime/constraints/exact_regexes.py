@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from lp_runtime.constraints.regex_anchors import TOKEN, fixed_beginning, without_anchors
+
 Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
 MAX_CODE_POINT = 0x10FFFF
 UNICODE: Ranges = ((0, 0xD7FF), (0xE000, MAX_CODE_POINT))  # the characters that UTF-8 can encode
@@ -16,13 +18,7 @@ UNESCAPED_IN_JSON: Ranges = ((0x20, 0x21), (0x23, 0x5B), (0x5D, 0xD7FF), (0xE000
 # Code points of one and two bytes in UTF-8, of three, and of four.
 LENGTHS: Ranges = ((0, 0x7FF), (0x800, 0xFFFF), (0x10000, MAX_CODE_POINT))
 
-TOKEN = re.compile(
-    r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})"
-    r"|\\(?:x(?P<two>[0-9a-fA-F]{2})|u(?P<four>[0-9a-fA-F]{4})|u\{(?P<any>[0-9a-fA-F]{1,6})\}|c(?P<control>[A-Za-z]))"
-    r"|\\?.",
-    re.DOTALL,
-)
-SYNTAX = "()|*+?{}^$"
+SYNTAX = "()|*+?{}"
 UNREPEATED = ("", "(", "*", "+", "?", "}")  # after these ? is no repetition
 NAMED = {"\0": r"\0", "\t": r"\t", "\n": r"\n", "\v": r"\v", "\f": r"\f", "\r": r"\r"}
 CHARACTERS = {escape: character for character, escape in NAMED.items()}
@@ -44,8 +40,8 @@ ANY_SPACE: Ranges = (*SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF))
 def exact_regex(pattern: str, allowed: Ranges = UNICODE) -> str:
     """Rewrite a regular expression of ECMAScript's syntax for xgrammar's `Grammar.from_regex`.
 
-    It then matches only texts of allowed characters. Raises ValueError for a lookahead, or for a character class that
-    is not supported.
+    It then matches only texts of allowed characters. Raises ValueError for a lookahead, for an anchor inside the
+    expression, and for an escape or a character class that is not supported.
     """
     return _rewritten(pattern, allowed, _in_grammar)
 
@@ -61,7 +57,7 @@ def automaton_regex(pattern: str) -> str:
 
 def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str]) -> str:
     """Rewrite a regular expression; `write` returns an expression of one character in any of the ranges."""
-    tokens, before, place = list(TOKEN.finditer(pattern)), "", 0
+    tokens, before, place = list(TOKEN.finditer(without_anchors(pattern))), "", 0
     written: list[str] = []
     while place < len(tokens):
         text = tokens[place][0]
@@ -70,8 +66,8 @@ def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str]) ->
             ranges, place = _class(tokens, place)
         elif written[-2:] == ["(", "?"] and text in "=!":
             raise ValueError(f"lookahead is not supported: {pattern[:100]!r}")  # xgrammar's automata ignore it
-        elif text not in SYNTAX:
-            ranges = _ranges(tokens[place])
+        elif text not in SYNTAX and (ranges := _ranges(tokens[place])) is None:
+            raise ValueError(f"{text} is not supported: {pattern[:100]!r}")
         if ranges is not None:
             written.append(write(intersection(ranges, allowed)))
         elif text == "?" and before not in UNREPEATED:
@@ -85,6 +81,21 @@ def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str]) ->
 def exact_ebnf(grammar: str) -> str:
     r"""Write the escapes `\xHH` of an EBNF grammar as `\u00HH`."""
     return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda each: rf"\u00{each[1]}" if each[1] else each[0], grammar)
+
+
+def may_match_one_text(pattern: str, other: str) -> bool:
+    """Whether searches for two expressions may find the same text; false only if the beginnings of theirs differ."""
+    pairs = zip(map(_characters, fixed_beginning(pattern)), map(_characters, fixed_beginning(other)), strict=False)
+    return all(one == two or intersection(one, two) for one, two in pairs)
+
+
+def _characters(token: str) -> Ranges:
+    """Return the characters that a character, class, escape or `$` may match."""
+    matches = list(TOKEN.finditer(token))
+    if token == "$":
+        return ()
+    ranges = _class(matches, 0)[0] if token[0] == "[" else _ranges(matches[0])
+    return UNICODE if ranges is None else ranges
 
 
 def complement(ranges: Ranges) -> Ranges:

@@ -12,6 +12,7 @@ from typing import Any
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
+from lp_runtime.constraints.regex_anchors import without_anchors
 from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_schema, refusal
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
@@ -20,6 +21,7 @@ TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
 MAX_DEPTH = 100  # nesting of schemas
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
 MAX_AUTOMATON_LENGTH = 100
@@ -32,7 +34,7 @@ def exact_schema(schema: object) -> object:
 
 def with_exact_patterns(schema: object) -> object:
     """Rewrite only the patterns of a schema whose text is not JSON."""
-    return _rewritten(schema, lambda each: _rewrite_patterns(each, exact_regex))
+    return _rewritten(schema, lambda each: _rewrite_patterns(each, exact_regex, NO_SYNTAX))
 
 
 def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
@@ -72,16 +74,21 @@ def _rewritten(
 def _rewrite_for_json(schema: dict[str, Any]) -> None:
     if "type" not in schema and any(name in schema for name in TYPED):
         schema["type"] = list(TYPES)
-    _rewrite_patterns(schema, _in_json)
+    _rewrite_patterns(schema, _in_json, r"[\s\S]*")
     _rewrite_lengths(schema)
     _rewrite_free_keys(schema)
 
 
-def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> None:
+def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str], free: str) -> None:
+    """Rewrite patterns, which JSON Schema searches for; `free` matches the text around a match."""
+
+    def whole(pattern: str) -> str:
+        return f"^{rewrite(without_anchors(pattern, free))}$"
+
     if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = rewrite(schema["pattern"])
+        schema["pattern"] = whole(schema["pattern"])
     if isinstance(schema.get("patternProperties"), Mapping):
-        schema["patternProperties"] = {rewrite(key): each for key, each in schema["patternProperties"].items()}
+        schema["patternProperties"] = {whole(key): each for key, each in schema["patternProperties"].items()}
 
 
 def _in_json(pattern: str) -> str:

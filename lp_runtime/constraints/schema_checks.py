@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from lp_runtime.constraints.exact_regexes import may_match_one_text
 from lp_runtime.errors import ConstraintError
 
 # Keywords that xgrammar's grammars cannot express.
@@ -126,13 +128,23 @@ def _check_required(place: str, schema: Mapping[str, Any]) -> None:
 def _check_keys(place: str, schema: Mapping[str, Any]) -> None:
     """Check that no schema of other keys applies to declared properties, where xgrammar would ignore it."""
     properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
-    if properties and "propertyNames" in schema:
-        raise refusal(f"{place}/propertyNames", "is not supported together with properties")
+    for keyword in ("properties", "patternProperties"):
+        if schema.get(keyword) and "propertyNames" in schema:
+            raise refusal(f"{place}/propertyNames", f"is not supported together with {keyword}")
     for pattern in patterns if isinstance(patterns, Mapping) else ():
         name = next((name for name in properties if _may_match(pattern, name)), None)
         if name is not None:
             reason = f"applies to the property {name!r}, too, which is not supported"
             raise refusal(f"{place}/patternProperties/{pattern}", reason)
+    if isinstance(patterns, Mapping):
+        _check_patterns(f"{place}/patternProperties", patterns)
+
+
+def _check_patterns(place: str, patterns: Mapping[str, Any]) -> None:
+    """Check that no key matches two patterns with different schemas: xgrammar would apply only one of them."""
+    for (one, schema), (other, its_schema) in itertools.combinations(patterns.items(), 2):
+        if schema != its_schema and may_match_one_text(one, other):
+            raise refusal(f"{place}/{other}", f"may apply to keys of {one!r}, too, which is not supported")
 
 
 def _may_match(pattern: str, text: str) -> bool:

@@ -48,8 +48,8 @@ CASES = {
     "never closed": (opened, "hm", "hm", "", []),
     "hermes": (hermes, "<think>x</think>say " + hermes_text(CALLS), "x", "say ", CALLS),
     "hermes, text after": (hermes, hermes_text(CALLS[:1]) + "\nand so", "", "and so", CALLS[:1]),
-    "hermes, no call": (hermes, "<tool_call>nonsense</tool_call>", "", "nonsense</tool_call>", []),
-    "hermes, no call, and one": (hermes, "<tool_call>no" + hermes_text(CALLS[:1]), "", "no", CALLS[:1]),
+    "hermes, no call": (hermes, "The <tool_call> tag is used.", "", "The <tool_call> tag is used.", []),
+    "hermes, no call, and one": (hermes, "<tool_call>no" + hermes_text(CALLS[:1]), "", "<tool_call>no", CALLS[:1]),
     "hermes, arguments first": (
         hermes,
         f'a<tool_call>{{"arguments": {ARGUMENTS[0]}, "name": "f"}}</tool_call>b',
@@ -70,7 +70,7 @@ CASES = {
         hermes,
         '<tool_call>{"arguments": {}}</tool_call>',
         "",
-        '{"arguments": {}}</tool_call>',
+        '<tool_call>{"arguments": {}}</tool_call>',
         [],
     ),
     "hermes, bare": (known, f"<think>x</think>\n{F}\n{G}\n", "x", "", CALLS),
@@ -141,12 +141,36 @@ CASES = {
     "harmony, a message that the prompt has begun": (
         reading("harmony", prompt_end="<|start|>assistant<|channel|>final<|message|>"), "text", "", "text", []
     ),
+    "harmony, a message that the prompt has begun, and text of it": (
+        reading("harmony", prompt_end="<|start|>assistant<|channel|>final<|message|>a <"), "|b", "", "|b", []
+    ),
     "a call that is cut": (
         reading("qwen3_coder"),
         "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\nso",
         "",
         "",
         [("f", '{"a": 1, "b": ')],
+    ),
+    "no closing mark of a value": (
+        reading("qwen3_coder"),
+        "<tool_call>\n<function=f>\n<parameter=a>\n<parameter>\n<b>\n<parameter=b>\n5\n</function>\n</tool_call>\nso",
+        "",
+        "so",
+        [("f", '{"a": "<parameter>\\n<b>", "b": 5}')],
+    ),
+    "no closing mark of a value, one line": (
+        reading("glm"),
+        "<tool_call>f<arg_key>a</arg_key><arg_value>x\n<arg_key>b</arg_key><arg_value>5</tool_call>",
+        "",
+        "",
+        [("f", '{"a": "x", "b": 5}')],
+    ),
+    "no closing mark of a function": (
+        reading("qwen3_coder"),
+        "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</tool_call>",
+        "",
+        "",
+        [("f", '{"a": 5}')],
     ),
     "pythonic, code": (reading("pythonic"), "[f(x) for x in y]", "", "[f(x) for x in y]", []),
     "pythonic, a link": (reading("pythonic"), "[see](http://x)", "", "[see](http://x)", []),
@@ -177,6 +201,22 @@ def test_parsed_parts_do_not_depend_on_the_chunks(name):
     assert list(parsed(make(), list(text))) == expected
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        ({"type": "string"}, '"5"'),
+        ({"allOf": [{"type": "string"}]}, '"5"'),
+        ({"allOf": [{}, {"type": ["string", "integer"]}, {"anyOf": [{"type": "string"}, {"type": "null"}]}]}, '"5"'),
+        ({"allOf": [{"type": "number"}, {"type": "integer"}], "anyOf": [{"type": "string"}, {}]}, "5"),
+        ({"allOf": [{}]}, "5"),
+    ],
+)
+def test_plain_value_has_the_type_of_its_schema(schema, value):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n5\n</parameter>\n</function>\n</tool_call>"
+    assert parsed(chat_format("", "qwen3_coder").parser(tools, ""), [text])[2] == [("f", f'{{"a": {value}}}')]
+
+
 def test_json_without_a_call_is_streamed_at_once():
     for parser in (llama(), reading("llama3", is_either=True)()):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
@@ -202,6 +242,8 @@ def test_arguments_are_streamed_before_the_call_ends():
     ("tool_format", "reasoning", "prompt_end", "marks"),
     [
         ("harmony", "auto", "<|start|>assistant", ("", "<|channel|>final<|message|>")),
+        ("harmony", "auto", "<|start|>assistant<|channel|>analysis<|message|>hm", ("", "<|channel|>final<|message|>")),
+        ("harmony", "auto", "<|start|>assistant<|channel|>final<|message|>text", None),
         ("none", "think", "assistant\n", ("<think>", "</think>")),
         ("none", "think", "assistant\n<think>\n", (None, "</think>")),
         ("none", "mistral", "[/INST]", ("[THINK]", "[/THINK]")),

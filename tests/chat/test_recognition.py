@@ -83,8 +83,17 @@ RESPONSE_TEMPLATE = {
 }
 
 
-def own_parser(prompt_end="A:"):
-    form = ChatFormat(ChatTemplate("{{ tools }}", response_template=RESPONSE_TEMPLATE))
+WHOLE_CALLS = {
+    **RESPONSE_TEMPLATE,
+    "fields": {
+        "tool_calls": {"open": "@", "close": ";", "repeats": True, "content": "json"},
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+
+
+def own_parser(prompt_end="A:", response_template=RESPONSE_TEMPLATE):
+    form = ChatFormat(ChatTemplate("{{ tools }}", response_template=response_template))
     assert form.tool_format is None and form.shows_special_tokens(False)
     return form.parser(tools_of(CALLS), prompt_end)
 
@@ -103,6 +112,18 @@ def own_parser(prompt_end="A:"):
 def test_response_template_parses_answers_in_pieces_of_any_size(prompt_end, text, parts, size):
     pieces = [text[place : place + size] for place in range(0, len(text), size)]
     assert parts_of(own_parser(prompt_end), pieces) == parts
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['"hello"', "[1]", "null", '{"function": "f"}', '{"name": 5}', '[{"name": "f"}, {"name": 5}]', "[" * 3000],
+    ids=range(7),
+)
+@pytest.mark.parametrize("size", [1, 5, 10**4])
+def test_json_that_is_no_call_is_content(value, size):
+    text = f"so @{value}; and"
+    pieces = [text[place : place + size] for place in range(0, len(text), size)]
+    assert parts_of(own_parser(response_template=WHOLE_CALLS), pieces) == ("", f"so {value}; and", [])
 
 
 def test_missing_or_bad_response_template_is_refused():

@@ -17,7 +17,8 @@ from lp_runtime.errors import RequestError
 STYLES = ("gemma", "functiongemma", "pythonic")
 PROPERTIES = {
     "string": {"type": "string", "minLength": 2, "maxLength": 4},
-    "pattern": {"type": "string", "pattern": "[ab]{2}c"},
+    "pattern": {"type": "string", "pattern": "^[ab]{2}c$"},
+    "beginning": {"type": "string", "pattern": "^https?://"},
     "constant": {"const": "it's"},
     "numbers": {
         "type": "array",
@@ -81,6 +82,10 @@ def test_optional_members_may_be_missing(name, call, member, separator, required
         ({"properties": "a"}, "must be an object"),
         ({"properties": {}, "required": 5}, "a list"),
         ({"properties": {"a": {"type": "array", "items": {}, "minItems": "x"}}}, "must be integers"),
+        (
+            {"properties": {"a": {"type": "string", "pattern": "a^"}}},
+            "pattern of a schema: \\^ is supported only where",
+        ),
         ({"properties": {f"p{each}": {"enum": ["x" * 99] * 9} for each in range(99)}}, "99 properties is too large"),
     ],
 )
@@ -90,8 +95,27 @@ def test_bad_schemas_are_refused(schema, message):
         form.constraint(ToolUse([{"function": {"name": "f", "parameters": schema}}], True), None, "")
 
 
-def test_literal_arguments_are_parsed_as_json():
-    text = '<|tool_call>call:f{a:NaN,b:{c:1,"e":"\\u00e9"},<|"|>g h<|"|>:true,i:-1.5e3}<tool_call|>'
-    ((_, arguments),) = parts_of(ChatFormat("", "gemma").parser(True, ""), list(text))[2]
-    assert arguments["a"] == "NaN" and arguments["b"]["e"] == "é" and arguments["g h"] is True
-    assert json.dumps(arguments["i"]) == "-1500.0"
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        (
+            "gemma",
+            '<|tool_call>call:f{a:NaN,b:{c:1,"e":"\\u00e9"},<|"|>g h<|"|>:true,i:-1.5e3}<tool_call|>',
+            {"a": "NaN", "b": {"c": 1, "e": "é"}, "g h": True, "i": -1500.0},
+        ),
+        (
+            "gemma",
+            "<|tool_call>call:f{a:{2024:1.5,New York:[San  Jose ,5],true:null},b:New York}<tool_call|>",
+            {"a": {"2024": 1.5, "New York": ["San  Jose", 5], "true": None}, "b": "New York"},
+        ),
+        (
+            "pythonic",
+            "[f(a=(1,), b=[1, {'x': {2: ()}, },], c='x' \"y\", d={1: ['z'\n'\\n' , None,]})]",
+            {"a": [1], "b": [1, {"x": {"2": []}}], "c": "xy", "d": {"1": ["z\n", None]}},
+        ),
+    ],
+)
+def test_literal_arguments_are_parsed_as_json(name, text, expected):
+    for texts in ([text], list(text), *([text[:place], text[place:]] for place in range(len(text)))):
+        ((_, arguments),) = parts_of(ChatFormat("", name).parser(True, ""), texts)[2]
+        assert json.dumps(arguments) == json.dumps(expected), texts

@@ -151,6 +151,10 @@ def test_xml_style_schema_has_exact_patterns():
     }
     is_allowed = allows(structural({"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}))
     assert is_allowed("<parameter=ße>éa</parameter>") and not is_allowed("<parameter=ße>\u0e9aa</parameter>")
+    schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^é"}}, "required": ["a"]}
+    is_allowed = allows(structural({"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}))
+    assert is_allowed("<parameter=a>éb c</parameter>") and not is_allowed("<parameter=a>aé</parameter>")
+    assert not is_allowed("<parameter=a>é</parameter></parameter>")
 
 
 def test_forced_tokens_cover_the_certain_text():

@@ -1,0 +1,145 @@
+"""Anchors of regular expressions, rewritten for xgrammar, which ignores them and matches whole texts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+TOKEN = re.compile(
+    r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})"
+    r"|\\(?:x(?P<two>[0-9a-fA-F]{2})|u(?P<four>[0-9a-fA-F]{4})|u\{(?P<any>[0-9a-fA-F]{1,6})\}|c(?P<control>[A-Za-z]))"
+    r"|\\?.",
+    re.DOTALL,
+)
+START, END = 0, -1  # of a sequence of items
+ANCHORS = {START: ("^", r"\A"), END: ("$", r"\Z", r"\z")}
+MAX_GROUPS = 100  # nested, so that recursion is bounded
+REPETITIONS = ("*", "+", "?", "{")
+
+
+@dataclass
+class Group:
+    """Alternatives in parentheses; a whole expression is one without them."""
+
+    begin: str
+    alternatives: list[list[Item]]
+    end: str = ""
+
+    def text(self) -> str:
+        written = ("".join(each if isinstance(each, str) else each.text() for each in one) for one in self.alternatives)
+        return self.begin + "|".join(written) + self.end
+
+
+Item = str | Group  # a character, a class, an anchor or a token of a repetition
+
+
+def without_anchors(pattern: str, free: str = "") -> str:
+    """Return an expression without anchors, whose whole texts are those that `pattern` matches.
+
+    `free` matches the text before or after a match, where no anchor excludes one. Raises ValueError for an anchor
+    inside an expression.
+    """
+    whole = _parsed(pattern)
+    if whole is None:
+        return pattern  # its parentheses are not balanced: xgrammar refuses it
+    if free:
+        whole = Group("", [[Group("(?:", whole.alternatives, ")")]])
+    for side in (START, END):
+        _open(whole, side, free)
+    text = whole.text()
+    for token in _tokens(text):
+        if token in (*ANCHORS[START], *ANCHORS[END]):
+            raise ValueError(f"{token} is supported only where a text begins or ends: {pattern[:100]!r}")
+    return text
+
+
+def fixed_beginning(pattern: str) -> list[str]:
+    """Return the characters, classes and last `$` with which each text begins that a search for `pattern` finds."""
+    whole = _parsed(pattern)
+    if whole is None or len(whole.alternatives) > 1 or _outer(whole.alternatives[0], START) not in ANCHORS[START]:
+        return []
+    items, fixed = whole.alternatives[0][1:], list[str]()
+    for item, following in zip(items, [*items[1:], ""], strict=True):
+        if not isinstance(item, str) or item in (*REPETITIONS, *ANCHORS[START]) or following in ("*", "?", "{"):
+            break
+        fixed.append("$" if item in ANCHORS[END] else item)
+    return fixed
+
+
+def _open(group: Group, side: int, free: str) -> None:
+    """Remove the anchors at a side of each alternative; add the free text, once, to those that have none."""
+    closed, others = list[list[Item]](), list[list[Item]]()
+    for items in group.alternatives:
+        outer = _outer(items, side)
+        if isinstance(outer, Group) and _is_anchored(outer, side):
+            _open(outer, side, free)
+            closed.append(items)
+        elif outer in ANCHORS[side]:
+            while _outer(items, side) in ANCHORS[side]:
+                items.pop(side)
+            closed.append(items)
+        else:
+            others.append(items)
+    if free and others:
+        opened: list[Item] = [Group("(?:", others, ")")]
+        opened.insert(0 if side == START else 1, free)
+        group.alternatives = [*closed, opened]
+
+
+def _outer(items: Sequence[Item], side: int) -> Item | None:
+    """Return the item at a side; None if there is none, or if it is repeated."""
+    is_repeated = side == START and len(items) > 1 and items[1] in REPETITIONS
+    return items[side] if items and not is_repeated else None
+
+
+def _is_anchored(group: Group, side: int) -> bool:
+    """Whether an alternative of a group has an anchor at a side."""
+    outers = [_outer(items, side) for items in group.alternatives]
+    return any(_is_anchored(each, side) if isinstance(each, Group) else each in ANCHORS[side] for each in outers)
+
+
+def _tokens(pattern: str) -> list[str]:
+    """Split an expression into characters and classes."""
+    tokens, is_class = list[str](), False
+    for match in TOKEN.finditer(pattern):
+        token = match[0]
+        if is_class:
+            tokens[-1] += token
+            is_class = token != "]"
+        else:
+            tokens.append(token)
+            is_class = token == "["
+    return tokens
+
+
+def _parsed(pattern: str) -> Group | None:
+    """Return the groups of an expression; None if its parentheses are not balanced."""
+    groups, tokens, place = [Group("", [[]])], _tokens(pattern), 0
+    while place < len(tokens):
+        token, place = tokens[place], place + 1
+        if token == "(":
+            start, place = place, _first_of_group(tokens, place)
+            group = Group("(" + "".join(tokens[start:place]), [[]])
+            groups[-1].alternatives[-1].append(group)
+            groups.append(group)
+            if len(groups) > MAX_GROUPS:
+                raise ValueError(f"more than {MAX_GROUPS} nested groups: {pattern[:100]!r}")
+        elif token == ")":
+            groups.pop().end = ")"
+            if not groups:
+                return None
+        elif token == "|":
+            groups[-1].alternatives.append([])
+        else:
+            groups[-1].alternatives[-1].append(token)
+    return groups[0] if len(groups) == 1 else None
+
+
+def _first_of_group(tokens: Sequence[str], place: int) -> int:
+    """Return the place of a group's first item; `place` is that after its parenthesis."""
+    if tokens[place : place + 1] != ["?"]:
+        return place
+    if tokens[place + 1 : place + 2] != ["<"]:
+        return place + 2
+    return next((each + 1 for each in range(place, len(tokens)) if tokens[each] == ">"), place + 2)

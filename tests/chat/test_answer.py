@@ -1,0 +1,62 @@
+"""Tests of answers whose syntax has special tokens: their messages, and constraints after the reasoning part."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import xgrammar
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lp_runtime.chat.answer import end_of, read_message
+from lp_runtime.chat.chat_format import ChatFormat, ToolUse
+from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.constraints.compiled import compile_constraint, load_compiled
+from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.request.request import Request
+
+SPECIAL = ("</s>", "[THINK]", "[/THINK]", "<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of bytes and special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = Tokenizer(models.BPE({character: token for token, character in enumerate(alphabet)}, []))
+    tokens.pre_tokenizer, tokens.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokens.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in SPECIAL])
+    return PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token="</s>")
+
+
+def ids(text: str) -> list[int]:
+    return tokenizer()(text).input_ids
+
+
+@pytest.mark.parametrize("begun", ["", "Once", "Once upon a time there was a king who had "])
+def test_message_that_continues_one_of_the_prompt_is_content(begun):
+    prompt = tuple(ids(f"<|start|>user<|message|>Hi<|end|>{FINAL}{begun}"))
+    request = Request(prompt_ids=prompt, lookahead=LookaheadConfig(), max_new_tokens=99)
+    message = read_message(ChatFormat("", "harmony"), tokenizer(), request, ids("three daughters."))
+    assert message == {"role": "assistant", "content": "three daughters."}
+
+
+@pytest.mark.parametrize(
+    ("form", "prompt", "allowed", "refused"),
+    [
+        (ChatFormat("", "none", "mistral"), "hi", ["[THINK]so[/THINK]5", "5"], ["so[/THINK]5", "[THINK]so"]),
+        (ChatFormat("", "none", "mistral"), "hi[THINK]", ["so[/THINK]5"], ["5", "so[/THINK]a"]),
+        (ChatFormat("", "harmony"), f"{FINAL}Of those ", ["5"], ["a", "<|channel|>final<|message|>5"]),
+    ],
+)
+def test_constrained_text_may_follow_reasoning_between_special_tokens(form, prompt, allowed, refused):
+    grammars = Grammars(tokenizer, len(tokenizer()), {tokenizer().eos_token_id})
+    text = ConstraintConfig(json_schema={"type": "integer"})
+    config = form.constraint(ToolUse(), text, end_of(ids(prompt), tokenizer()))
+    info = grammars.vocabulary(config.kind == "structural_tag").info
+    compiled = load_compiled(compile_constraint(config, info), info)
+    for answer in allowed + refused:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        assert all(map(matcher.accept_token, ids(answer + "</s>"))) == (answer in allowed), answer
