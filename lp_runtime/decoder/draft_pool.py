@@ -1,7 +1,7 @@
 """Draft tables of an engine, each lent to one request at a time.
 
 Tables of finished sequences are kept under a tag, which names all that they have learned from. A request continues with
-those of the sequence that its prompt continues, or else with those of its scope that have learned most, if it has one.
+those of the sequence that its prompt continues, or else with the latest of its scope, if it has one.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ class DraftPool:
         """
         if tag in self._kept and self._kept[tag].tables.num_bytes == num_bytes:
             return tag
-        if scope is None:
-            return 0
-        tags = [tag for tag, kept in self._kept.items() if kept.scope == scope and kept.tables.num_bytes == num_bytes]
-        return max(reversed(tags), key=lambda tag: self._kept[tag].tables.stamp, default=0)
+        if scope is not None:
+            for latest, kept in reversed(self._kept.items()):
+                if kept.scope == scope and kept.tables.num_bytes == num_bytes:
+                    return latest
+        return 0
 
     def most_learned(self, scope: str) -> DraftTables | None:
         """Return the tables of a scope that have learned most; None if there are none, or all are in use."""

@@ -61,7 +61,8 @@ def test_stored_tables_serve_requests_without_salt():
     assert not pool.find(0, "a", BYTES)
 
 
-def test_next_request_continues_with_the_tables_that_have_learned_most():
+def test_file_gets_the_tables_that_have_learned_most_and_a_request_the_latest():
+    """A replica that was restarted has the latest ones only, and all replicas must continue with the same."""
     pool = DraftPool()
     one, other = pool.acquire(BYTES), pool.acquire(BYTES)  # two requests at the same time
     for _ in range(3):
@@ -69,4 +70,4 @@ def test_next_request_continues_with_the_tables_that_have_learned_most():
     other.next_stamp()
     pool.release(one, 1, "")
     pool.release(other, 2, "")
-    assert pool.most_learned("") is one and pool.acquire(BYTES, pool.find(0, "", BYTES)) is one
+    assert pool.most_learned("") is one and pool.acquire(BYTES, pool.find(0, "", BYTES)) is other
