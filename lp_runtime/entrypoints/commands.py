@@ -14,10 +14,11 @@ from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, Ge
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.precision import turn_off_tf32
-from lp_runtime.entrypoints.batch import check_output, check_prompts, generate_file
+from lp_runtime.entrypoints.batch import check_prompts_file, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
 from lp_runtime.entrypoints.doctor import examine
 from lp_runtime.entrypoints.generate import generate_one
+from lp_runtime.entrypoints.output_file import check_output
 from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
@@ -83,7 +84,7 @@ def _prepare_generate(config: GenerateConfig) -> Work:
     if config.prompts is not None:
         assert config.output is not None  # GenerateConfig requires it with `prompts`
         check_output(Path(config.output))
-        check_prompts(config.prompts)
+        check_prompts_file(config.prompts)
         prompts = read_prompts(config.prompts, config.prompt_field, config.limit, config.ids)
         if config.turns == "all":
             check_conversations(prompts, config.prompts, config.prompt_field)

@@ -18,8 +18,8 @@ from support.processes import PATIENCE, marked, start_cli, wait_until
 from support.serving import TEMPLATE
 
 from lp_runtime import LookaheadRuntime
-from lp_runtime.entrypoints.batch import OutputFile
 from lp_runtime.entrypoints.cli import main
+from lp_runtime.entrypoints.output_file import OutputFile
 from lp_runtime.errors import LookaheadError
 
 NUM_NEW = 6
