@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CEILINGS = ROOT / "scripts" / "prose_ceilings.toml"
 CHECKED = (
     "lp_runtime", "tests", "benchmarks", "experiments", "scripts", "examples", "docs",
-    "README.md", "CONTRIBUTING.md", "SECURITY.md",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md",
 )  # fmt: skip
 MAX_FIRST_SENTENCE = 110  # characters of a docstring's first sentence
 LONG_FIRST = "a long first sentence"
