@@ -6,7 +6,7 @@ Letters: P GPUs.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -44,8 +44,8 @@ def parts_of(model: PreTrainedModel) -> list[Part]:
     before, after = _around(model, path)
     layers = [[f"{path}.{index}"] for index in range(num_layers)]
     groups = [(before, 0), *((names, 1) for names in layers), (after, 0)]
-    seen: set[int] = set()
-    return [Part(tuple(names), _bytes_of(model, names, seen), number) for names, number in groups if names]
+    num_bytes = _bytes_by_name(model, {name for names, _ in groups for name in names})
+    return [Part(tuple(names), sum(map(num_bytes.__getitem__, names)), number) for names, number in groups if names]
 
 
 def _around(model: nn.Module, path: str) -> tuple[list[str], list[str]]:
@@ -88,14 +88,15 @@ def _outside(model: nn.Module, path: str) -> list[tuple[str, nn.Module | torch.T
     return outside
 
 
-def _bytes_of(model: nn.Module, names: Sequence[str], seen: set[int]) -> int:
-    """Return the bytes of the named tensors that are not in `seen` yet, and add them to it."""
-    total = 0
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if id(tensor) not in seen and any(name == each or name.startswith(f"{each}.") for each in names):
-            seen.add(id(tensor))
-            total += tensor.nbytes
-    return total
+def _bytes_by_name(model: nn.Module, names: Collection[str]) -> dict[str, int]:
+    """Return the bytes of each of the named modules and tensors, which do not contain each other."""
+    num_bytes = dict.fromkeys(names, 0)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:  # each shared tensor once
+        while name and name not in num_bytes:
+            name = name.rpartition(".")[0]
+        if name:
+            num_bytes[name] += tensor.nbytes
+    return num_bytes
 
 
 def stages_of(parts: Sequence[Part], num_gpus: int) -> list[int]:
