@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.choice import choose_attention
-from lp_runtime.model.attention.mask import CHUNKED, MaskBuilder
+from lp_runtime.model.attention.mask import MaskBuilder
 from lp_runtime.model.forward.cuda_graph import GraphOptions
 from lp_runtime.model.forward.fixed_passes import FixedPasses, largest_size
 from lp_runtime.model.forward.following import LeadingShard
@@ -77,7 +77,7 @@ class ModelRunner:
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
         self.masks = self._make_masks(config, attention)
-        if strict_tokens is not None and CHUNKED in self.masks.limits_by_kind:
+        if strict_tokens is not None and any(chunk for _, chunk in self.masks.limits_by_kind.values()):
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
         self.strict_tokens, self.prefill_chunk = strict_tokens, prefill_chunk
         self.passes = self._make_passes(model)

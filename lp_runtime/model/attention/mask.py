@@ -96,17 +96,15 @@ class MaskBuilder:
         self.is_own = attention == TREE  # whether the attention is that of tree_attention.py
         self.form = _form_of(attention, device)
         self._dtype, self._device = dtype, device
-        self._sliding_window: int = getattr(config, "sliding_window", None) or 0
-        self._chunk: int = getattr(config, "attention_chunk_size", None) or 0
+        window: int = getattr(config, "sliding_window", None) or 0
+        chunk: int = getattr(config, "attention_chunk_size", None) or 0
         kinds = layer_kinds(config) if kinds is None else kinds
-        # transformers' models with several kinds of layers need a dictionary of masks, others one mask.
         # Whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         self.by_kind = bool(kinds - {FULL})
-        self._kinds = kinds if self.by_kind else {FULL if kinds or not self._sliding_window else SLIDING}
+        self._kinds = kinds if self.by_kind else {FULL if kinds or not window else SLIDING}
         # (sliding window, chunk) of each kind of layer, in tokens; 0 for none.
         self.limits_by_kind = {
-            kind: (self._sliding_window if kind == SLIDING else 0, self._chunk if kind == CHUNKED else 0)
-            for kind in self._kinds
+            kind: (window if kind == SLIDING else 0, chunk if kind == CHUNKED else 0) for kind in self._kinds
         }
 
     def build(self, parents: Sequence[int] | np.ndarray, positions: torch.Tensor, num_cached: int) -> LayerMasks:
@@ -138,16 +136,16 @@ class MaskBuilder:
         if not self.is_own or (not hiding and (num_cached == 0 or num_tokens == 1)):
             return None
         masks: dict[str, torch.Tensor] = {}
-        for kind in self._kinds:
-            if kind == CHUNKED and kind in hiding:
+        for kind, (window, chunk) in self.limits_by_kind.items():
+            if chunk and kind in hiding:
                 ancestors = torch.ones((num_tokens, num_tokens), dtype=torch.bool, device=positions.device).tril()
                 masks[kind] = self._windowed(kind, ancestors, positions, num_cached)
             else:
-                masks[kind] = chunk_mask(num_tokens, positions.device, self._sliding_window if kind in hiding else 0)
+                masks[kind] = chunk_mask(num_tokens, positions.device, window if kind in hiding else 0)
         return masks if self.by_kind else next(iter(masks.values()))
 
     def _hides(self, kind: str, num_keys: int) -> bool:
-        return kind != FULL and num_keys > (self._sliding_window if kind == SLIDING else self._chunk)
+        return any(0 < limit < num_keys for limit in self.limits_by_kind[kind])
 
     def _unwindowed(self, parents: Sequence[int] | np.ndarray, num_cached: int) -> torch.Tensor:
         """Return the additive mask, [1, 1, T, S], of layers that hide no committed token."""
@@ -158,13 +156,13 @@ class MaskBuilder:
     def _windowed(self, kind: str, ancestors: torch.Tensor, positions: torch.Tensor, num_cached: int) -> torch.Tensor:
         """Return the mask, [1, 1, T, S], boolean or additive, of layers that may hide committed tokens."""
         mask = torch.cat([ancestors.new_ones((len(ancestors), num_cached)), ancestors], dim=1)
-        if kind != FULL:
-            keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
-            queries = positions[:, None]
-            if kind == SLIDING:
-                mask = mask & (keys > queries - self._sliding_window)
-            else:
-                mask = mask & (queries // self._chunk == keys // self._chunk)
+        window, chunk = self.limits_by_kind[kind]
+        keys = torch.cat([torch.arange(num_cached, device=positions.device), positions])[None, :]
+        queries = positions[:, None]
+        if window:
+            mask &= keys > queries - window
+        if chunk:
+            mask &= queries // chunk == keys // chunk
         return self._to_additive(mask) if self.form is MaskForm.ADDITIVE else mask[None, None]
 
     def _to_additive(self, mask: torch.Tensor) -> torch.Tensor:
