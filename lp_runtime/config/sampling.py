@@ -12,7 +12,7 @@ from lp_runtime.errors import ConfigError
 MAX_SEED = 2**64 - 1
 MIN_TEMPERATURE = 1e-4  # below this, dividing logits by the temperature could overflow
 MAX_PENALTY = 2  # presence and frequency penalties: OpenAI's range
-WARPERS = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
+SAMPLING_ONLY = {"temperature": 0, "top_k": 0, "top_p": 1, "min_p": 0, "typical_p": 1}
 """Settings that have no effect on greedy decoding, and the value of each that is off or means greedy decoding."""
 
 
@@ -109,6 +109,6 @@ class SamplingConfig:
                 raise ConfigError(f"sampling.seed={self.seed}: has no effect with {reason}")
 
     def _refuse_warpers(self, reason: str) -> None:
-        for name, off in WARPERS.items():
+        for name, off in SAMPLING_ONLY.items():
             if (value := getattr(self, name)) is not None and value != off:
                 raise ConfigError(f"sampling.{name}={value}: has no effect with {reason}")

@@ -16,7 +16,7 @@ import torch
 from lp_runtime.constraints.compiled import CompiledConstraint, describe_vocabulary, forced_bytes, load_compiled
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import ConstraintError
-from lp_runtime.lookahead.guide import WORD_BITS, Examined
+from lp_runtime.lookahead.guide import TOKENS_PER_WORD, Examined
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.jit import compiled
 
@@ -75,7 +75,7 @@ class GrammarGuide:
     ):
         self._matcher = library().GrammarMatcher(grammar, override_stop_tokens=sorted(eos_token_ids))
         self._vocabulary = vocabulary
-        self._num_words = -(-vocabulary.size // WORD_BITS)
+        self._num_words = -(-vocabulary.size // TOKENS_PER_WORD)
         self.ends = np.array(sorted(eos_token_ids), np.int64)
         self._not_drafted = frozenset(eos_token_ids) | {-1}
         self._at_start = vocabulary.at_start(context)  # None once a token is committed

@@ -9,7 +9,7 @@ from typing import Any
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.config.sampling import WARPERS, SamplingConfig
+from lp_runtime.config.sampling import SAMPLING_ONLY, SamplingConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.tokenizer import conversation
 from lp_runtime.replica.request_builder import RequestOptions
@@ -76,7 +76,7 @@ def _echo(stream: GenerationStream, prompt: str | list[int]) -> Generation:
 
 def describe_sampling(config: SamplingConfig, defaults: Mapping[str, Any], seed: int | None) -> str:
     """Describe sampling in one line, and mark the model's defaults; `seed` is None if decoding was greedy."""
-    unused = ("seed", *(WARPERS if seed is None else ()))
+    unused = ("seed", *(SAMPLING_ONLY if seed is None else ()))
     given = {name: value for name, value in asdict(config).items() if value is not None}
     settings = [f"{name} {value}" for name, value in given.items() if name not in unused]
     settings += [

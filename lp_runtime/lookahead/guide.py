@@ -12,7 +12,7 @@ import numpy as np
 
 from lp_runtime.utils.jit import compiled
 
-WORD_BITS = 32  # tokens per word of a mask
+TOKENS_PER_WORD = 32  # bits of a mask, one for each token
 
 
 class Examined(NamedTuple):

@@ -1,8 +1,8 @@
 """Layout of a node's top-k candidates, its likeliest successors, in the exchange and in tables.
 
 A token's margin is how far its log-probability lies below the likeliest token's, in sixteenths of a nat. On the wire a
-candidate is one integer, its margin above ID_BITS bits of token id (sampling/packing.py); in memory the candidates of a
-node are an entry.
+candidate has 32 bits, its token id above MARGIN_BITS bits of margin, and two candidates are one integer
+(sampling/packing.py). In memory the candidates of a node are an entry.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ ENTRY = 16  # int32 of an entry, one cache line: K ids, K margins of a byte each
 MARGINS, STAMP = K, K + K // 4  # columns of an entry: its first margins; its stamp
 ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
 FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
-ID_BITS = 24  # of a packed token id
+ID_BITS, MARGIN_BITS = 24, 8  # of a candidate on the wire
 UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
 MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
 

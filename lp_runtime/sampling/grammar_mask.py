@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from transformers.generation import logits_process as library
 
-from lp_runtime.lookahead.guide import WORD_BITS
+from lp_runtime.lookahead.guide import TOKENS_PER_WORD
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.jit import bound, compiled
 from lp_runtime.utils.tensors import tensor_on
@@ -60,7 +60,7 @@ def apply_masks(scores: torch.Tensor, masks: np.ndarray | None) -> torch.Tensor:
         scores = scores.contiguous()
         _mask_kernel()(scores.numpy(), np.ascontiguousarray(masks))
         return scores
-    bits = torch.arange(WORD_BITS, dtype=torch.int32, device=scores.device)
+    bits = torch.arange(TOKENS_PER_WORD, dtype=torch.int32, device=scores.device)
     words = tensor_on(scores.device, masks)
     allowed = ((words[:, :, None] >> bits) & 1).bool().flatten(1)[:, : scores.shape[1]]
     scores.masked_fill_(~allowed, -torch.inf)

@@ -17,10 +17,10 @@ from collections.abc import Sequence
 import torch
 
 from lp_runtime.lookahead.philox import (
-    HALF_BITS,
     KEY_INCREMENTS,
     MULTIPLIERS,
     NUM_ROUNDS,
+    UNIFORM_HALF_BITS,
     UNIFORM_UNIT,
     WORD_BITS,
     WORD_MASK,
@@ -58,8 +58,8 @@ def uniforms(
     counter[1] = tensor_on(device, positions)[:, None]
     counter[2] = sample
     words = philox(counter, (seed & WORD_MASK, seed >> WORD_BITS))
-    unused = WORD_BITS - HALF_BITS
-    bits = ((words[0::2] >> unused) << HALF_BITS) | (words[1::2] >> unused)  # [2, m, V / 2]
+    unused = WORD_BITS - UNIFORM_HALF_BITS
+    bits = ((words[0::2] >> unused) << UNIFORM_HALF_BITS) | (words[1::2] >> unused)  # [2, m, V / 2]
     return ((bits.double() + 0.5) * UNIFORM_UNIT).permute(1, 2, 0).flatten(1)[:, first % 2 :][:, :vocabulary_size]
 
 

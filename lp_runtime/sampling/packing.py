@@ -12,10 +12,9 @@ from collections.abc import Callable
 import numpy as np
 
 from lp_runtime.kernels.types import NO_TOKEN
-from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, MARGINS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.utils.jit import bound, compiled, compiles, inlined
 
-MARGIN_BITS = 8
 HALF_BITS = 32  # half of a packed integer: a candidate with its margin, or a successor
 HALF_MASK = (1 << HALF_BITS) - 1
 BLOCK = 64  # scores compared in one vectorized loop

@@ -25,14 +25,13 @@ import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import NO_TOKEN, Noise, Packing
-from lp_runtime.lookahead.top_k import ENTRY, MAX_MARGIN, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
 from lp_runtime.sampling.logprobs import pack_top_logprobs, unpack_top_logprobs
 from lp_runtime.sampling.packing import (
     HALF_BITS,
     HALF_MASK,
-    MARGIN_BITS,
     pack_kernel,
     unpack_kernel,
 )

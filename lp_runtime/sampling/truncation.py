@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from transformers.generation import logits_process as library
 
-WARPERS = (library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper)  # in this order
+CUTTABLE = (library.TemperatureLogitsWarper, library.TopKLogitsWarper, library.TopPLogitsWarper)  # in this order
 
 
 class Truncation(NamedTuple):
@@ -36,10 +36,10 @@ def temperature_of(processors: Sequence[object]) -> float:
 def truncation_of(processors: Sequence[object]) -> Truncation | None:
     """Return the processors' effect as temperature, top_k and top_p; None if they do anything else."""
     kinds = [type(processor) for processor in processors]
-    if kinds != [kind for kind in WARPERS if kind in kinds]:
+    if kinds != [kind for kind in CUTTABLE if kind in kinds]:
         return None
     by_kind: dict[type, Any] = dict(zip(kinds, processors, strict=True))
-    temperature, top_k, top_p = map(by_kind.get, WARPERS)
+    temperature, top_k, top_p = map(by_kind.get, CUTTABLE)
     if any(cut is not None and cut.filter_value != -math.inf for cut in (top_k, top_p)):
         return None
     if top_p is not None and top_p.min_tokens_to_keep != 1:

@@ -18,10 +18,10 @@ from lp_runtime.calibration.step_meter import (
 from lp_runtime.calibration.vocabulary_prior import WIDTH, Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import ENTRY, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.sampling.packing import HALF_BITS, MARGIN_BITS
+from lp_runtime.sampling.packing import HALF_BITS
 
 
 def tree_model(folder) -> ModelRunner:

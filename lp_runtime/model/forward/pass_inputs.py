@@ -25,7 +25,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.utils.jit import bound, compiled, compiles
 
 HEADER = 4  # integers in a row of the table before the addresses
-WORD_BITS = 64  # bits of a mask word
+MASK_WORD_BITS = 64
 IDS, POSITIONS, WANTED, OWNERS, LOWEST = range(5)  # rows of `columns`; from LOWEST on, one row per kind of layer
 
 NO_PATHS = np.zeros((0, 1), np.int64)
@@ -83,7 +83,7 @@ class PassInputs:
         num_path_columns: int = 0,  # columns of a path, with exactness=strict; 0 for mask words
     ):
         num_columns, shape = OWNERS + 1 + len(limits), (num_sequences + 1, HEADER + 2 * num_layers)
-        num_words = num_path_columns or -(-size // WORD_BITS)
+        num_words = num_path_columns or -(-size // MASK_WORD_BITS)
         self._limits = np.array(list(limits.values()), np.int64)
         self._make_host = functools.partial(_HostBlock, num_columns, size, shape, num_words, device)
         self._hosts = [self._make_host()]
@@ -174,7 +174,7 @@ def _fill(
         else:
             for word in range(words.shape[1]):
                 words[token, word] = words[first + parent, word] if parent >= 0 else 0
-            words[token, i // WORD_BITS] |= np.int64(1) << (i % WORD_BITS)
+            words[token, i // MASK_WORD_BITS] |= np.int64(1) << (i % MASK_WORD_BITS)
     for i in range(len(wanted)):
         columns[WANTED, first_row + i] = first + wanted[i]
     table[row, 0], table[row, 1], table[row, 2], table[row, 3] = first, len(tokens), place, capacity

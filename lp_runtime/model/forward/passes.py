@@ -65,7 +65,7 @@ class Passes:
         # The text lengths at which the model's rotary factors change.
         self.lengths = replace_rotaries(model, may_refeed=self.can_refeed and strict_tokens is None)
         self.made: PassSet | None = None  # passes of fixed sizes; None before `BeginFixed`
-        self._prompt_view: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it
+        self._view_at: tuple[int, PreTrainedModel] = (0, model)  # the last prompt length, and the view for it
         # The model that trees are fed to; with `strict_tokens` a view of `model`.
         self.tree_model = model if strict_tokens is None else view_of(model, STRICT)
         # Whether the model's forward accepts `logits_to_keep`, to compute the wanted logits only.
@@ -100,11 +100,11 @@ class Passes:
     def plain_model(self) -> PreTrainedModel:
         return library_view(self._model) if self.lengths.change else self._model
 
-    def prompt_model(self, length: int) -> PreTrainedModel | None:
-        """Return the view whose rotary factors are those of a prompt of `length` tokens; None if that is 0."""
-        if length and length != self._prompt_view[0]:
-            self._prompt_view = length, view_for_length(self._model, length)
-        return self._prompt_view[1] if length else None
+    def model_at(self, rope_length: int) -> PreTrainedModel | None:
+        """Return a view with the rotary factors of a text of `rope_length` tokens; None if that is 0."""
+        if rope_length and rope_length != self._view_at[0]:
+            self._view_at = rope_length, view_for_length(self._model, rope_length)
+        return self._view_at[1] if rope_length else None
 
     def _model_for(self, num_tokens: int) -> PreTrainedModel:
         """Return the model, or an equivalent view of it that is faster for T tokens."""
@@ -138,7 +138,7 @@ class FeedChunk(NamedTuple):
 
     tokens: Sequence[int]
     rows: Sequence[int] | None = None
-    length: int = 0  # text length whose rotary factors the pass must use; 0 if each token uses its own
+    rope_length: int = 0  # text length whose rotary factors the pass must use; 0 if each token uses its own
 
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,), device = caches, passes.device
@@ -147,7 +147,7 @@ class FeedChunk(NamedTuple):
         mask = passes.masks.build_chunk(positions, start)
         kept = 1 if self.rows is None else tensor_on(device, self.rows)
         ids = tensor_on(device, self.tokens)
-        return passes.forward(ids, positions, mask, cache, kept, passes.prompt_model(self.length))
+        return passes.forward(ids, positions, mask, cache, kept, passes.model_at(self.rope_length))
 
 
 class FeedEachAlone(NamedTuple):
@@ -170,7 +170,7 @@ class FeedShare(NamedTuple):
     """
 
     layout: InputLayout
-    length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
+    rope_length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
 
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,), layout, device = caches, self.layout, passes.device
@@ -181,7 +181,7 @@ class FeedShare(NamedTuple):
         num_rows = len(layout.rows)
         are_last = num_rows > 0 and layout.rows[0] == len(layout.tokens) - num_rows
         rows = num_rows if are_last else tensor_on(device, layout.rows)
-        return passes.forward(ids, positions, mask, cache, rows, passes.prompt_model(self.length))
+        return passes.forward(ids, positions, mask, cache, rows, passes.model_at(self.rope_length))
 
     def _run_strictly(self, passes: Passes, cache: TreeCache, size: int) -> torch.Tensor:
         """Return the logits of all T tokens, [T, V], from passes of `size` tokens each, the last one padded."""

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, model_validator
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
-from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, WARPERS, SamplingConfig
+from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, SAMPLING_ONLY, SamplingConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
@@ -51,7 +51,7 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OPENAI_SEEDS = range(-(2**63), 2**63)
 NO_SEED = -1  # some clients send it for "no seed"
-WARPERS_BESIDES = tuple(WARPERS.keys() - {"temperature"})
+TRUNCATIONS = tuple(SAMPLING_ONLY.keys() - {"temperature"})
 # Fields of other servers that would change an answer, and the values of each that ask for the default behavior.
 UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "tools": ([],),
@@ -241,8 +241,8 @@ class Common(_Body):
             kept["min_new_tokens"] = self.min_tokens
         given = self._given_sampling()
         replace(sampling, **given | kept | {"temperature": None})  # raises for values out of range, even unused ones
-        if not replace(sampling, **given | dict.fromkeys(WARPERS_BESIDES)).samples(defaults):
-            given |= dict.fromkeys((*WARPERS_BESIDES, "seed"))
+        if not replace(sampling, **given | dict.fromkeys(TRUNCATIONS)).samples(defaults):
+            given |= dict.fromkeys((*TRUNCATIONS, "seed"))
         given |= kept
         if self.logit_bias is not None:
             given["logit_bias"] = {_token_id(token): bias for token, bias in self.logit_bias.items()}

@@ -248,7 +248,7 @@ def test_rate_of_often_wrong_source_falls():
 @pytest.mark.parametrize("seed", [0, 1, 2**33 + 5, 2**64 - 1])
 def test_drafter_noise_matches_sampling_noise(seed):
     noise = GumbelNoise(seed, 3, 64, torch.device("cpu"))
-    key = tables.make_noise(True, seed, 3)
+    key = tables.make_noise(NoiseKey(seed, 3))
     rows = noise.at([0, 7, 100_000])
     for row, position in zip(rows, (0, 7, 100_000), strict=True):
         ours = [tables.gumbel(key, position, token) for token in range(64)]
@@ -266,7 +266,7 @@ def test_candidates_with_noise_include_token_that_would_be_sampled():
     ranking = [5, 6, 7, 8, 9, 10, 0, 1]
     drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
     # The root is 3 again, so the candidates found after 3 are ranked again, by the noise of the next position.
-    noise = tables.make_noise(True, *key)
+    noise = tables.make_noise(key)
     values = [tables.gumbel(noise, 4, token) - UNITS_PER_NAT * rank for rank, token in enumerate(ranking)]
     tree = drafter.propose([*tokens, 3], 3, max_depth=1)
     first = [tree.tokens[node] for node in range(1, len(tree))]
@@ -280,7 +280,7 @@ def test_prior_is_ranked_at_temperature_of_request(temperature):
     margins = UNITS_PER_NAT * np.arange(K)
     for seed in range(40):
         key = NoiseKey(seed, 0, temperature)
-        noise = tables.make_noise(True, *key)
+        noise = tables.make_noise(key)
         noises = np.array([tables.gumbel(noise, 3, token) for token in ranking])
         scores = noises - margins / temperature
         second, first = np.sort(scores)[-2:]
@@ -302,7 +302,7 @@ def test_deeper_candidate_is_ranked_by_noise_of_its_position():
     vocabulary[3, :K] = [only] + [-1] * (K - 1)
     for seed in range(40):
         key = NoiseKey(seed, 0)
-        noise = tables.make_noise(True, *key)
+        noise = tables.make_noise(key)
         of_root, scores = (
             np.array([tables.gumbel(noise, position, token) for token in ranking]) - UNITS_PER_NAT * np.arange(K)
             for position in (3, 4)

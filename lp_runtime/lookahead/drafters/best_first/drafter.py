@@ -70,7 +70,7 @@ class BestFirstDrafter(Drafter):
         else:
             draft_tables.start(SAMPLED, noise.temperature)
         self._known = (NO_VOCABULARY if vocabulary is None else vocabulary, corpus)  # before any token is seen
-        self._noise = tables.make_noise(noise is not None, *(noise or NoiseKey(0, 0)))
+        self._noise = tables.make_noise(noise)
         capacity = max_nodes + self.max_committed
         self._nodes = make_nodes(capacity)
         self._frontier = growth.make_frontier(capacity)
@@ -243,7 +243,7 @@ def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
     draft_tables = DraftTables(SMALL_BYTES)
     return (
         draft_tables.drafts(NO_VOCABULARY, NO_CORPUS),
-        tables.make_noise(False, 0, 0),
+        tables.make_noise(None),
         draft_tables.rates,
         make_nodes(1),
     )

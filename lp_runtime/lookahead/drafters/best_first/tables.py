@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lp_runtime.lookahead.drafter import NoiseKey
 from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
 from lp_runtime.lookahead.philox import (
-    HALF_BITS,
     KEY_INCREMENTS,
     MULTIPLIERS,
     NUM_ROUNDS,
+    UNIFORM_HALF_BITS,
     UNIFORM_UNIT,
     WORD_BITS,
     WORD_MASK,
@@ -99,11 +100,12 @@ class Noise(NamedTuple):
     cache: np.ndarray
 
 
-def make_noise(is_on: bool, seed: int, sample: int, temperature: float = 1.0) -> Noise:
-    """Return the noise of one sample; lp_runtime.sampling.gumbel has the ranges of seed and sample."""
+def make_noise(key: NoiseKey | None) -> Noise:
+    """Return the noise of one sample; None for greedy decoding."""
+    seed, sample, temperature = key or NoiseKey(0, 0)
     inverse = np.int64(round(min(MAX_INVERSE, (1 << TEMPERATURE_BITS) / max(temperature, 1 / MAX_INVERSE))))
     cache = np.full(NOISE_CACHE_SIZE, -1, np.int64)
-    return Noise(is_on, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
+    return Noise(key is not None, seed & WORD_MASK, seed >> WORD_BITS, sample, inverse, cache)
 
 
 @inlined
@@ -175,8 +177,8 @@ def make_gumbel(noise: Noise, position: Int, token: Int) -> Int:
         key0 = (key0 + np.int64(KEY_INCREMENTS[0])) & WORD_MASK
         key1 = (key1 + np.int64(KEY_INCREMENTS[1])) & WORD_MASK
     high, low = (even1, odd1) if token & 1 else (even0, odd0)
-    unused = WORD_BITS - HALF_BITS
-    uniform = (float(((high >> unused) << HALF_BITS) | (low >> unused)) + 0.5) * UNIFORM_UNIT
+    unused = WORD_BITS - UNIFORM_HALF_BITS
+    uniform = (float(((high >> unused) << UNIFORM_HALF_BITS) | (low >> unused)) + 0.5) * UNIFORM_UNIT
     return np.int64(math.floor(-math.log(-math.log(uniform)) * UNITS_PER_NAT + 0.5))
 
 
