@@ -10,13 +10,14 @@ again with its own result until the rates do not change.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
 from lp_runtime.lookahead.drafters.best_first.estimates import NUM_LEVELS, ONE, Rates, make_rates
-from lp_runtime.lookahead.drafters.best_first.features import CORPUS_FEATURES, NUM_LENGTHS, NUM_NOISE_BINS
+from lp_runtime.lookahead.drafters.best_first.features import FIRST_CORPUS, LAYOUT, NUM_LENGTHS, NUM_NOISE_BINS
 from lp_runtime.lookahead.drafters.best_first.starting_rates import UNIT, StartingRates
 from lp_runtime.lookahead.drafters.best_first.tables import NUM_ORDERS
 from lp_runtime.lookahead.top_k import K
@@ -50,13 +51,13 @@ def assumed_rates() -> np.ndarray:
 
 
 def fit_rates(models: Sequence[Sequence[Rates]]) -> np.ndarray:
-    """Return [CORPUS_FEATURES] acceptance rates by feature; the last ones, of a corpus, are not fitted.
+    """Return [FIRST_CORPUS] acceptance rates by feature; the last ones, of a corpus, are not fitted.
 
     Args:
         models: counts of each request of each model.
     """
-    tried = [np.sum([rates.tried[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
-    accepted = [np.sum([rates.accepted[:CORPUS_FEATURES] for rates in requests], axis=0) for requests in models]
+    tried = [np.sum([rates.tried[:FIRST_CORPUS] for rates in requests], axis=0) for requests in models]
+    accepted = [np.sum([rates.accepted[:FIRST_CORPUS] for rates in requests], axis=0) for requests in models]
     weights = np.array([np.mean([each.sum() for each in tried]) / each.sum() for each in tried])
     all_tried, all_accepted = weights @ np.array(tried), weights @ np.array(accepted)
     return (all_accepted + ASSUMED_WEIGHT * assumed_rates()) / (all_tried + ASSUMED_WEIGHT)
@@ -115,14 +116,21 @@ def source_of(fitted: Mapping[str, StartingRates], about: str) -> str:
     """
     head = Path(starting_rates.__file__).read_text().split("# Fitted")[0]
     parts = [f"{head}# Fitted by benchmarks/studies/starting_rates.py, {about}.\n# fmt: off\n"]
-    for name, rates in fitted.items():
-        parts.append(f"{name} = StartingRates(\n")
-        for field, values in rates._asdict().items():
-            lines = [values[i : i + LINE] for i in range(0, len(values), LINE)]
-            text = "\n".join("        " + " ".join(f"{value}," for value in line) for line in lines)
-            parts.append(f"    {field}=(\n{text}\n    ),\n")
-        parts.append(")\n")
+    for name, (rates, calibration, shares) in fitted.items():
+        ends = list(accumulate(source.num_features for source in LAYOUT))
+        by_source = [
+            f"        # {source.name}\n{_lines(rates[end - source.num_features : end])}"
+            for source, end in zip(LAYOUT, ends, strict=True)
+            if source.num_features and end <= len(rates)
+        ]
+        parts.append(f"{name} = StartingRates(\n    rates=(\n{''.join(by_source)}    ),\n")
+        parts.append(f"    calibration=(\n{_lines(calibration)}    ),\n    shares=(\n{_lines(shares)}    ),\n)\n")
     return "".join(parts)
+
+
+def _lines(values: Sequence[int]) -> str:
+    lines = [values[i : i + LINE] for i in range(0, len(values), LINE)]
+    return "".join("        " + " ".join(f"{value}," for value in line) + "\n" for line in lines)
 
 
 def promised_and_accepted(requests: Sequence[Rates]) -> list[tuple[float, int]]:

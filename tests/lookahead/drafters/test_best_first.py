@@ -234,7 +234,7 @@ def test_vocabulary_prior_gives_candidates_without_history():
 def test_rate_of_often_wrong_source_falls():
     """Rates are learned: a source whose candidate is never right loses its place to one that is."""
     draft_tables = DraftTables(SMALL)
-    feature = features.TEXT_FEATURES  # order 1, rank 0, the narrowest margin
+    feature = features.FIRST_TOP_K  # order 1, rank 0, the narrowest margin
     before = draft_tables.rates.rate.copy()
     draft_tables.rates.tried[feature] += 250
     draft_tables.rates.tried[0] += 50

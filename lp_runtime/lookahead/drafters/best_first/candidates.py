@@ -10,11 +10,15 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex, count_next
 from lp_runtime.lookahead.drafters.best_first.features import (
-    ALTERNATIVE_FEATURES,
-    CORPUS_FEATURES,
     FEATURES_PER_ORDER,
-    FORK_FEATURES,
-    LONGEST_FEATURES,
+    FIRST_ALTERNATIVE,
+    FIRST_CORPUS,
+    FIRST_FORK,
+    FIRST_POSITION,
+    FIRST_PROMPT,
+    FIRST_SHORTER,
+    FIRST_TOP_K,
+    FIRST_VOCABULARY,
     MAX_BACK,
     MAX_VALUE,
     NUM_BINS,
@@ -22,10 +26,6 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     NUM_FORK_BINS,
     NUM_NOISE_BINS,
     NUM_RANKS,
-    POSITION_FEATURES,
-    PROMPT_FEATURES,
-    TEXT_FEATURES,
-    VOCABULARY_FEATURES,
     Candidates,
     Nodes,
     corpus_share,
@@ -87,7 +87,7 @@ def collect(
     num_rows = find_alternatives(drafts, position, nodes.depths[node], candidates, num_rows)
     for row in range(num_known, num_rows):  # one call: each copy of `collect_entry` takes long to compile
         if slots[row] >= 0:
-            entries = drafts.vocabulary if bases[row] == VOCABULARY_FEATURES else table.entries
+            entries = drafts.vocabulary if bases[row] == FIRST_VOCABULARY else table.entries
             collect_entry(entries, slots[row], bases[row], noise, position, candidates, row)
     return collect_corpus(drafts.corpus, noise, position, nodes, node, candidates, num_rows)
 
@@ -117,7 +117,7 @@ def collect_match(
             is_known |= tokens[0, rank] == token
         if not is_known:
             tokens[0, num] = token
-            base = LONGEST_FEATURES + (shorter - 1) * NUM_NOISE_BINS
+            base = FIRST_SHORTER + (shorter - 1) * NUM_NOISE_BINS
             candidates.features[0, num] = base + noise_bin(noise, position, token)
             num += 1
     return 1
@@ -148,7 +148,7 @@ def collect_fork(
     for rank in range(num):
         base = length_bin(lengths[0]) * NUM_NOISE_BINS
         if num == 2:
-            base = FORK_FEATURES + (rank * NUM_FORK_BINS + fork_bin(lengths[rank], lengths[1 - rank])) * NUM_NOISE_BINS
+            base = FIRST_FORK + (rank * NUM_FORK_BINS + fork_bin(lengths[rank], lengths[1 - rank])) * NUM_NOISE_BINS
         candidates.features[0, rank] = base + noise_bin(noise, position, tokens[0, rank])
     return num
 
@@ -174,12 +174,12 @@ def find_contexts(drafts: DraftArrays, nodes: Nodes, node: Int, candidates: Cand
         slot = find_slot(table.keys, key) if key != 0 else -1
         if slot < 0:
             break
-        first = PROMPT_FEATURES if table.entries[slot, ORIGIN] == FROM_PROMPT else TEXT_FEATURES
+        first = FIRST_PROMPT if table.entries[slot, ORIGIN] == FROM_PROMPT else FIRST_TOP_K
         slots[num_rows], bases[num_rows] = slot, first + order * FEATURES_PER_ORDER
         num_rows += 1
     token = nodes.tokens[node]
     if token < len(drafts.vocabulary):
-        slots[num_rows], bases[num_rows] = token, VOCABULARY_FEATURES
+        slots[num_rows], bases[num_rows] = token, FIRST_VOCABULARY
         num_rows += 1
     return num_rows
 
@@ -193,7 +193,7 @@ def collect_position(drafts: DraftArrays, position: Int, token: Int, candidates:
         if slot >= 0:
             for rank in range(K):
                 candidates.tokens[num_rows, rank] = table.entries[slot, rank]
-                candidates.features[num_rows, rank] = POSITION_FEATURES + with_token * K + rank
+                candidates.features[num_rows, rank] = FIRST_POSITION + with_token * K + rank
             candidates.slots[num_rows] = -1
             num_rows += 1
     return num_rows
@@ -210,7 +210,7 @@ def find_alternatives(drafts: DraftArrays, position: Int, depth: Int, candidates
         slot = find_slot(drafts.top_k.keys, alternatives_key(drafts.text, position - back))
         if slot >= 0:
             candidates.slots[num_rows] = slot
-            candidates.bases[num_rows] = ALTERNATIVE_FEATURES + (back - 1) * FEATURES_PER_ORDER
+            candidates.bases[num_rows] = FIRST_ALTERNATIVE + (back - 1) * FEATURES_PER_ORDER
             num_rows += 1
     return num_rows
 
@@ -224,7 +224,7 @@ def collect_corpus(
         return num_rows
     counts = candidates.values
     num = count_next(corpus, nodes.matches, node, candidates.tokens, num_rows, counts)
-    base = CORPUS_FEATURES + length_bin(nodes.matches[node, 2]) * NUM_CORPUS_SHARES * NUM_NOISE_BINS
+    base = FIRST_CORPUS + length_bin(nodes.matches[node, 2]) * NUM_CORPUS_SHARES * NUM_NOISE_BINS
     for rank in range(K):
         token = candidates.tokens[num_rows, rank]
         if token < 0:
@@ -263,7 +263,7 @@ def rank_perturbed(
     Entries from steps are at the request's temperature (`DraftTables.start`); the vocabulary prior is at temperature 1.
     """
     values, bins = candidates.values, candidates.bins
-    factor = noise.inverse_temperature if base == VOCABULARY_FEATURES else np.int64(1) << TEMPERATURE_BITS
+    factor = noise.inverse_temperature if base == FIRST_VOCABULARY else np.int64(1) << TEMPERATURE_BITS
     best, second = np.int32(-MAX_VALUE), np.int32(-MAX_VALUE)
     for i in range(K):
         values[i] = -MAX_VALUE - i

@@ -1,6 +1,6 @@
 """The default drafter: one tree, grown best first from all sources that need no forward pass.
 
-Candidates for what follows a context come from six sources (candidates.py): what followed its longest match in the
+Candidates for what follows a context come from these sources (features.LAYOUT): what followed its longest match in the
 text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
 or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions
 for the same absolute position; the model's alternatives to the last two committed tokens; and what follows the

@@ -20,8 +20,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.features import (
-    COPY_FEATURES,
-    LONGEST_FEATURES,
+    FIRST_COPY,
+    FIRST_SHORTER,
     NUM_FEATURES,
     Candidates,
 )
@@ -150,7 +150,7 @@ def calibrate(rates: Rates, num_features: Int = NUM_FEATURES) -> Int:
 @inlined
 def is_copy(feature: Int) -> bool:
     """Return whether a feature is that of a long match in the text."""
-    return bool(COPY_FEATURES <= feature < LONGEST_FEATURES)
+    return bool(FIRST_COPY <= feature < FIRST_SHORTER)
 
 
 @inlined

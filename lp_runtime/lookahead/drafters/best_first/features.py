@@ -16,44 +16,64 @@ from lp_runtime.lookahead.drafters.best_first.tables import MAX_GRAM, NUM_HASHES
 from lp_runtime.lookahead.top_k import MAX_MARGIN, K
 from lp_runtime.utils.jit import Int, inlined
 
-# Features are numbered in this order: the text's, by length and noise (first the longest match, then shorter ones that
-# were followed by other tokens); those of a fork, where MAX_GRAM tokens were followed by two different ones, by which
-# match is longer, length and noise (the latest, then the earlier one); by rank and margin, those of each order of a
-# step's top-k candidates, of the vocabulary, and of each order of the prefill's top-k candidates; and those of the same
-# position by rank (after any token, then after the same token); by rank and margin, alternatives to the token before
-# and to the one before it; and the corpus', by length of the match, share of the places and noise.
 NUM_BINS = 9  # of margins
 NUM_RANKS = 4
 NUM_NOISE_BINS = 4
-NUM_LENGTHS = 10
-FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
-LONGEST_FEATURES = NUM_LENGTHS * NUM_NOISE_BINS
-COPY_FEATURES = 6 * NUM_NOISE_BINS  # from here to LONGEST_FEATURES: matches of seven tokens or more
-FORK_FEATURES = LONGEST_FEATURES + MAX_GRAM * NUM_NOISE_BINS
+NUM_LENGTHS = 10  # bins of a match's length
 NUM_FORK_BINS = 3 * 3  # of the lengths of both matches of a fork
-TEXT_FEATURES = FORK_FEATURES + 2 * NUM_FORK_BINS * NUM_NOISE_BINS
-VOCABULARY_FEATURES = TEXT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-PROMPT_FEATURES = VOCABULARY_FEATURES + FEATURES_PER_ORDER
-POSITION_FEATURES = PROMPT_FEATURES + NUM_ORDERS * FEATURES_PER_ORDER
-ALTERNATIVE_FEATURES = POSITION_FEATURES + 2 * K
+NUM_CORPUS_SHARES = 5  # bins of the share of the corpus' matches that a token followed
 MAX_BACK = 2  # positions before a token whose alternatives are its candidates
-CORPUS_FEATURES = ALTERNATIVE_FEATURES + MAX_BACK * FEATURES_PER_ORDER
-NUM_CORPUS_SHARES = 5
-NUM_FEATURES = CORPUS_FEATURES + NUM_LENGTHS * NUM_CORPUS_SHARES * NUM_NOISE_BINS
-SOURCES = (
-    "text",
-    *(f"top-k {order + 1}" for order in range(NUM_ORDERS)),
-    "vocabulary",
-    "prompt",
-    "same position",
-    "alternatives",
-    "corpus",
-    "forced",
+FEATURES_PER_ORDER = NUM_RANKS * NUM_BINS
+
+# Features of the text, by length of the match and noise: the longest match; shorter matches that other tokens followed;
+# and both tokens of a fork, where MAX_GRAM tokens were followed by two different ones, the latest and then the earlier
+# one, by which match is longer, length and noise.
+FIRST_SHORTER = NUM_LENGTHS * NUM_NOISE_BINS
+FIRST_COPY = 6 * NUM_NOISE_BINS  # from here to FIRST_SHORTER: matches of seven tokens or more
+FIRST_FORK = FIRST_SHORTER + MAX_GRAM * NUM_NOISE_BINS
+NUM_TEXT_FEATURES = FIRST_FORK + 2 * NUM_FORK_BINS * NUM_NOISE_BINS
+
+
+class Source(NamedTuple):
+    """One source of candidates."""
+
+    name: str
+    num_features: int
+    num_rows: int  # rows of `Candidates` that it may fill for one context
+
+
+# The sources in the order of their features. Candidates of a forward pass, whether of a step, the vocabulary or the
+# prefill, have features by rank and margin.
+LAYOUT = (
+    Source("text", NUM_TEXT_FEATURES, 1),
+    *(Source(f"top-k {order + 1}", FEATURES_PER_ORDER, 1) for order in range(NUM_ORDERS)),
+    Source("vocabulary", FEATURES_PER_ORDER, 1),
+    Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0),  # takes the rows of "top-k": an entry is of one or the other
+    Source("same position", 2 * K, 2),  # by rank: after any token, then after the same token
+    Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK),  # to the last token, then to the one before it
+    Source("corpus", NUM_LENGTHS * NUM_CORPUS_SHARES * NUM_NOISE_BINS, 1),  # by length, share and noise; last
+    Source("forced", 0, 0),  # tokens that a constraint forces
 )
-FORCED = len(SOURCES) - 1  # source of tokens that a constraint forces
+SOURCES = tuple(source.name for source in LAYOUT)
+NUM_ROWS = sum(source.num_rows for source in LAYOUT)
+FORCED = SOURCES.index("forced")
+SOURCE_OF = np.repeat(np.arange(len(LAYOUT)), [source.num_features for source in LAYOUT])  # by feature
+NUM_FEATURES = len(SOURCE_OF)
+
+
+def _first_of(name: str) -> int:
+    """Return the lowest feature of a source."""
+    return sum(source.num_features for source in LAYOUT[: SOURCES.index(name)])
+
+
+FIRST_TOP_K = _first_of("top-k 1")
+FIRST_VOCABULARY = _first_of("vocabulary")
+FIRST_PROMPT = _first_of("prompt")
+FIRST_POSITION = _first_of("same position")
+FIRST_ALTERNATIVE = _first_of("alternatives")
+FIRST_CORPUS = _first_of("corpus")
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
-NUM_ROWS = NUM_ORDERS + 5 + MAX_BACK  # of candidates: text, orders, vocabulary, position twice, alternatives, corpus
 MAX_CANDIDATES = NUM_ROWS * K
 
 
@@ -166,14 +186,3 @@ def fork_bin(length: Int, other: Int) -> Int:
     """Return the bin, 0 to NUM_FORK_BINS - 1, of a match's length at a fork and that of the other match."""
     relation = 0 if length < other else (1 if length == other else 2)
     return 3 * relation + (0 if length <= 8 else (1 if length <= 20 else 2))
-
-
-@inlined
-def source_of(feature: Int) -> Int:
-    """Return the index in SOURCES of a feature's source."""
-    if feature < TEXT_FEATURES:
-        return 0
-    if feature >= PROMPT_FEATURES:
-        is_later = (feature >= POSITION_FEATURES) + (feature >= ALTERNATIVE_FEATURES) + (feature >= CORPUS_FEATURES)
-        return NUM_ORDERS + 2 + is_later
-    return 1 + (feature - TEXT_FEATURES) // FEATURES_PER_ORDER

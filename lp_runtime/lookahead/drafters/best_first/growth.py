@@ -13,12 +13,12 @@ from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.corpus import extend_match
 from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge, share_out
 from lp_runtime.lookahead.drafters.best_first.features import (
-    CORPUS_FEATURES,
+    FIRST_CORPUS,
     MAX_CANDIDATES,
     NUM_FEATURES,
+    SOURCE_OF,
     Candidates,
     Nodes,
-    source_of,
 )
 from lp_runtime.lookahead.drafters.best_first.guided import Limits, is_refused, plant_root
 from lp_runtime.lookahead.drafters.best_first.heap import pop, sift_up
@@ -75,7 +75,7 @@ def smallest(size: Int) -> Int:
 @inlined
 def features_in_use(drafts: DraftArrays) -> Int:
     """Return how many features candidates may have: without a corpus, those before the corpus features."""
-    return NUM_FEATURES if len(drafts.corpus.tokens) else CORPUS_FEATURES
+    return NUM_FEATURES if len(drafts.corpus.tokens) else FIRST_CORPUS
 
 
 @inlined
@@ -158,7 +158,7 @@ def grow(
                 frontier.heap[heap_size] = (probability << SEQUENCE_BITS) | (MAX_PUSHED - num_pushed)
                 frontier.parents[num_pushed] = node
                 frontier.tokens[num_pushed] = candidates.merged[i]
-                frontier.sources[num_pushed] = source_of(candidates.best[i])
+                frontier.sources[num_pushed] = SOURCE_OF[candidates.best[i]]
                 num_pushed += 1
                 heap_size += 1
                 sift_up(frontier.heap, heap_size - 1)
