@@ -17,7 +17,6 @@ PRIORS = ("vocabulary", "none")
 DEFAULT_WINDOW = (15, 5, 15)  # the paper's W, N, G for 7B models
 MAX_DEPTH = 63  # levels of the drafter full's tree: a long copy may take a whole step of 64 tokens
 NUM_COPIED = 10  # tokens that the drafter prompt_lookup copies at most
-RECYCLING_DEPTH = 6  # levels of the drafter recycling's static tree
 MAX_TREE_NODES = 1 << 14  # nodes of a step's tree that settings may ask for
 MIN_DRAFT_TABLES_BYTES = 1 << 16
 
@@ -151,18 +150,6 @@ class LookaheadConfig:
         nodes = (W + G) * (N - 1) if self.drafter in ("full", "paper") else 0
         return nodes if self.budget is None else min(nodes, self.budget)
 
-    @property
-    def max_committed(self) -> int:
-        """Largest number of tokens that one step can commit: the tree's depth, plus the bonus token."""
-        W, N, G = self.window
-        depth = {
-            "full": min(MAX_DEPTH, max(0, (W + G) * (N - 1) - 1)) if self.has_window else MAX_DEPTH,
-            "paper": max(W + N - 3 if W else 0, N - 1 if G else 0),
-            "prompt_lookup": NUM_COPIED,
-            "recycling": RECYCLING_DEPTH,
-        }[self.drafter]
-        return (depth if self.step_limit is None else min(depth, self.step_limit - 1)) + 1
-
 
 PLAIN = LookaheadConfig(W=0, N=2, G=0, drafter="paper", pool_from_prompt=False)
 """Plain autoregressive decoding: every step feeds only the root."""
@@ -173,14 +160,20 @@ def max_depth(is_strict: bool) -> int:
     return min(MAX_DEPTH, MAX_STRICT_COMMITTED - 1) if is_strict else MAX_DEPTH
 
 
+def paper_depth(W: int, N: int, G: int) -> int:
+    """Return how many levels below the root a tree of the drafter paper may have."""
+    return max(W + N - 3 if W else 0, N - 1 if G else 0)
+
+
 def check_exactness(exactness: str, lookahead: LookaheadConfig) -> None:
     """Raise ConfigError if the tree is too deep for exactness=strict: a step may commit too many tokens.
 
-    Trees of the drafter full are cut at `max_depth`.
+    Trees of the drafter full are cut at `max_depth`; those of prompt_lookup and recycling are never too deep.
     """
-    if exactness == "strict" and lookahead.drafter != "full" and lookahead.max_committed > MAX_STRICT_COMMITTED:
-        W, N, _ = lookahead.window
+    W, N, G = lookahead.window
+    num_committed = min(paper_depth(W, N, G) + 1, lookahead.budget or MAX_TREE_NODES)  # with the bonus token
+    if exactness == "strict" and lookahead.drafter == "paper" and num_committed > MAX_STRICT_COMMITTED:
         raise ConfigError(
-            f"lookahead.W={W} lookahead.N={N}: a step may commit {lookahead.max_committed} tokens;"
+            f"lookahead.W={W} lookahead.N={N}: a step may commit {num_committed} tokens;"
             f" with exactness=strict it must be at most {MAX_STRICT_COMMITTED} (W + N - 2, or N without a window)"
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lp_runtime.config.lookahead import NUM_COPIED, RECYCLING_DEPTH, LookaheadConfig
+from lp_runtime.config.lookahead import NUM_COPIED, LookaheadConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafter import Drafter, NoiseKey
 from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
@@ -38,9 +38,7 @@ def make_drafter(
     if settings.drafter == "prompt_lookup":
         return PromptLookupDrafter(NUM_COPIED, settings.budget)
     if settings.drafter == "recycling":
-        drafter = TokenRecyclingDrafter(settings.budget)
-        assert drafter.max_committed == RECYCLING_DEPTH + 1
-        return drafter
+        return TokenRecyclingDrafter(settings.budget)
     return PaperDrafter(
         (W, N, G),
         settings.pool_from_prompt,

@@ -105,6 +105,8 @@ class Drafter(ABC):
         num_top_k: K, the number of top-k candidates that the drafter needs of every node; 0 for none.
         learns_prompt: whether `learn_prompt` uses the top-k candidates of prompt tokens.
         max_nodes: largest number of nodes of a tree, including the root; pending tokens before it may be added.
+        max_committed: largest number of tokens that a step can commit: the tree's depth, plus the bonus token.
+        counts: how many nodes of each source were fed and accepted.
     """
 
     num_top_k: int = 0

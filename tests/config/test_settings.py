@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from lp_runtime.config.commands import GenerateConfig
-from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
+from lp_runtime.config.lookahead import LookaheadConfig, paper_depth
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import DEMO_MODEL, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError
+from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 
 PROMPT = {"prompt": "x"}
 FILE = {"prompts": "in.jsonl", "output": "out.jsonl"}
@@ -75,36 +76,15 @@ def test_invalid_lookahead_settings_are_refused(values, message):
     assert refusal(LookaheadConfig, **values) == message
 
 
-@pytest.mark.parametrize(
-    ("settings", "num_tokens"),
-    [
-        ({"W": 15, "N": 5, "G": 15, "drafter": "paper"}, 18),
-        ({"W": 1, "N": 2, "G": 0, "drafter": "paper"}, 1),
-        ({"W": 0, "N": 4, "G": 2, "drafter": "paper"}, 4),
-        ({"W": 3, "N": 2, "G": 0, "drafter": "paper"}, 3),
-        ({"W": 3, "N": 2, "G": 0, "drafter": "paper", "budget": 2}, 2),
-        ({}, 64),
-        ({"budget": 1}, 1),
-        ({"tokens": 8}, 8),
-        ({"W": 2, "N": 3, "G": 2}, 8),
-        ({"W": 0, "N": 2, "G": 0}, 1),
-        ({"drafter": "prompt_lookup"}, 11),
-        ({"drafter": "recycling"}, 7),
-    ],
-)
-def test_max_committed_follows_the_settings(settings, num_tokens):
-    assert LookaheadConfig(**settings).max_committed == num_tokens
+@pytest.mark.parametrize("window", [(15, 5, 15), (1, 2, 0), (0, 4, 2), (3, 2, 0), (0, 2, 0)])
+def test_paper_depth_is_that_of_the_drafter(window):
+    assert PaperDrafter(window).max_committed == paper_depth(*window) + 1
 
 
 def test_setting_one_of_w_n_g_turns_off_auto():
     assert LookaheadConfig().window == (15, 5, 15)
     assert not LookaheadConfig(W=7).is_auto and LookaheadConfig(W=7).window == (7, 5, 15)
     assert not LookaheadConfig(drafter="paper").is_auto
-
-
-def test_plain_config_commits_one_token_per_step():
-    assert PLAIN.max_committed == 1
-    assert not PLAIN.pool_from_prompt
 
 
 @pytest.mark.parametrize(
