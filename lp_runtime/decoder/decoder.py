@@ -24,7 +24,6 @@ from lp_runtime.request.output import MODEL, Logprob, StepOutput
 from lp_runtime.sampling.sampler import Sampler, Scores
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
-from lp_runtime.sizing.chain_budget import ChainBudget
 
 
 class Samples:
@@ -170,10 +169,7 @@ class Decoder:
             return self._output(step, gathered, self.state.advance_prefill(step.proposal, gathered.result), [0])
         shares, budget = step.shares, self.budget
         token_ids, nodes = self.state.advance(step.proposal, gathered.result)
-        if isinstance(budget, ChainBudget):
-            self.state.num_cached += budget.settle(shares, nodes, step.tree.root + 1)
-        else:
-            self.state.num_cached += step.tree.root + shares.num_fed_by_all(nodes)
+        self.state.num_cached += budget.settle(shares, nodes, step.tree.root + 1)
         forward_ns, overhead_ns = gathered.forward_ns, gathered.overhead_ns
         if self._num_followers:  # the budget does not include them
             shares = Shares.of_one(len(step.tree), step.tree.root)

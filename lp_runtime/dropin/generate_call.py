@@ -31,9 +31,9 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from lp_runtime.dropin.callers_cache import CacheCopy, cache_to_fill, fill_cache, holds_tokens
 from lp_runtime.errors import ConfigError, RequestError
-from lp_runtime.model.kv_cache.cache import CacheCopy, fill_cache
-from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_to_fill, given_cache, holds_tokens
+from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, given_cache
 from lp_runtime.sampling.processors import moved, of_row
 from lp_runtime.sampling.types import LogitsProcessor
 

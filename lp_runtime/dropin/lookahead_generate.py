@@ -26,6 +26,7 @@ from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.distributed.exchange import broadcast_object, gather_rows, merge_rows
 from lp_runtime.distributed.process_group import existing_or_new_group
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.dropin.callers_cache import CacheCopy
 from lp_runtime.dropin.generate_call import GenerateCall
 from lp_runtime.dropin.runner_cache import RunnerKeeper, runner_of
 from lp_runtime.engine.engine import Engine
@@ -34,7 +35,6 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.checks.make_runner import check_runner
 from lp_runtime.model.hf.config import attention_settings
 from lp_runtime.model.hf.types import CausalLM, GenerationConfig, StoppingCriteriaList, Tokenizer
-from lp_runtime.model.kv_cache.cache import CacheCopy
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tensor_parallel.tp_plan import lockstep_settings, tp_size_of
 from lp_runtime.request.output import Report

@@ -73,7 +73,7 @@ def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
         )
     if on_gpu and not runner.feeds_chains and why_not_captured(runner.tree_model) is None:
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
-    runner.supports_batching = False  # rows are decoded one after the other
+    runner.refuses_batches = True  # rows are decoded one after the other
     return runner
 
 

@@ -1,1 +1,1 @@
-"""One replica's decoding: the engine, its step, the sequences, and what a request needs to become one."""
+"""One replica's decoding: the loop over steps, and running requests, alone and in batches."""

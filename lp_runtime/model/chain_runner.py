@@ -91,12 +91,11 @@ class ChainPasses(Passes):
 class ChainRunner(ModelRunner):
     """A Hugging Face causal LM that is fed one path of a tree per step, and its slots."""
 
-    feeds_chains = True
+    feeds_chains = refuses_batches = True
     passes: ChainPasses
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int):
         super().__init__(model, prefill_chunk)
-        self.supports_batching = False
         self._config: PreTrainedConfig = model.config.get_text_config(decoder=True)
 
     def _check_family(self, model: PreTrainedModel) -> None:

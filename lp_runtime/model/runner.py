@@ -50,6 +50,7 @@ class ModelRunner:
     """
 
     feeds_chains = False  # whether a share is fed as one path, pending tokens included, from `StepInputs.start` on
+    refuses_batches = False  # whether sequences are fed one at a time although the passes could take several
     why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def __init__(
@@ -87,7 +88,6 @@ class ModelRunner:
         self.slots = SlotPool(self.padded_capacity)
         # Feeds trees in passes of fixed sizes; None if trees are fed in passes of any size.
         self.fixed_passes: FixedPasses | None = None
-        self.supports_batching = self.masks.is_own and strict_tokens is None
         # Times passes on a GPU, which runs asynchronously to the host; None on a CPU.
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
 
@@ -130,6 +130,12 @@ class ModelRunner:
         return self.passes.tree_model
 
     @property
+    def supports_batching(self) -> bool:
+        """Whether one pass may feed trees of several sequences; with strict tokens only passes of fixed sizes may."""
+        can_batch = self.masks.is_own if self.strict_tokens is None else self.fixed_passes is not None
+        return can_batch and not self.refuses_batches
+
+    @property
     def graphs(self) -> GraphOptions | None:
         """Options of the passes of fixed sizes; None if trees are fed in passes of any size."""
         return None if self.fixed_passes is None else self.fixed_passes.options
@@ -141,11 +147,9 @@ class ModelRunner:
 
     def enable_graphs(self, capture: bool, refuses_waits: bool = True, batches: bool = True) -> None:
         max_tokens = largest_size(self.strict_tokens, self.leading is not None)
-        is_strict = self.strict_tokens is not None
-        assert is_strict or self.masks.is_own
+        assert self.strict_tokens is not None or self.masks.is_own
         self.feed(BeginFixed(GraphOptions(capture, refuses_waits, batches, max_tokens)))
         self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
-        self.supports_batching |= is_strict
 
     def feed(self, work: Pass, caches: Sequence[TreeCache] = ()) -> torch.Tensor:
         """Run a pass on all shards; return its tensor, usually [n, V] logits."""
@@ -161,7 +165,6 @@ class ModelRunner:
         if self.fixed_passes is not None:
             self.fixed_passes = None
             self.feed(EndFixed())
-        self.supports_batching &= self.strict_tokens is None
 
     # Prompts.
 

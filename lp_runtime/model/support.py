@@ -14,11 +14,12 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
-from lp_runtime.model.attention.mask import layer_kinds
+from lp_runtime.model.attention.mask import KINDS
 from lp_runtime.model.kv_cache.cache_names import KEYS_AND_VALUES, cache_name
 from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
+STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers that carry a state
 
 # Words in names of fields that may count positions or keys; and words in names of fields that never do.
 LENGTHS = re.compile("window|chunk|length|floor|local|extent|distance|topk|keep|position|context|block")
@@ -50,21 +51,13 @@ MIN_THRESHOLD = 4  # tokens
 
 def check_family(model: PreTrainedModel) -> None:
     """Refuse a model that cannot be fed a token tree, and say why; its weights are not read."""
-    config = model.config.get_text_config()
-    tp_size_of(model)  # raises if another library has split the model
-    layer_kinds(config)  # raises for layers that cannot be fed a tree
-    if reason := _reason(config, model):
-        raise ModelError(f"{config.model_type}: cannot be fed a token tree: {reason}")
+    if reason := _why_no_trees(model):
+        raise ModelError(reason)
 
 
 def why_chains(model: PreTrainedModel) -> str | None:
     """Return why a model must be fed single paths instead of trees; None if it can be fed trees."""
-    tp_size_of(model)  # raises if another library has split the model
-    try:
-        check_family(model)
-    except ModelError as error:
-        return str(error)
-    return likely_reason(model) or None
+    return _why_no_trees(model) or likely_reason(model) or None
 
 
 def check_chain_family(model: PreTrainedModel) -> None:
@@ -74,7 +67,25 @@ def check_chain_family(model: PreTrainedModel) -> None:
         raise ModelError(f"{config.model_type}: its forward takes no past_key_values: it has no cache to continue from")
 
 
-def _reason(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
+def _why_no_trees(model: PreTrainedModel) -> str | None:
+    """Return why a model cannot be fed a token tree, by its class and configuration; None if nothing says so."""
+    tp_size_of(model)  # raises if another library has split the model
+    config = model.config.get_text_config()
+    reason = _unsupported_layers(config) or _depends_on_places(config, model)
+    return f"{config.model_type}: cannot be fed a token tree: {reason}" if reason else None
+
+
+def _unsupported_layers(config: PreTrainedConfig) -> str | None:
+    unknown = set(getattr(config, "layer_types", None) or ()) - set(KINDS)
+    if not unknown:
+        return None
+    kind = min(unknown)
+    if kind in STATEFUL or "conv" in kind or "mamba" in kind:
+        return f"its layers of type {kind} carry a state from token to token, or mix neighbours, whatever the mask says"
+    return f"its layers of type {kind} are not known to depend only on positions and the mask"
+
+
+def _depends_on_places(config: PreTrainedConfig, model: PreTrainedModel) -> str | None:
     kind: str = getattr(config, "model_type", "")
     if getattr(config, "alibi", False) or kind in ALIBI_MODELS:
         whatever = " (transformers adds them whatever attn_config.alibi says)" if kind == "mpt" else ""

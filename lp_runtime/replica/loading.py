@@ -118,9 +118,10 @@ def prepare_model(
     changes = _optimize(loaded, config, device, is_slice=leading is not None)
     progress.begin("checking trees against plain forward passes")
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
-    model.why_not_captured = _why_not_captured(model, config)
-    if model.why_not_captured is None:
+    if (reason := _why_not_captured(model, config)) is None:
         model.enable_graphs(capture=True, batches=batches)
+    else:
+        model.disable_graphs(reason)
     try:
         return model, check_runner(model)
     except ModelError as error:

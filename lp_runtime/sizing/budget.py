@@ -150,6 +150,13 @@ class StepBudget:
             return shares
         return selected[1]
 
+    def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
+        """Return how many tokens of a step stay in the caches of all replicas.
+
+        `path` has the nodes that the committed tokens follow, from the root on. The pending tokens include the root.
+        """
+        return num_pending - 1 + shares.num_fed_by_all(path)
+
     def end_step(self) -> None:
         """Record the end of a step. `observe` follows, at the latest before the next step ends."""
         self._measured = self._costs.measured

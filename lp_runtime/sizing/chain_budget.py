@@ -107,10 +107,7 @@ class ChainBudget(StepBudget):
         return Shares(owner, np.concatenate(fed), np.concatenate(owned), sizes, num_owned)
 
     def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
-        """Record which replicas keep what they fed; return by how many tokens the state of all advanced.
-
-        `path` has the nodes that the committed tokens follow, from the root on.
-        """
+        """Record which replicas keep what they fed; return by how many tokens the state of all advanced."""
         ahead = []
         for rank, share in enumerate(shares):
             is_kept = int(share.nodes[-1]) in path

@@ -396,7 +396,7 @@ def test_model_without_tree_and_chain_support_is_refused(random_model):
     model = random_model("Mamba", state_size=8)
     with pytest.raises(
         ModelError,
-        match="mamba: layers of type linear_attention cannot be fed a token tree: .* nor chains of guesses: ",
+        match="mamba: cannot be fed a token tree: its layers of type linear_attention .* nor chains of guesses: ",
     ):
         ours(model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, pad_token_id=0)
 

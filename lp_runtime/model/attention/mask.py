@@ -14,14 +14,12 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
-from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.attention.tree_attention import chunk_mask
 from lp_runtime.utils.jit import compiled, compiles
 from lp_runtime.utils.tensors import tensor_on
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
-STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers that carry a state
 
 LayerMasks = torch.Tensor | dict[str, torch.Tensor]
 
@@ -90,7 +88,7 @@ class MaskBuilder:
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
-        kinds: Set[str] | None = None,  # kinds of layers; None to read them from the configuration, and check them
+        kinds: Set[str] | None = None,  # kinds of layers; None for those of the configuration
     ):
         compile_masks()
         self.is_own = attention == TREE  # whether the attention is that of tree_attention.py
@@ -98,7 +96,7 @@ class MaskBuilder:
         self._dtype, self._device = dtype, device
         window: int = getattr(config, "sliding_window", None) or 0
         chunk: int = getattr(config, "attention_chunk_size", None) or 0
-        kinds = layer_kinds(config) if kinds is None else kinds
+        kinds = set(getattr(config, "layer_types", None) or ()) if kinds is None else kinds
         # Whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not window else SLIDING}
@@ -175,17 +173,3 @@ def _form_of(attention: str, device: torch.device) -> MaskForm:
     if attention == "eager" or (attention == TREE and device.type == "cpu"):
         return MaskForm.ADDITIVE
     return MaskForm.TREE_ONLY if attention == TREE else MaskForm.BOOLEAN
-
-
-def layer_kinds(config: PreTrainedConfig) -> set[str]:
-    """Return the kinds of layers that a (text) config names; refuse those that cannot be fed a tree."""
-    kinds = set(getattr(config, "layer_types", None) or ())
-    if unknown := kinds - set(KINDS):
-        kind = min(unknown)
-        why = (
-            "carry a state from token to token, or mix neighbours, whatever the mask says"
-            if kind in STATEFUL or "conv" in kind or "mamba" in kind
-            else "are not known to depend only on positions and the mask"
-        )
-        raise ModelError(f"{config.model_type}: layers of type {kind} cannot be fed a token tree: they {why}")
-    return kinds

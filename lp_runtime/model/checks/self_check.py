@@ -44,7 +44,7 @@ def check_model(model: ModelRunner) -> float:
 
     Two tree steps with a commit between them come first. Then the check decodes across every length within the model's
     context beyond which, by its configuration, the model may attend differently. If several sequences in one pass
-    differ from plain text, it sets `model.supports_batching` to False. Returns the largest relative difference of a
+    differ from plain text, it sets `model.refuses_batches`. Returns the largest relative difference of a
     node's logits.
     """
     name = type(model.model).__name__
@@ -205,7 +205,7 @@ def _plain_logits(model: ModelRunner, tokens: list[int], num_last: int) -> torch
 
 
 def _check_batching(model: ModelRunner, tolerance: float) -> None:
-    """Compare two sequences in one pass with plain text; clear `supports_batching` if they differ."""
+    """Compare two sequences in one pass with plain text; set `refuses_batches` if they differ."""
     try:
         worst = lasting_difference(partial(_batch_differences, model), 2, model.dtype)
         reason = None if worst <= tolerance else f"they differ by {worst:.2g}"
@@ -213,7 +213,7 @@ def _check_batching(model: ModelRunner, tolerance: float) -> None:
         reason = first_line(error)
     if reason:
         log.warning("%s is fed one sequence at a time: %s", type(model.model).__name__, reason)
-        model.supports_batching = False
+        model.refuses_batches = True
 
 
 def _batch_differences(model: ModelRunner, rng: random.Random) -> list[float]:

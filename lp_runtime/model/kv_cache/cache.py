@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 LayerStates = tuple[int, torch.Tensor, torch.Tensor]  # index of a layer, its keys and values, [1, H, T, D] each
 
@@ -203,56 +203,3 @@ class TreeCache(Cache):
     def clear(self) -> None:
         """Discard all tokens; the memory stays allocated."""
         self.truncate(0)
-
-
-@dataclass(frozen=True)
-class CacheCopy:
-    """Copy of one sequence's cache: keys and values of its committed tokens, and the states after them."""
-
-    num_tokens: int
-    attention: tuple[LayerStates, ...]  # (index, keys, values) of each layer that has keys
-    # (index of the layer, index of the state in the layer, state [1, ...])
-    conv: tuple[tuple[int, int, torch.Tensor], ...]
-    recurrent: tuple[tuple[int, int, torch.Tensor], ...]
-
-    @staticmethod
-    def of(cache: TreeCache) -> CacheCopy:
-        stateful = [
-            (index, layer)
-            for index, layer in enumerate(cache.layers)
-            if isinstance(layer, LinearAttentionCacheLayerMixin)
-        ]
-
-        def copies(name: str) -> tuple[tuple[int, int, torch.Tensor], ...]:
-            states = [
-                (index, which, state) for index, layer in stateful for which, state in getattr(layer, name).items()
-            ]
-            return tuple((index, which, state.clone()) for index, which, state in states if state is not None)
-
-        attention = tuple((index, keys.clone(), values.clone()) for index, keys, values in cache.committed())
-        return CacheCopy(cache.length, attention, copies("conv_states"), copies("recurrent_states"))
-
-
-def fill_cache(cache: Cache, rows: Sequence[CacheCopy], places: Sequence[torch.Tensor]) -> None:
-    """Write the caches of a batch's sequences into one empty cache of transformers.
-
-    For each row of the batch, `places` has the column of each of its tokens, [tokens] int64; other columns become zero.
-    """
-    longest = max(int(place[-1]) for place in places) + 1
-    for layers in zip(*(row.attention for row in rows), strict=True):
-        keys, values = (
-            torch.cat([_spread(layer[part], place, longest) for layer, place in zip(layers, places, strict=True)])
-            for part in (1, 2)
-        )
-        cache.update(keys, values, layers[0][0])
-    for states in zip(*(row.conv for row in rows), strict=True):
-        cache.update_conv_state(torch.cat([state for _, _, state in states]), states[0][0], state_idx=states[0][1])
-    for states in zip(*(row.recurrent for row in rows), strict=True):
-        cache.update_recurrent_state(torch.cat([state for _, _, state in states]), states[0][0], state_idx=states[0][1])
-
-
-def _spread(states: torch.Tensor, places: torch.Tensor, length: int) -> torch.Tensor:
-    """Scatter states to `places` of a zero tensor with room for `length` tokens."""
-    spread = states.new_zeros((*states.shape[:2], length, states.shape[3]))
-    spread[:, :, places] = states
-    return spread

@@ -1,11 +1,13 @@
 """The start-up self-check: exact models pass, models that compute trees wrongly are refused."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.versions import needs_transformers
 
 from lp_runtime.errors import ModelError
-from lp_runtime.model.attention.mask import FULL, MaskBuilder
+from lp_runtime.model.attention.mask import MaskBuilder
 from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, SHORT_PROMPT, check_model
 from lp_runtime.model.forward.passes import Passes
 from lp_runtime.model.hf.differences import TOLERANCES
@@ -60,17 +62,10 @@ def test_difference_at_a_fixed_tree_position_is_detected_in_16_bits(random_model
         check(disturbed(random_model().bfloat16(), lambda ids, index: index == 4))
 
 
-class Unwindowed(MaskBuilder):
-    """Builds masks that leave out the sliding window."""
-
-    def _windowed(self, kind, ancestors, positions, num_cached):
-        return super()._windowed(FULL, ancestors, positions, num_cached)
-
-
 def test_check_crosses_the_sliding_window(random_model):
     tree_model = ModelRunner(random_model("Mistral", sliding_window=100), prefill_chunk=2048)
     assert check_model(tree_model) < 1e-5
-    unwindowed = Unwindowed(tree_model.model.config, "sdpa", tree_model.dtype, tree_model.device)
+    unwindowed = MaskBuilder(SimpleNamespace(), "sdpa", tree_model.dtype, tree_model.device)
     tree_model.passes = Passes(tree_model.model, unwindowed, None)
     with pytest.raises(ModelError, match="failed the start-up self-check"):
         check_model(tree_model)

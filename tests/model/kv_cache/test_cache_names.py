@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from transformers import DynamicCache
 
-from lp_runtime.model.kv_cache.cache_names import cache_name, given_cache, holds_tokens
+from lp_runtime.dropin.callers_cache import holds_tokens
+from lp_runtime.model.kv_cache.cache_names import cache_name, given_cache
 
 
 def before(input_ids, past_key_values=None):
