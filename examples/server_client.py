@@ -1,6 +1,6 @@
 """Ask a running lp-serve with the `openai` package: a stream, its usage, and fields of lp-serve.
 
-pip install openai 'lp-runtime[serve]'
+pip install -c constraints.txt -e '.[serve]' openai
 lp-serve &
 python examples/server_client.py                              http://127.0.0.1:8000
 LP_KEY=KEY python examples/server_client.py https://HOST      a server with keys

@@ -1,6 +1,6 @@
 """Make the model answer in JSON that follows a schema, and with one of several words.
 
-pip install 'lp-runtime[constraints]'
+pip install -c constraints.txt -e '.[constraints]'
 python examples/structured_output.py
 """
 

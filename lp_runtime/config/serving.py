@@ -80,8 +80,8 @@ class ServeConfig(RuntimeConfig):
     """Seconds for answers to finish after SIGINT or SIGTERM; the rest are then ended with an error that clients
     receive."""
     health_interval: Optional[float] = None  # noqa: UP045
-    """Turns on GET /health_generate, which generates a token: seconds between two such checks, > 0. A call before that
-    has the last answer."""
+    """Turns on GET /health_generate, which generates a token: seconds between two such checks, > 0. A call that
+    comes sooner gets the previous answer."""
     health_timeout: float = 10.0
     """Seconds within which the check of /health_generate must get a token."""
     otlp_endpoint: Optional[str] = None  # noqa: UP045

@@ -68,7 +68,7 @@ def check_chain_family(model: PreTrainedModel) -> None:
 
 
 def _why_no_trees(model: PreTrainedModel) -> str | None:
-    """Return why a model cannot be fed a token tree, by its class and configuration; None if nothing says so."""
+    """Return why a model cannot be fed a token tree, by its class and configuration; None if these give no reason."""
     tp_size_of(model)  # raises if another library has split the model
     config = model.config.get_text_config()
     reason = _unsupported_layers(config) or _depends_on_places(config, model)
