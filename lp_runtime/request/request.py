@@ -63,4 +63,5 @@ class Request:
     def sampling_key(self) -> str:
         """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key
-        return repr((self.sampling, self.sample, self.stop, self.logprobs, self.top_logprobs, constraint))
+        text = self.stop, self.is_answer, self.skip_special_tokens, self.reasoning  # where stop strings match
+        return repr((self.sampling, self.sample, text, self.logprobs, self.top_logprobs, constraint))
