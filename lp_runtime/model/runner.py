@@ -281,11 +281,11 @@ class ModelRunner:
     def _forward_fixed(self, parts: Sequence[Part]) -> list[StepLogits] | None:
         """Feed shares of several sequences in passes of fixed sizes; None if they need passes of any size."""
         passes = self.fixed_passes
-        if passes is None or not passes.takes(parts):
+        if passes is None or (planned := passes.plan(parts)) is None:
             return None
-        if passes.prepare(parts) and self.timer is not None:
+        if passes.prepare(planned) and self.timer is not None:
             self.timer.start()  # restart: exclude the time of the capture
-        return passes.forward(parts)
+        return passes.forward(parts, planned)
 
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
         """Feed one tree of each of several sequences, in one pass if the model `supports_batching`."""

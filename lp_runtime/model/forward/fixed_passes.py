@@ -13,6 +13,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -39,6 +40,13 @@ def largest_size(strict_tokens: int | None, has_followers: bool) -> int:
     """Return the tokens of the largest pass, if it fits into memory."""
     largest = pass_sizes(strict_tokens)[-1]
     return min(largest, MIN_LARGEST) if has_followers and strict_tokens is None else largest
+
+
+class PlannedPass(NamedTuple):
+    """A pass of a step, and what it feeds."""
+
+    size: PassSize
+    parts: list[Part]
 
 
 class FixedPasses:
@@ -71,7 +79,9 @@ class FixedPasses:
 
     def make(self, num_tokens: int, num_sequences: int) -> bool:
         """Make the pass for this many tokens and sequences, if they fit in one; return whether it was missing."""
-        size = self._size(num_tokens, num_sequences)
+        return self._make(self._size(num_tokens, num_sequences))
+
+    def _make(self, size: PassSize) -> bool:
         if size in self._made:
             return False
         if self._leading is None:
@@ -101,31 +111,31 @@ class FixedPasses:
                     break
                 yield size, min(size, num_sequences)
 
-    def prepare(self, parts: Sequence[Part]) -> bool:
-        """Make the missing passes that these parts need; return whether any was missing."""
-        return any([self.make(_num_tokens(chunk), len(chunk)) for chunk in self._chunks(parts)])
+    def plan(self, parts: Sequence[Part]) -> list[PlannedPass] | None:
+        """Return the passes that feed one share of each sequence; None if they need passes of any size."""
+        if self._strict_tokens is None:
+            if len(parts) > 1 and not self.options.batches:
+                return None
+            if max(len(part.layout.tokens) for part in parts) > self.max_tokens:
+                return None
+        return [PlannedPass(self._size(_num_tokens(chunk), len(chunk)), chunk) for chunk in self._chunks(parts)]
 
-    def takes(self, parts: Sequence[Part]) -> bool:
-        if self._strict_tokens is not None:
-            return True
-        if len(parts) > 1 and not self.options.batches:
-            return False
-        return max(len(part.layout.tokens) for part in parts) <= self.max_tokens
+    def prepare(self, planned: Sequence[PlannedPass]) -> bool:
+        """Make the passes that are missing; return whether any was."""
+        return any([self._make(each.size) for each in planned])
 
-    def forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        """Feed one share of each sequence, after `prepare`; results are valid until the next pass."""
-        chunks = self._chunks(parts)
-        if len(chunks) == 1:
-            return self._forward(chunks[0])
-        fed = [part for chunk in chunks for part in chunk]
-        outputs = [each.copy() for chunk in chunks for each in self._forward(chunk)]
+    def forward(self, parts: Sequence[Part], planned: Sequence[PlannedPass]) -> list[StepLogits]:
+        """Run the passes planned for `parts`, after `prepare`; results are valid until the next pass."""
+        if len(planned) == 1:
+            return self._forward(*planned[0])
+        fed = [part for each in planned for part in each.parts]
+        outputs = [output.copy() for each in planned for output in self._forward(*each)]
         if self._strict_tokens is None:
             return outputs
         pieces = list(zip(fed, outputs, strict=True))
         return [_joined([each for piece, each in pieces if piece.cache is part.cache]) for part in parts]
 
-    def _forward(self, parts: Sequence[Part]) -> list[StepLogits]:
-        size = self._size(_num_tokens(parts), len(parts))
+    def _forward(self, size: PassSize, parts: Sequence[Part]) -> list[StepLogits]:
         logits = self._feed(FeedFixed(size, [part[1:] for part in parts]), [part.cache for part in parts])
         output = self._passes.step_logits(logits, self._feed, self._made.presampled)
         return [output] if len(parts) == 1 else output.split([len(part.layout.rows) for part in parts])

@@ -57,7 +57,7 @@ def test_fixed_size_steps_match_variable_size_steps(random_model, name, monkeypa
     free, fixed = pair(random_model, name, **FAMILIES[name])
     fed = []
     forward = FixedPasses.forward
-    monkeypatch.setattr(FixedPasses, "forward", lambda self, parts: fed.append(parts) or forward(self, parts))
+    monkeypatch.setattr(FixedPasses, "forward", lambda self, *each: fed.append(each) or forward(self, *each))
     rng = random.Random(0)
     for model in (free, fixed):
         model.begin(400)
