@@ -179,15 +179,20 @@ class KnownCorpus:
 
 
 def open_corpus(
-    config: RuntimeConfig, load: Callable[[], Tokenizer], vocabulary_size: int, group: Group, known: KnownCorpus
+    config: RuntimeConfig,
+    load: Callable[[], Tokenizer],
+    vocabulary_size: int,
+    group: Group,
+    known: KnownCorpus,
+    is_start: bool,
 ) -> CorpusIndex:
     """Return the corpus of the settings, equal on all replicas of a group; NO_CORPUS if they name none.
 
-    Looks at the files in the first group only. A replica that joins later, after a restart, takes the index that was
-    made then; if it cannot, all replicas of the group go on without a corpus. `load` returns the tokenizer.
+    Looks at the files at the start only. A replica that joins later, after a restart, takes the index that was made
+    then; if it cannot, all replicas of the group go on without a corpus. `load` returns the tokenizer.
 
     Raises:
-        ConfigError: it cannot be opened on some replica of the first group, or differs between them; raised on all.
+        ConfigError: at the start it cannot be opened on some replica, or differs between them; raised on all.
     """
     paths = config.lookahead.corpus
     if paths is None:
@@ -198,15 +203,14 @@ def open_corpus(
         encode_text = partial(encode, tokenizer, add_special_tokens=False)
         return CorpusStore(paths, config.cache_dir, encode_text, tokenizer_key(tokenizer), vocabulary_size)
 
-    if max(_gathered_digests(known, group)) < 0:
+    if is_start:
         return _open_first(make_store, known, group)
     if known.index is None:
         with contextlib.suppress(ConfigError):
             known.hold(make_store().reopen())
-    if len(set(_gathered_digests(known, group))) > 1:
-        log.warning("lookahead.corpus=%s: not used by this group, because a restarted replica has another one", paths)
+    if len(set(_gathered_digests(known, group))) > 1 or known.index is None:
+        log.warning("lookahead.corpus=%s: not used by this group: a restarted replica has none or another one", paths)
         return NO_CORPUS
-    assert known.index is not None
     return known.index
 
 

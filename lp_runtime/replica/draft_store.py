@@ -35,11 +35,11 @@ class DraftStore:
             raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
         return cls(path, settings.draft_tables_bytes, vocabulary_size)
 
-    def load(self, group: Group, is_first: bool = True) -> DraftTables:
+    def load(self, group: Group, is_start: bool = True) -> DraftTables:
         """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.
 
-        A file that cannot be read, created or used raises a ConfigError on all replicas; in a later group than the
-        first one, after a restart, they begin with empty tables instead.
+        A file that cannot be read, created or used raises a ConfigError on all replicas at the start; in later groups
+        they begin with empty tables instead.
         """
         data: bytes | ConfigError | None = None
         if group.rank == 0:
@@ -49,7 +49,7 @@ class DraftStore:
                 data = error
         data = broadcast_object(data, group)
         if isinstance(data, ConfigError):
-            if is_first:
+            if is_start:
                 raise data
             log.warning("%s; beginning with empty draft tables", data)
             data = None

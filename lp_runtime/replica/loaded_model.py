@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 
 from lp_runtime.calibration.calibration import Measured
@@ -16,11 +15,9 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.distributed.devices import must_sleep, warn_of_few_cores
-from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of
-from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.capacity import capacity_in_tokens, exchange_bytes, num_sharing
@@ -71,26 +68,13 @@ class ReplicaInfo:
     cache_bytes_per_token: int = 0
 
 
-@dataclass
-class Kept:
-    """State that a replica's process keeps from one group to the next one."""
-
-    corpus: KnownCorpus = field(default_factory=KnownCorpus)
-    has_joined: bool = False
-
-    def join(self, group: Group) -> bool:
-        """Return whether no member of the group was in an earlier one: whether the replicas start."""
-        is_first = not gather_rows(np.array([int(self.has_joined)]), group).any()
-        self.has_joined = True
-        return is_first
-
-
 @dataclass(frozen=True)
 class LoadedModel:
     """A loaded and checked model, with what this process found out for it.
 
-    Measurements are added to `known` as they are made, and reused when the replica joins another group, as is `kept`.
-    `sleeps` is whether the process sleeps while it waits for its GPU; see `must_sleep`.
+    Measurements are added to `known` as they are made, and reused when the replica joins another group, as is `corpus`.
+    `sleeps` is whether the process sleeps while it waits for its GPU; see `must_sleep`. `is_start` is whether the
+    runtime starts; False when the replica joins a later group, also if its process has just been restarted.
     """
 
     model: ModelRunner
@@ -98,7 +82,8 @@ class LoadedModel:
     known: Measured
     progress: Progress = field(default_factory=lambda: Progress(is_shown=False))
     sleeps: bool = False
-    kept: Kept = field(default_factory=Kept)
+    corpus: KnownCorpus = field(default_factory=KnownCorpus)
+    is_start: bool = True
 
 
 def load_replica(

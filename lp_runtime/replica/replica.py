@@ -53,11 +53,12 @@ class Replica:
         self._config = config.model
         self._device = model.device
         self._profile_dir = config.profile_dir if config.profile else None
-        is_first = loaded.kept.join(group)
         self._draft_store = DraftStore.of(config.lookahead, model.vocabulary_size)
-        draft_tables = self._draft_store.load(group, is_first) if self._draft_store else None
+        draft_tables = self._draft_store.load(group, loaded.is_start) if self._draft_store else None
         calibration = Calibration(model, group, config.cache_dir, loaded.known)
-        corpus = open_corpus(config, lambda: self._tokenizer, model.vocabulary_size, group, loaded.kept.corpus)
+        corpus = open_corpus(
+            config, lambda: self._tokenizer, model.vocabulary_size, group, loaded.corpus, loaded.is_start
+        )
         draft_pool = DraftPool(draft_tables, corpus)
         grammars = Grammars(lambda: self._tokenizer, model.vocabulary_size, self.info.eos_token_ids)
         exchange = partial(Exchange, sleeps=loaded.sleeps)

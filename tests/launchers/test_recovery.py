@@ -28,7 +28,7 @@ from lp_runtime import (
     SamplingConfig,
 )
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.config.settings import FailureConfig, RuntimeConfig
+from lp_runtime.config.settings import FailureConfig, LauncherConfig, RuntimeConfig
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.launchers.wire.messages import Decode
 from lp_runtime.request.output import Report
@@ -206,6 +206,29 @@ def test_request_succeeds_after_a_replica_is_killed_while_idle(undisturbed, runt
     assert_same(decode(runtime), undisturbed["greedy"])
     kill(replicas_of(runtime)[0])
     assert_same(decode(runtime), undisturbed["greedy"])
+
+
+def test_restarted_lone_replica_needs_neither_corpus_nor_draft_file(tmp_path):
+    """They are read at the start; what has become of them since ends no request."""
+    corpus, drafts = tmp_path / "text.py", tmp_path / "drafts.npz"
+    corpus.write_text("def train(model):\n")
+    lookahead = LookaheadConfig(7, 5, 7, prior="none", corpus=str(corpus), draft_tables=str(drafts))
+    config = RuntimeConfig(
+        device="cpu",
+        dtype="float32",
+        lookahead=lookahead,
+        launcher=LauncherConfig(own_process=True),
+        cache_dir=str(tmp_path / "cache"),
+    )
+    with LookaheadRuntime.from_config(config) as runtime:
+        expected = decode(runtime)
+        for file in (corpus, *(tmp_path / "cache").glob("corpus-*")):
+            file.unlink()
+        drafts.write_bytes(b"damaged")
+        kill(*replicas_of(runtime))
+        wait_until(lambda: runtime.launcher.pool.num_restarts[0] and poll(runtime))
+        for _ in range(2):
+            assert_same(decode(runtime), expected)
 
 
 def test_request_continues_after_a_replica_hangs(undisturbed, runtime):

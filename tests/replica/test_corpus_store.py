@@ -114,11 +114,12 @@ def test_error_names_unreadable_file(folder):
         texts_of(folder, None)
 
 
-def opened(group, path: str, known: KnownCorpus, cache: str | None = None) -> str | list[int]:
+def opened(group, path: str, known: KnownCorpus, cache: str | None = None, is_start: bool = True) -> str | list[int]:
     """Return what a rank gets: the tokens or the error."""
     config = RuntimeConfig(lookahead=LookaheadConfig(corpus=path), cache_dir=cache)
     try:
-        return open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group, known).tokens.tolist()
+        index = open_corpus(config, lambda: load_tokenizer(ModelConfig()), 1 << 20, group, known, is_start)
+        return index.tokens.tolist()
     except ConfigError as error:
         return str(error)
 
@@ -128,21 +129,22 @@ def opened_by_rank(group, paths_of_ranks: list[list[str]]) -> list[str | list[in
 
 
 def opened_after_restart(group, folder: str, cache: str) -> list[str | list[int]]:
-    """Return what a rank gets in a first group, after rank 1 was restarted, and once its index on disk is gone, too."""
+    """Return what a rank gets at the start, after the last rank was restarted, and once the index is gone, too."""
     known = KnownCorpus()
     results = [opened(group, folder, known, cache)]
     for damages in (False, True):
-        if group.rank == 1:
+        if group.rank == group.size - 1:
             shutil.rmtree(folder, ignore_errors=True)
             if damages:
                 shutil.rmtree(cache)
             known = KnownCorpus()
-        results.append(opened(group, folder, known, cache))
+        results.append(opened(group, folder, known, cache, is_start=False))
     return results
 
 
-def test_restarted_replica_takes_the_corpus_of_the_start(folder, tmp_path):
-    for first, same, none in run_ranks(opened_after_restart, 2, str(folder), str(tmp_path / "cache")):
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_restarted_replica_takes_the_corpus_of_the_start(folder, tmp_path, num_replicas):
+    for first, same, none in run_ranks(opened_after_restart, num_replicas, str(folder), str(tmp_path / "cache")):
         assert first == same and first.count(-1) == 4 and none == []
 
 

@@ -85,10 +85,10 @@ def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, nam
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"
 
 
-def load_again(group, file: str, is_first: bool) -> int | str:
+def load_again(group, file: str, is_start: bool) -> int | str:
     """Return the stamp of the tables that a rank loads, or the error."""
     try:
-        return DraftStore(Path(file), 1 << 16, 300).load(group, is_first).stamp
+        return DraftStore(Path(file), 1 << 16, 300).load(group, is_start).stamp
     except ConfigError as error:
         return str(error)
 

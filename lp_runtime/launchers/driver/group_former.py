@@ -93,12 +93,13 @@ class GroupFormer:
             pool.lose(group[0], reason := "it cannot be reached", incarnation)
             return {group[0]: ReplicaLost(reason)}
         # The members of a later group run already. One that is in the way of a request must not be waited for longer.
-        timeout = None if self._info is None else pool.failure.timeout
+        is_start = self._info is None
+        timeout = None if is_start else pool.failure.timeout
         answers: dict[int, Answer] = {}
         with pool.open_inbox(group) as inbox:
             for rank, index in enumerate(group):
                 context = replace(meeting, rank=rank, num_replicas=len(group), attempt=inbox.order)
-                pool.send_order(inbox, index, Join(inbox.order, context, timeout))
+                pool.send_order(inbox, index, Join(inbox.order, context, timeout, is_start))
             for index, message in AnswerReader(pool, inbox, set(group)).read():
                 if isinstance(message, Refused):
                     raise message.kind(message.message)

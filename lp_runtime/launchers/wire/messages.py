@@ -21,6 +21,7 @@ class Join:
     order: int
     context: ReplicaContext  # the replica's rank, and where the group meets
     timeout: float | None = None  # seconds within which all members must join; None for launcher.timeout
+    is_start: bool = True  # whether the runtime starts, so that unusable files of the settings are refused
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
+from dataclasses import replace
 from functools import partial
 
 from lp_runtime.config.lookahead import MAX_STEP_TOKENS
@@ -139,7 +140,7 @@ class ReplicaServer:
         try:
             group = join_group(
                 self._config,
-                loaded,
+                replace(loaded, is_start=order.is_start),
                 order.context,
                 self._store.connect(order.context, order.timeout or self._config.launcher.timeout),
                 is_abandoned=lambda: self._orders.has_next() or self._orders.is_aborted(order.order),
