@@ -170,10 +170,14 @@ class ReplicaServer:
         num_new = min(request.max_new_tokens, len(request.committed) + GROWTH_TOKENS)
         capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
         with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
-            read_for_resume(model, slot, request, capacity)
-            for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
-                if self._orders.is_cancelled(order):
-                    break
+            try:
+                read_for_resume(model, slot, request, capacity)
+                for _ in model.resume(slot, request.prompt_ids, request.committed, capacity):
+                    if self._orders.is_cancelled(order):
+                        break
+            except BaseException:  # its layers' states may be of different lengths
+                model.slots.drop(slot)
+                raise
 
     def _decode(self, order: Decode) -> None:
         if self._replica is None:  # it left the group, and the driver sent this order before it knew
