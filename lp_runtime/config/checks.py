@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from lp_runtime.errors import ConfigError
 
@@ -51,6 +52,11 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def path_text(value: Any) -> Any:
+    """Return a path as text, also if the caller gave a pathlib.Path; other values are returned as they are."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def require_filled(name: str, value: object, allowed: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from lp_runtime.config.checks import require_choice, require_int
+from lp_runtime.config.checks import path_text, require_choice, require_int
 from lp_runtime.errors import ConfigError
 
 MAX_STEP_TOKENS = 1200  # tokens of a step at most: the largest calibrated step (1024), plus pending tokens
@@ -70,6 +70,8 @@ class LookaheadConfig:
 
     def __post_init__(self) -> None:
         self._check_sizes()
+        self.draft_tables = path_text(self.draft_tables)
+        self.corpus = path_text(self.corpus)
         require_choice("lookahead.drafter", self.drafter, DRAFTERS)
         require_choice("lookahead.acceptance", self.acceptance, ACCEPTANCES)
         require_choice("lookahead.prior", self.prior, PRIORS)

@@ -6,7 +6,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, require_choice, require_filled, require_int, require_port, require_seconds
+from lp_runtime.config.checks import (
+    is_list,
+    path_text,
+    require_choice,
+    require_filled,
+    require_int,
+    require_port,
+    require_seconds,
+)
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError
@@ -61,6 +69,7 @@ class ModelConfig:
     faster unpacked; off: pack none."""
 
     def __post_init__(self) -> None:
+        self.path = path_text(self.path)
         require_filled("model.path", self.path, "a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
         require_choice("model.parallelism", self.parallelism, PARALLELISMS)
@@ -184,6 +193,8 @@ class RuntimeConfig:
     """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
+        self.cache_dir = path_text(self.cache_dir)
+        self.profile_dir = path_text(self.profile_dir)
         require_int("gpus", self.gpus, 1, or_none=True)
         require_int("context_tokens", self.context_tokens, 1, or_none=True)
         self._check_shards()

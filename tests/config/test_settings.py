@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from lp_runtime.config.commands import GenerateConfig
@@ -114,6 +116,15 @@ def test_invalid_model_settings_are_refused(values, message):
 )
 def test_invalid_launcher_settings_are_refused(values, message):
     assert refusal(LauncherConfig, **values) == message
+
+
+def test_paths_may_be_path_objects(tmp_path):
+    text = str(tmp_path)
+    assert ModelConfig(path=tmp_path) == ModelConfig(path=text) and ModelConfig(path=tmp_path).location == text
+    assert ModelConfig(path=Path("~/models")).location == str(Path.home() / "models")
+    lookahead = LookaheadConfig(draft_tables=tmp_path, corpus=tmp_path)
+    assert lookahead == LookaheadConfig(draft_tables=text, corpus=text)
+    assert RuntimeConfig(cache_dir=tmp_path, profile_dir=tmp_path) == RuntimeConfig(cache_dir=text, profile_dir=text)
 
 
 def test_valid_sampling_settings_are_accepted():
