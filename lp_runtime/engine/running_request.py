@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -185,7 +185,7 @@ class RunningRequest:
         gathered = self.finish_exchange(step, samples)
         if isinstance(gathered, LookaheadError):
             raise gathered
-        output = self.advance(step, gathered)
+        output = replace(self.advance(step, gathered), cached_tokens=self._prefix.num_read)
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
         if harvest is not None and not self.is_finished:
             self.decoder.drafter.learn_prompt(self.request.prompt_ids, harvest.share())

@@ -25,6 +25,7 @@ class RetriedRequest:
         self.request = request
         self._started = time.monotonic()
         self._new_tokens: list[int] = []
+        self._cached_tokens = 0  # that the first attempt with an output has read
         self._num_steps = 0  # of all attempts so far
         self._num_steps_before = 0  # of the attempts before the current one
         self._num_before: int | None = None  # new tokens before the current attempt; None in the first one
@@ -37,13 +38,18 @@ class RetriedRequest:
         return self.request.after(self._new_tokens, time.monotonic() - self._started)
 
     def handle(self, event: Event) -> Event:
-        """Record an event's tokens; return the event, a report with the steps and the time of all attempts."""
+        """Record an event's tokens; return the event, a report with the statistics of all attempts."""
         if not isinstance(event, Report):
             self._new_tokens += event.token_ids
             self._num_steps += 1
+            self._cached_tokens += event.cached_tokens
         elif self._num_before is not None:
-            seconds = time.monotonic() - self._started
-            return replace(event, num_steps=event.num_steps + self._num_steps_before, seconds=seconds)
+            return replace(
+                event,
+                num_steps=event.num_steps + self._num_steps_before,
+                seconds=time.monotonic() - self._started,
+                cached_tokens=max(event.cached_tokens, self._cached_tokens),
+            )
         return event
 
     def begin_again(self) -> bool:

@@ -39,12 +39,14 @@ class StepOutput:
             None if not requested.
         found_by: rank of the replica that verified each token; None without a trace.
         sources: origin of each token: one of the drafter's sources, or MODEL; None without a trace.
+        cached_tokens: of the first output of a request; see Report. 0 in later outputs.
     """
 
     token_ids: list[int]
     logprobs: list[float] | None = None
     found_by: list[int] | None = None
     sources: list[str] | None = None
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.replica.loaded_model import LoadedModel, load_replica
 from lp_runtime.replica.replica import Replica, join_group
 from lp_runtime.request.output import Event, Report
@@ -73,6 +74,15 @@ def test_report_covers_all_attempts(replica, requests, expected, monkeypatch):
     tokens, report = joined(list(replica.decode(requests["a"])))
     assert tokens == expected["a"] and report.finish_reason == "length"
     assert whole.num_steps <= report.num_steps <= len(tokens) + 2  # each attempt begins with a step of the prefill
+
+
+def test_report_has_the_cached_tokens_of_the_first_attempt(loaded, replica, requests, monkeypatch):
+    """Running out of memory empties the prefix cache."""
+    monkeypatch.setattr(loaded.model.slots, "prefixes", make_prefix_cache(loaded.model, 1 << 26, None))
+    list(replica.decode(requests["a"]))
+    sizes = limit(monkeypatch, lambda number, _: number > 0)
+    _, report = joined(list(replica.decode(requests["a"])))
+    assert report.cached_tokens == len(PROMPT) - 1 and len(sizes) > 1
 
 
 def test_request_fails_after_attempt_without_new_token(replica, requests, expected, monkeypatch):

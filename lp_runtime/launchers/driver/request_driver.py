@@ -29,7 +29,7 @@ from lp_runtime.launchers.wire.messages import (
     Refused,
     Streamed,
 )
-from lp_runtime.request.output import Event, Report
+from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 
 log = logging.getLogger(__name__)
@@ -74,6 +74,7 @@ class RequestDriver:
         self._request = request
         self._lease = lease
         self._delivered: list[int] = []  # token ids that were yielded
+        self._cached_tokens = 0  # as the first attempt with an output has reported
         self._num_lost = self._num_fruitless = self._num_broken = 0
         self._started = time.monotonic()
 
@@ -91,7 +92,13 @@ class RequestDriver:
             self._note_losses(set(group) - set(attempt.progress))
             report = attempt.report
             if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
-                report = replace(report, num_steps=report.num_steps + num_steps, losses=self._num_lost)
+                cached_tokens = max(report.cached_tokens, self._cached_tokens)
+                report = replace(
+                    report,
+                    num_steps=report.num_steps + num_steps,
+                    losses=self._num_lost,
+                    cached_tokens=cached_tokens,
+                )
                 yield report if is_whole else replace(report, seconds=time.monotonic() - self._started)
                 return
             is_whole = False
@@ -166,8 +173,12 @@ class RequestDriver:
         # Tokens that a replica has committed but rank 0 did not stream before it was lost.
         rest = best.output_after(len(self._delivered) - len(request.committed), request)
         if rest is not None:
-            self._delivered += rest.token_ids
-            yield rest
+            yield self._noted(rest)
+
+    def _noted(self, output: StepOutput) -> StepOutput:
+        self._delivered += output.token_ids
+        self._cached_tokens += output.cached_tokens
+        return output
 
     def _stream(
         self, inbox: Inbox, reader: AnswerReader, joining: _JoiningReplicas, attempt: Attempt
@@ -189,8 +200,7 @@ class RequestDriver:
             if not isinstance(message, Streamed):
                 attempt.add(index, message)
                 continue
-            self._delivered += message.output.token_ids
-            yield message.output
+            yield self._noted(message.output)
             wanted = self._lease.wanted
             if attempt.is_paused or wanted == set(group):
                 continue

@@ -94,6 +94,7 @@ class Progress:
     num_steps: int = 0  # that committed these tokens
     found_by: list[int] = field(default_factory=list)  # rank that verified each token, with a trace; else empty
     sources: list[str] = field(default_factory=list)  # origin of each token, with a trace; else empty
+    cached_tokens: int = 0  # of the prompt; 0 if an earlier attempt has fed it
 
     def after(self, output: StepOutput) -> Progress:
         return Progress(
@@ -102,6 +103,7 @@ class Progress:
             self.num_steps + 1,
             [*self.found_by, *(output.found_by or ())],
             [*self.sources, *(output.sources or ())],
+            self.cached_tokens + output.cached_tokens,
         )
 
     def output_after(self, num_tokens: int, request: Request) -> StepOutput | None:
@@ -113,6 +115,7 @@ class Progress:
             self.logprobs[num_tokens:] if request.logprobs else None,
             self.found_by[num_tokens:] if request.trace else None,
             self.sources[num_tokens:] if request.trace else None,
+            0 if num_tokens else self.cached_tokens,
         )
 
 

@@ -136,7 +136,7 @@ def test_request_continues_if_each_broken_group_adds_a_token():
 def test_unstreamed_steps_of_a_lost_replica_are_recovered(trace):
     """A remaining replica supplies the steps that the lost one did not stream, with the same trace."""
     steps = [
-        StepOutput([5, 6], [-1.0, -2.0], [1, 0], ["text", MODEL]),
+        StepOutput([5, 6], [-1.0, -2.0], [1, 0], ["text", MODEL], cached_tokens=2),
         StepOutput([7], [-3.0], [1], [MODEL]),
         StepOutput([8], [-4.0], [0], [MODEL]),
     ]
@@ -154,6 +154,23 @@ def test_unstreamed_steps_of_a_lost_replica_are_recovered(trace):
         *outputs, report = launcher.run(replace(REQUEST, trace=trace, logprobs=True))
     assert outputs == steps
     assert report.losses == 1
+    assert report.cached_tokens == 2, "of the attempt that fed the prompt"
+
+
+def test_cached_tokens_are_reported_if_no_step_was_streamed():
+    """Rank 0 is lost before it streams; the other replica has committed the prefill's step."""
+    step = StepOutput([5], cached_tokens=2)
+
+    def answers(group: int, index: int, order: int) -> list[object]:
+        if group == 1:
+            return [Finished(order, Progress(), REPORT)]
+        if index == 0:
+            return [Failed("its process ended", None)]
+        return [GroupBroken(order, Progress().after(step), "rank 0 is gone")]
+
+    with launched(answers) as launcher:
+        *outputs, report = launcher.run(REQUEST)
+    assert outputs == [step] and report.cached_tokens == 2
 
 
 @pytest.mark.parametrize(
