@@ -151,8 +151,8 @@ def said_by_first(
 ) -> str:
     """Broadcast a string from rank 0 of `num_ranks` to the others, through torchrun's store.
 
-    `value` computes the string, and is called on rank 0 only; `name` is its key in the store. Raises LaunchError if not
-    all ranks join, or rank 0 has not computed the string, within `timeout` seconds.
+    `value` computes the string, and is called on rank 0 only; `name` is its key in the store. Raises LaunchError if,
+    within `timeout` seconds, rank 0 has not computed the string or, on rank 0, not all ranks have read it.
     """
     try:
         store = connect(context, timeout)
@@ -163,7 +163,8 @@ def said_by_first(
             store.set(key, value())
         stored = store.get(key).decode()
         store.add(f"{key}/read", 1)
-        wait_for_all(store, f"{key}/read", num_ranks, timeout, never_abandoned)  # one of the ranks may host the store
+        if rank == 0:  # it may host the store, which ends with its process
+            wait_for_all(store, f"{key}/read", num_ranks, timeout, never_abandoned)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
     return stored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from collections.abc import Callable
@@ -56,21 +57,23 @@ def address_of(interface: str) -> str:
 
 
 def connect(context: ReplicaContext, timeout: float) -> TCPStore:
-    """Connect to the store in which the replicas meet, and host it first if `context.hosts_store` is set.
+    """Connect to the store in which the replicas meet; with `context.hosts_store`, host it until this process ends.
 
     Connecting, and every later operation on the store, may take `timeout` seconds.
     """
+    limit = timedelta(seconds=timeout)
     try:
-        return TCPStore(
-            context.host,
-            context.port,
-            is_master=context.hosts_store,
-            multi_tenant=True,  # a second store at the same port in this process shares the first one's server
-            wait_for_workers=False,
-            timeout=timedelta(seconds=timeout),
-        )
+        if context.hosts_store:
+            _keep_open(context.host, context.port, limit)
+        return TCPStore(context.host, context.port, wait_for_workers=False, timeout=limit)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
+
+
+@functools.cache  # other ranks may still use the store when this one needs it no more
+def _keep_open(host: str, port: int, timeout: timedelta) -> TCPStore:
+    # Other stores of this process at the same port, such as the default process group's, share the server.
+    return TCPStore(host, port, is_master=True, multi_tenant=True, wait_for_workers=False, timeout=timeout)
 
 
 def cannot_join(context: ReplicaContext, error: Exception) -> LaunchError:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from support.shards import run_shards
 from support.simulated_gpu import simulated_gpu
 from support.thinned import thinned
 
+from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer
 from lp_runtime.distributed.shards import (
     BUFFER_WORDS,
@@ -18,6 +21,8 @@ from lp_runtime.distributed.shards import (
     ShardPlace,
     clear_up,
     loading_group,
+    meet_in_store,
+    said_by_first,
     shard_group,
 )
 from lp_runtime.errors import LaunchError, PassFailedError, ShardError
@@ -194,3 +199,28 @@ def test_files_of_killed_shards_are_removed():
         (FOLDER / name).touch()
     clear_up("lp_runtime-test")
     assert not list(FOLDER.glob("lp_runtime-test*"))
+
+
+def ranks_without_agent(number: int) -> list[ReplicaContext]:
+    """Return the contexts of ranks whose store rank 0 hosts, as with `srun`."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return [ReplicaContext(rank, number, port=port, hosts_store=rank == 0) for rank in range(number)]
+
+
+def test_store_of_rank_0_serves_a_replica_that_comes_later():
+    segments = [meet_in_store(context, 0, 1, 60.0, 60.0).segment for context in ranks_without_agent(2)]
+    assert len(set(segments)) == 2
+
+
+def test_only_rank_0_waits_for_all_ranks_to_read():
+    """The process of rank 0, and the store with it, may end as soon as all have read."""
+    contexts = ranks_without_agent(3)
+
+    def heard(rank: int) -> str:
+        return said_by_first(contexts[rank], "split", lambda: "2", 60.0, rank, 3)
+
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(heard, 0)
+        assert heard(1) == "2" and not first.done()
+        assert heard(2) == first.result() == "2"
