@@ -36,20 +36,42 @@ SPEEDS_KEYS = ("gpus_per_replica", "tokens_per_second")
 Survey = Callable[[], Sequence[int]]  # returns the free bytes of each GPU
 
 
-def choose_split(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None = None) -> RuntimeConfig:
+def choose_split(
+    config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None = None, has_pipelines: bool = True
+) -> RuntimeConfig:
     """Return settings whose gpus_per_replica is a number: the given one, the fastest, or the smallest.
 
     Args:
         num_gpus: GPUs that the runtime may use; 0 on CPUs.
         survey: called only if more than one P is possible.
         num_local: GPUs of one machine, which P must divide, too; None if all GPUs are on this machine.
+        has_pipelines: whether a process may use several GPUs, for pipeline parallelism.
     """
     if config.gpus_per_replica == "fastest":
-        gpus = config.gpus or num_gpus or 1
-        config = dataclasses.replace(config, gpus=gpus, gpus_per_replica=fastest_split(config, gpus))
+        return _with_fastest(config, num_gpus, num_local, has_pipelines)
+    if not has_pipelines:
+        config = with_parallelism(config, "tensor")
     if config.is_split_chosen:
         return _with_parallelism(config, num_gpus > 0)
     return _with_fewest(config, num_gpus, survey, num_local)
+
+
+def with_parallelism(config: RuntimeConfig, parallelism: str) -> RuntimeConfig:
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism=parallelism))
+
+
+def _with_fastest(config: RuntimeConfig, num_gpus: int, num_local: int | None, has_pipelines: bool) -> RuntimeConfig:
+    config = dataclasses.replace(config, gpus=config.gpus or num_gpus or 1)
+    measured = _fastest_first(config)
+    for number in measured:
+        # Decided as for the measurement, which may have used pipelines.
+        split = _with_parallelism(dataclasses.replace(config, gpus_per_replica=number), num_gpus > 0)
+        if (num_local is None or num_local % number == 0) and (has_pipelines or split.num_stages == 1):
+            return split
+    raise ConfigError(
+        f"gpus_per_replica=fastest: none of the measured ones ({', '.join(map(str, measured))}) is possible:"
+        " a replica's GPUs must be on one machine, and torchrun starts no pipelines"
+    )
 
 
 def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local: int | None) -> RuntimeConfig:
@@ -61,8 +83,7 @@ def _with_fewest(config: RuntimeConfig, num_gpus: int, survey: Survey, num_local
         return dataclasses.replace(config, gpus_per_replica=1)
     free = min(list(survey())[: config.gpus or num_gpus])
     num_shards, parallelism = _fewest(size, candidates, free, config.model)
-    model = dataclasses.replace(config.model, parallelism=parallelism)
-    return dataclasses.replace(config, gpus_per_replica=num_shards, model=model)
+    return dataclasses.replace(with_parallelism(config, parallelism), gpus_per_replica=num_shards)
 
 
 def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
@@ -74,7 +95,7 @@ def _with_parallelism(config: RuntimeConfig, on_gpus: bool) -> RuntimeConfig:
         size = size_of_model(config.model, config.dtype)
         if config.model.quantization_config is not None or (size and _why_not_sliced(size, config.replica_gpus)):
             parallelism = "pipeline"
-    return dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism=parallelism))
+    return with_parallelism(config, parallelism)
 
 
 def _why_not_sliced(size: ModelSize, num_shards: int) -> str:
@@ -152,26 +173,27 @@ def visible_on(device: str) -> int:
 def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
     """Store tokens per second by GPUs per replica, measured for a model here, if a cache folder is set."""
     arrays = {SPEEDS_KEYS[0]: np.array(list(speeds)), SPEEDS_KEYS[1]: np.array(list(speeds.values()))}
-    CalibrationFiles(config.cache_dir).store(_speeds_file(config, config.num_gpus), arrays)
+    CalibrationFiles(config.cache_dir).store(_speeds_file(config), arrays)
 
 
-def fastest_split(config: RuntimeConfig, gpus: int) -> int:
-    """Return the number of GPUs per replica that was measured to be fastest with `gpus` GPUs in total."""
-    speeds = CalibrationFiles(config.cache_dir).load(_speeds_file(config, gpus), SPEEDS_KEYS)
+def _fastest_first(config: RuntimeConfig) -> list[int]:
+    """Return the measured numbers of GPUs per replica for `config.gpus` GPUs in total, the fastest first."""
+    speeds = CalibrationFiles(config.cache_dir).load(_speeds_file(config), SPEEDS_KEYS)
     if speeds is None:
         path = "" if config.model.path is None else f" model.path={config.model.path}"
         kept = "" if config.cache_dir is not None else " with a cache_dir"
         raise ConfigError(
-            f"gpus_per_replica=fastest: nothing was measured of this model on {gpus} GPUs of this machine;"
-            f" run lp-bench splits=auto gpus={gpus}{path}{kept}"
+            f"gpus_per_replica=fastest: nothing was measured of this model on {config.num_gpus} GPUs of this machine;"
+            f" run lp-bench splits=auto gpus={config.num_gpus}{path}{kept}"
         )
-    return int(speeds[SPEEDS_KEYS[0]][speeds[SPEEDS_KEYS[1]].argmax()])
+    numbers, tokens_per_second = (speeds[key] for key in SPEEDS_KEYS)
+    return [int(number) for number in numbers[(-tokens_per_second).argsort(kind="stable")]]
 
 
-def _speeds_file(config: RuntimeConfig, gpus: int) -> str:
+def _speeds_file(config: RuntimeConfig) -> str:
     model = config.model
     settings = [config.device, config.dtype, config.exactness, config.compile, model.location, model.parallelism]
     versions = [metadata.version(name) for name in ("torch", "transformers")]
-    what = [SPEEDS_VERSION, gpus, platform.node(), *settings, *versions]
+    what = [SPEEDS_VERSION, config.num_gpus, platform.node(), *settings, *versions]
     what.append(config_json(model.location, model.revision))
     return f"splits-{hashlib.blake2b(repr(what).encode(), digest_size=12).hexdigest()}.npz"

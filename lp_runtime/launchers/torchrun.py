@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 
 import torch
 
+from lp_runtime import errors
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
@@ -18,14 +19,13 @@ from lp_runtime.errors import (
     ConfigError,
     LaunchError,
     LookaheadError,
-    ModelError,
     ReplicaError,
     RequestError,
     ShardError,
     unforeseen_as,
 )
 from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
-from lp_runtime.launchers.split import choose_split, visible_on
+from lp_runtime.launchers.split import choose_split, visible_on, with_parallelism
 from lp_runtime.launchers.wire.sealed_request import open_request, seal
 from lp_runtime.replica.loaded_model import ReplicaInfo, load_follower
 from lp_runtime.replica.replica import start_replica
@@ -186,15 +186,17 @@ class TorchrunFollower(Launcher):
 
 
 def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
-    """Return settings whose gpus_per_replica is a number, which rank 0 chooses by its GPU's free memory."""
+    """Return settings whose gpus_per_replica is a number; if not given, rank 0 chooses it for all ranks.
+
+    Rank 0 knows the free memory of its GPU, and the speeds in its cache folder. All ranks raise its error.
+    """
     if config.model.parallelism == "pipeline" and config.gpus_per_replica != 1:
         raise ConfigError("model.parallelism=pipeline: not under torchrun, which starts a process for each GPU")
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, parallelism="tensor"))
     if config.is_split_chosen:
-        return config
+        return with_parallelism(config, "tensor")
     is_alone = world.num_replicas == 1 or not visible_on(config.device)
     if config.gpus_per_replica == "auto" and is_alone:
-        return dataclasses.replace(config, gpus_per_replica=1)
+        return dataclasses.replace(with_parallelism(config, "tensor"), gpus_per_replica=1)
     given = dataclasses.replace(config, gpus=world.num_replicas)
 
     def free() -> list[int]:
@@ -202,14 +204,16 @@ def with_split(config: RuntimeConfig, world: ReplicaContext) -> RuntimeConfig:
 
     def chosen() -> str:
         try:
-            return str(choose_split(given, world.num_replicas, free, world.num_local).num_shards)
+            with unforeseen_as(LaunchError, f"gpus_per_replica={config.gpus_per_replica}"):
+                return str(choose_split(given, world.num_replicas, free, world.num_local, False).num_shards)
         except LookaheadError as error:
-            return str(error)
+            return f"{type(error).__name__} {error}"
 
     answer = said_by_first(world, "split", chosen, STORE_SECONDS, world.rank, world.num_replicas)
-    if not answer.isdecimal():
-        raise ModelError(answer)
-    return dataclasses.replace(given, gpus_per_replica=int(answer))
+    kind, _, message = answer.partition(" ")
+    if message:
+        raise getattr(errors, kind)(message)
+    return with_parallelism(dataclasses.replace(given, gpus_per_replica=int(answer)), "tensor")
 
 
 def launch_under_torchrun(config: RuntimeConfig) -> Launcher:

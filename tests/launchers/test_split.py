@@ -21,7 +21,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError, ModelError
 from lp_runtime.launchers import split, torchrun
 from lp_runtime.launchers.ray_booking import gpus_of_cluster
-from lp_runtime.launchers.split import choose_split, free_of_this_machine
+from lp_runtime.launchers.split import choose_split, free_of_this_machine, keep_speeds
 from lp_runtime.model.capacity import NCCL_BYTES, bytes_of_tokens, tokens_in
 from lp_runtime.model.checks.make_runner import make_runner
 from lp_runtime.model.loading.sizes import ModelSize, size_of_model
@@ -256,6 +256,49 @@ def test_torchrun_rank_0_chooses_the_split_by_its_free_memory(large, monkeypatch
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (GIB, 0))
     with pytest.raises(ModelError, match="does not fit"):
         torchrun.with_split(config, world)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "speeds", "num_local", "expected"),
+    [
+        ("llama", {1: 1.0, 2: 2.0, 4: 3.0}, 4, 4),
+        ("llama", {1: 1.0, 2: 2.0, 4: 3.0}, 2, 2),  # on two machines
+        ("gpt2", {1: 1.0, 2: 2.0, 4: 3.0}, 4, 1),  # measured as pipelines, since it cannot be sliced
+        ("gpt2", {2: 2.0, 4: 3.0}, 4, r"fastest: none of the measured ones \(4, 2\) is possible"),
+        ("llama", {}, 4, "fastest: nothing was measured .* run lp-bench splits=auto gpus=4"),
+    ],
+)
+def test_torchrun_takes_the_fastest_split_that_it_can_start(
+    tmp_path, monkeypatch, model_type, speeds, num_local, expected
+):
+    """lp-bench has measured with the same settings under the local launcher."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(tmp_path)
+    settings = {"model": ModelConfig(path=str(tmp_path)), "cache_dir": str(tmp_path)}
+    if speeds:
+        keep_speeds(RuntimeConfig(**settings, gpus=4), speeds)
+    monkeypatch.setattr(torchrun, "said_by_first", lambda world, name, value, *place: value())
+    world = SimpleNamespace(rank=0, num_replicas=4, num_local=num_local, device_index=0)
+    config = RuntimeConfig(**settings, gpus_per_replica="fastest")
+    if isinstance(expected, str):
+        with pytest.raises(ConfigError, match=expected):
+            torchrun.with_split(config, world)
+    else:
+        split = torchrun.with_split(config, world)
+        assert (split.num_shards, split.num_gpus, split.model.parallelism) == (expected, 4, "tensor")
+
+
+def test_failure_of_rank_0_to_choose_the_split_reaches_all_ranks(large, monkeypatch):
+    def fail(index: int) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: the device is busy")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", fail)
+    monkeypatch.setattr(torchrun, "said_by_first", lambda world, name, value, *place: value())
+    world = SimpleNamespace(rank=0, num_replicas=2, num_local=2, device_index=0)
+    with pytest.raises(LaunchError, match="gpus_per_replica=auto: RuntimeError: CUDA error: the device is busy"):
+        torchrun.with_split(RuntimeConfig(model=ModelConfig(path=large)), world)
 
 
 def test_gpus_of_cluster_counts_all_and_those_of_the_smallest_node():
