@@ -237,6 +237,10 @@ class BenchConfig(ClientConfig):
         for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
         self.lookahead = self.lookahead.with_drafts_of_one_request()  # prompts are decoded several times
+        if self.url is None and self.prefix_cache_bytes != 0:
+            raise ConfigError(
+                f"prefix_cache_bytes={self.prefix_cache_bytes}: must be 0, because prompts are decoded several times"
+            )
         self._check_prompts()
         for method in self.methods:
             require_choice("methods", method, METHODS)

@@ -250,6 +250,8 @@ def test_invalid_bench_settings_are_refused_in_one_line(override, message, capsy
         ({"chat": True}, "chat=true: only with prompts or url"),
         ({"each": 0}, "each=0: must be an integer >= 1"),
         ({"turns": "all"}, "turns=all: only with chat=true"),
+        ({"prefix_cache_bytes": 1 << 30}, "prefix_cache_bytes=1073741824: must be 0, because prompts are decoded sev"),
+        ({"prefix_cache_bytes": None}, "prefix_cache_bytes=None: must be 0"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )
