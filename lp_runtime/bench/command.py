@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from collections.abc import Sequence
 
 import torch
 from tqdm import tqdm
@@ -20,6 +21,8 @@ from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.runtime import LookaheadRuntime
 
 log = logging.getLogger(__name__)
+
+PARTIAL_METHODS = ("hf_compiled", "hf_prompt_lookup", "paper")  # those that some models or machines cannot run
 
 
 def check_bench(config: BenchConfig) -> None:
@@ -62,6 +65,19 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
             report.write(folder)
 
 
+def _warm_up(methods: dict[str, Decode], prompts: list[list[int]], may_fail: Sequence[str]) -> None:
+    """Run every method once, as its first request compiles and measures; remove those of `may_fail` that fail."""
+    for name, decode in list(methods.items()):
+        try:
+            for prompt in prompts if name == "hf_compiled" else prompts[:1]:  # it compiles for each prompt length
+                decode(prompt)
+        except Exception as error:  # of torch.compile, of transformers, of the runtime
+            if name not in may_fail or len(methods) == 1:
+                raise
+            log.warning("%s cannot run here, so it is left out: %s", name, first_line(error))
+            del methods[name]
+
+
 def _run(
     config: BenchConfig, runtime: LookaheadRuntime, names: list[str], prompts: list[list[int]]
 ) -> dict[str, list[Result]]:
@@ -70,19 +86,8 @@ def _run(
     methods: dict[str, Decode] = huggingface_methods(config, names, eos)
     methods |= runtime_methods(config, runtime, names)
     methods |= critical_path_methods(config, config.degrees, eos)
+    _warm_up(methods, prompts, PARTIAL_METHODS[:1] if config.methods else PARTIAL_METHODS)
     results: dict[str, list[Result]] = {name: [] for name in methods}
-    for name, decode in list(methods.items()):  # warm-up: the first request compiles and measures
-        if name != "hf_compiled":
-            decode(prompts[0])
-            continue
-        try:
-            for prompt in prompts:  # each prompt length is compiled separately
-                decode(prompt)
-        except Exception as error:  # torch.compile, or transformers' use of it, fails on some machines
-            if len(methods) == 1:
-                raise
-            log.warning("hf_compiled fails on this machine, so it is left out: %s", first_line(error))
-            del methods[name], results[name]
     order = list(methods)
     total = config.rounds * len(prompts) * len(order)
     is_watched = sys.stderr.isatty()

@@ -83,7 +83,8 @@ class _FirstTokenClock:
 class HuggingFace:
     """Greedy decoding with transformers' own `generate`.
 
-    It stops after any of `eos_token_ids`; if these are empty, it continues to `max_new_tokens`.
+    It stops after any of `eos_token_ids`; if these are empty, it continues to `max_new_tokens`. The model's own
+    stop_strings have no effect.
     """
 
     def __init__(self, model: CausalLM, max_new_tokens: int, eos_token_ids: frozenset[int] = frozenset()):
@@ -112,6 +113,7 @@ class HuggingFace:
                 min_new_tokens=None,
                 max_new_tokens=self._max_new_tokens,
                 eos_token_id=self._eos,
+                stop_strings=None,
                 pad_token_id=0,
                 streamer=clock,
                 **options,
@@ -150,7 +152,7 @@ def runtime_methods(config: BenchConfig, runtime: LookaheadRuntime, names: list[
     def decode(prompt: list[int], lookahead: LookaheadConfig) -> Result:
         started = time.perf_counter()
         generation = runtime.generate(
-            prompt, config.max_new_tokens, eos=config.stops_at_eos, lookahead=lookahead, sampling=GREEDY
+            prompt, config.max_new_tokens, eos=config.stops_at_eos, stop=[], lookahead=lookahead, sampling=GREEDY
         )
         seconds = time.perf_counter() - started
         times = generation.times

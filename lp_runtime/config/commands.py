@@ -218,7 +218,7 @@ class BenchConfig(ClientConfig):
     methods: list[str] = field(default_factory=list)
     """Methods to compare: hf (transformers' greedy decoding), hf_compiled (hf with a static cache, compiled),
     hf_prompt_lookup, plain (this runtime, one token per step), paper (the paper's drafter) and default (the lookahead
-    settings). If not given: all, except hf_compiled on CPUs."""
+    settings). If not given: all that can run this model, except hf_compiled on CPUs."""
     splits: Optional[str] = None  # noqa: UP045
     """auto: instead of comparing methods, decode the prompts with every split of `gpus` into replicas (gpus_per_replica
     1, 2 ... gpus), print S, step time and tokens/s of each, and save the fastest for gpus_per_replica=fastest."""

@@ -19,7 +19,7 @@ from lp_runtime.bench.report import commit
 from lp_runtime.bench.rows import quartiles
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.commands import BenchConfig
-from lp_runtime.config.settings import ModelConfig
+from lp_runtime.config.settings import DEMO_MODEL, ModelConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.entrypoints.cli import bench_main
@@ -212,10 +212,35 @@ def test_failing_baseline_is_left_out(tmp_path, capsys, caplog, monkeypatch):
     bench_main(["methods=[hf,hf_compiled,plain]", *settings])
     rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
     assert [row["method"] for row in rows] == ["hf", "plain"]
-    assert "hf_compiled fails on this machine, so it is left out: no compiler" in caplog.text
+    assert "hf_compiled cannot run here, so it is left out: no compiler" in caplog.text
     with pytest.raises(SystemExit) as exit_status:
         bench_main(["methods=[hf_compiled]", *settings])
     assert exit_status.value.code == 1 and "no compiler" in capsys.readouterr().err
+
+
+def test_methods_that_a_recurrent_model_cannot_run_are_left_out(tmp_path, capsys, caplog, make_model_dir):
+    folder = make_model_dir("Mamba2", vocab_size=4096, state_size=8, num_heads=4, head_dim=16, n_groups=1)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO_MODEL / name, folder)
+    settings = [f"model.path={folder}", "limit=1", "max_new_tokens=6", f"output={tmp_path}", *FIXED]
+    bench_main(settings)
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["method"], row["outputs_that_differ"]) for row in rows] == [("hf", 0), ("plain", 0), ("default", 0)]
+    left_out = [line for line in caplog.messages if "cannot run here, so it is left out" in line]
+    assert [line.partition(" ")[0] for line in left_out] == ["hf_prompt_lookup", "paper"]
+    with pytest.raises(SystemExit):
+        bench_main([*settings, "methods=[paper,plain]"])
+    assert "lookahead.drafter=paper: must be" in capsys.readouterr().err
+
+
+def test_stop_strings_of_a_model_are_ignored_by_all_methods(tmp_path, capsys, small_demo_dir):
+    folder = shutil.copytree(small_demo_dir, tmp_path / "model")
+    config = json.loads((folder / "generation_config.json").read_text())
+    (folder / "generation_config.json").write_text(json.dumps(config | {"stop_strings": ["e", " ", "\n"]}))
+    methods = ["methods=[hf,plain,default]", "degrees=[1]", "exchange_us=[0]"]
+    bench_main([f"model.path={folder}", "limit=1", "max_new_tokens=24", *methods, f"output={tmp_path}", *FIXED])
+    rows = json.loads((tmp_path / "bench.json").read_text())["rows"]
+    assert [(row["num_tokens"], row["outputs_that_differ"]) for row in rows] == [(24, 0)] * 4
 
 
 @pytest.mark.parametrize(
