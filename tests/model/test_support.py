@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.engines import engine_of
 from support.small_models import FAMILIES, REFUSED, random_model
-from support.thinned import thinned
+from support.thinned import slow, thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -15,7 +15,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 
 CPU = torch.device("cpu")
-LENGTH, NEW = 12, 24
+LENGTH, NEW = 12, 12
 ALSO_SLOW = ("mpt", "rwkv", "jamba", "qwen3_next")  # refused for the same reasons as others
 
 
@@ -43,9 +43,7 @@ def test_greedy_and_sampling_are_exact(family, attention):
     assert sampled == decode(tree_model, Request(ids, PLAIN, NEW, sampling=sampling))
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=pytest.mark.slow if each in ALSO_SLOW else ()) for each in REFUSED]
-)
+@pytest.mark.parametrize("family", slow(REFUSED, ALSO_SLOW))
 def test_unsupported_family_is_refused_with_a_reason(family):
     name, settings, reason = REFUSED[family]
     with pytest.raises(ModelError, match=reason) as caught:
