@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -179,17 +180,40 @@ def test_parallelism_is_chosen_for_given_gpus_per_replica(tmp_path, large):
         lies(large, 8, quantization_config={"quant_method": "bitsandbytes"}, parallelism="tensor")
 
 
-def test_size_of_quantized_checkpoint_is_that_of_its_files(tmp_path):
+def write_weights(path: Path, num_bytes: int) -> None:
+    weight = {"dtype": "U8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"weight": weight}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(num_bytes))
+
+
+def write_quantized_config(folder: Path) -> None:
     name, own = FAMILIES["llama"]
     config = AutoConfig.for_model("llama", **SHAPE | own)
     config.quantization_config = {"quant_method": "mxfp4"}
-    config.save_pretrained(tmp_path)
-    header = json.dumps({"weight": {"dtype": "U8", "shape": [1000], "data_offsets": [0, 1000]}}).encode()
-    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(1000))
+    config.save_pretrained(folder)
+
+
+def test_size_of_quantized_checkpoint_is_that_of_its_files(tmp_path):
+    write_quantized_config(tmp_path)
+    write_weights(tmp_path / "model.safetensors", 1000)
     assert size_of_model(ModelConfig(path=str(tmp_path)), "auto").weight_bytes(1) == 1000
     assert way(str(tmp_path), 1, 2) == (1, "tensor")
     with pytest.raises(ModelError, match="a quantized model cannot be sliced"):
         way(str(tmp_path), 0, 2, "tensor")
+
+
+def test_size_of_quantized_checkpoint_counts_the_loaded_files_only(tmp_path):
+    """Mistral's releases have the same weights in another layout, in consolidated.safetensors."""
+    write_quantized_config(tmp_path)
+    write_weights(tmp_path / "consolidated.safetensors", 1000)
+    shards = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for shard in shards:
+        write_weights(tmp_path / shard, 500)
+    index = {"weight_map": {"a": shards[0], "b": shards[1], "c": shards[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert size_of_model(ModelConfig(path=str(tmp_path)), "auto").weight_bytes(1) == 1000
+    write_weights(tmp_path / "model.safetensors", 700)
+    assert size_of_model(ModelConfig(path=str(tmp_path)), "auto").weight_bytes(1) == 700
 
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3", "gemma3_text", "qwen3_5_text"])

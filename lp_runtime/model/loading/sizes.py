@@ -9,6 +9,7 @@ Letters: P shards.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import struct
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
 from lp_runtime.errors import ModelError, first_line
@@ -161,10 +163,20 @@ def _usual_numbers(config: PreTrainedConfig) -> int:
 
 
 def safetensors_bytes(folder: str) -> int:
-    """Return the bytes of all tensors in a directory's safetensors files; 0 for a hub id or without files."""
+    """Return the bytes of all tensors in the files that a directory is loaded from; 0 for a hub id or without files."""
     total = 0
-    for path in Path(folder).glob("*.safetensors"):
+    for path in _weight_files(Path(folder)):
         with path.open("rb") as file:
             (header,) = HEADER_LENGTH.unpack(file.read(HEADER_LENGTH.size))
         total += path.stat().st_size - HEADER_LENGTH.size - header
     return total
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files that transformers reads; others may hold the same weights in another layout."""
+    if (single := folder / SAFE_WEIGHTS_NAME).is_file():
+        return [single]
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in set(names)]
+    return list(folder.glob("*.safetensors"))
