@@ -203,6 +203,8 @@ def of_row(
     """
     alone = []
     for processor in processors:
+        if type(processor) is library.ForcedBOSTokenLogitsProcessor and padding:
+            continue  # it fires at a length of one, which no padded row has
         if type(processor) is library.RepetitionPenaltyLogitsProcessor:
             processor = _repetition_penalty_of_row(processor, row, padding)
         elif type(processor) is library.PrefixConstrainedLogitsProcessor:

@@ -163,6 +163,17 @@ def test_processors_do_not_count_padding_of_row(model, options):
         assert not actual[0, 10 + len(new) :].any()
 
 
+def test_forced_first_token_counts_padding_like_generate(model):
+    """`generate` forces the token after a prompt of one token; a padded prompt is longer."""
+    batch, mask = torch.tensor([[0, 0, 9], [7, 8, 9]]), torch.tensor([[0, 0, 1], [1, 1, 1]])
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "forced_bos_token_id": 63}
+    expected = model.generate(batch, attention_mask=mask, **options)
+    assert expected[0, 3] != 63 and torch.equal(ours(model, batch, attention_mask=mask, **options), expected)
+    for ids in (batch[:1, 2:], batch[:, 2:]):
+        actual = ours(model, ids, attention_mask=torch.ones_like(ids), **options)
+        assert (actual[:, 1] == 63).all()
+
+
 def test_rows_that_end_early_are_padded_like_generate(model):
     batch = torch.tensor([[1, 266, 9], [7, 8, 9]])
     options = {"attention_mask": torch.ones_like(batch), "max_new_tokens": 8, "do_sample": False}
