@@ -47,7 +47,7 @@ class Answers:
 
     async def respond(self, body: Common, request: Request, choices: list[Choice], form: Form) -> Response:
         """Build the HTTP response: a stream of events, or one JSON body once all choices have ended."""
-        texts = self._texts(choices, time.perf_counter())
+        texts = self._texts(choices, request.state.arrived)
         if self._tracing is not None:
             texts = self._tracing.traced(texts, request, body, choices)
         if body.stream:

@@ -30,7 +30,7 @@ class Metrics:
         self.inter_token = self._histogram(
             "lp_inter_token_seconds", "Between tokens of a text; a step's tokens share its time", SHORT_BUCKETS_SECONDS
         )
-        self.queue = self._histogram("lp_queue_seconds", "From a request's arrival to its first replica")
+        self.queue = self._histogram("lp_queue_seconds", "From a request's entry into the queue to its first replica")
         self.whole = self._histogram("lp_request_seconds", "From a request's arrival to its end")
         self._registry.register(self)
 

@@ -58,13 +58,14 @@ class Tracing:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         operation = OPERATIONS.get(request.url.path, "chat")
+        began = time.time_ns()
         span = self._tracer.start_span(
             f"{operation} {self._model}",
             TraceContextTextMapPropagator().extract(request.headers),
             SpanKind.SERVER,
             {**self._asked(body), "gen_ai.operation.name": operation, "lp.request_id": request.state.request_id},
+            start_time=began - int((time.perf_counter() - request.state.arrived) * NANOSECONDS),
         )
-        began = time.time_ns()
         try:
             async with contextlib.aclosing(texts):
                 async for each in texts:
@@ -93,7 +94,7 @@ class Tracing:
         return {**attributes, "gen_ai.provider.name": "lp_runtime"}
 
     def _add_parts(self, span: Any, choices: Sequence[Choice], began: int) -> None:
-        """Add the answer's results and child spans per choice; `began` is in nanoseconds since 1970."""
+        """Add the answer's results and child spans per choice; `began`: start of the queue, in nanoseconds since 1970."""
         ended = [choice for choice in choices if choice.job.generation is not None]
         if len(ended) == len(choices):
             span.set_attribute("gen_ai.response.finish_reasons", [str(choice.reason) for choice in ended])

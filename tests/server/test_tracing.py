@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -61,10 +62,18 @@ def ended(exporter, number: int) -> list:
 def test_request_span_has_queue_prefill_and_decode_children(runtime, exporter, tracing, stream):
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0, "stream": stream}
     with served(runtime, tracing=tracing) as (url, scheduler):
+        submitted, submit_all = [], scheduler.submit_all
+
+        def noting(*arguments, **more):
+            submitted.append(time.time_ns())
+            return submit_all(*arguments, **more)
+
+        scheduler.submit_all = noting
         post(url, "/v1/chat/completions", body, traceparent=f"00-{TRACE}-{PARENT}-01", X_Request_Id="mine")
         *parts, whole = ended(exporter, 4)
         assert [each.name for each in parts] == ["queue", "prefill", "decode"] and whole.name == "chat demo"
         assert f"{whole.context.trace_id:032x}" == TRACE and f"{whole.parent.span_id:016x}" == PARENT
+        assert whole.start_time < submitted[0] <= parts[0].start_time, "tokenizing the prompt comes before the queue"
         assert all(each.parent.span_id == whole.context.span_id for each in parts)
         assert all(each.end_time == later.start_time for each, later in zip(parts, parts[1:], strict=False))
         attributes = dict(whole.attributes)

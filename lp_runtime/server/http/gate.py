@@ -40,7 +40,7 @@ SECURITY_HEADERS = (
 
 
 class Gate:
-    """ASGI middleware that checks a request before its body is read, and gives it an id.
+    """ASGI middleware that checks a request before its body is read, and gives it an id and its time of arrival.
 
     `api_keys` are the accepted keys by the client's name; empty if none is required.
     """
@@ -61,7 +61,8 @@ class Gate:
         scope.setdefault("state", {})["request_id"] = request_id
         client = self._client(headers)
         scope["state"]["client"] = client or ""
-        started, status = time.perf_counter(), 0
+        scope["state"]["arrived"] = arrived = time.perf_counter()
+        status = 0
 
         async def named(message: Message) -> None:
             nonlocal status
@@ -79,7 +80,7 @@ class Gate:
                 await self._app(scope, self._bounded(receive), named)
         finally:
             if self._config.access_log:
-                _log(scope, request_id, client, status, time.perf_counter() - started)
+                _log(scope, request_id, client, status, time.perf_counter() - arrived)
 
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], client: str | None) -> ApiError | None:
         """Return the error for a request that is refused before its body is read; None if it is accepted."""
