@@ -12,6 +12,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from lp_runtime.errors import LookaheadError
+from lp_runtime.request.generation import Delta
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
@@ -26,6 +27,7 @@ POLL_SECONDS = 0.1  # between checks whether a client is still connected
 PING_SECONDS = 10.0  # between events that keep a stream open while there is no text
 
 T = TypeVar("T")
+Item = tuple[Choice, Delta | Exception | None, float]  # a delta or the end of a choice, at a time.perf_counter()
 
 
 class Answers:
@@ -73,26 +75,36 @@ class Answers:
         return Response(to_json(form.whole(choices)), media_type="application/json")
 
     async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
-        """Yield (choice, text to show) for every delta and for each choice's end, one choice after another.
+        """Yield (choice, text to show) for every delta as it comes, and for the end of each choice.
 
-        If the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by time.perf_counter().
+        If a job fails or the iteration ends early, all jobs are cancelled. `arrived` is the request's arrival by
+        time.perf_counter().
         """
+        items: asyncio.Queue[Item] = asyncio.Queue()
+        readers = [asyncio.ensure_future(_read(choice, items)) for choice in choices]
+        latest: dict[int, float] = {}  # arrival of a choice's last delta, by its index
+        num_running = len(choices)
         try:
-            for choice in choices:
-                latest = 0.0
-                async for delta in choice.job.deltas():
-                    now = choice.job.delivered_at  # it may have waited for the choices before
-                    if not choice.tokens and choice.index == 0:
-                        self._metrics.first_token.observe(now - arrived)
-                    elif choice.tokens and delta.token_ids:
-                        self._metrics.inter_token.observe((now - latest) / len(delta.token_ids))
-                    latest = now
-                    yield choice, choice.add(delta)
-                if choice.job.queue_seconds is not None:
-                    self._metrics.queue.observe(choice.job.queue_seconds)
-                yield choice, choice.finish()
+            while num_running:
+                choice, item, now = await items.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    num_running -= 1
+                    if choice.job.queue_seconds is not None:
+                        self._metrics.queue.observe(choice.job.queue_seconds)
+                    yield choice, choice.finish()
+                    continue
+                if not latest:
+                    self._metrics.first_token.observe(now - arrived)
+                elif choice.index in latest and item.token_ids:
+                    self._metrics.inter_token.observe((now - latest[choice.index]) / len(item.token_ids))
+                latest[choice.index] = now
+                yield choice, choice.add(item)
             self._metrics.whole.observe(time.perf_counter() - arrived)
         finally:
+            for reader in readers:
+                reader.cancel()
             self._close(choices)
 
     def _close(self, choices: list[Choice]) -> None:
@@ -117,6 +129,17 @@ class Answers:
                 log.error("an answer has failed", exc_info=error)
             for each in form.failure(ApiError.of(error)):
                 yield each
+
+
+async def _read(choice: Choice, items: asyncio.Queue[Item]) -> None:
+    """Put the deltas of a choice's job into a queue as they come; at last None, or the job's error."""
+    end = None
+    try:
+        async for delta in choice.job.deltas():
+            items.put_nowait((choice, delta, time.perf_counter()))
+    except Exception as error:
+        end = error
+    items.put_nowait((choice, end, time.perf_counter()))
 
 
 def _grown(form: Form, choice: Choice, text: str) -> Iterator[str]:

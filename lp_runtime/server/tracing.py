@@ -94,7 +94,7 @@ class Tracing:
         return {**attributes, "gen_ai.provider.name": "lp_runtime"}
 
     def _add_parts(self, span: Any, choices: Sequence[Choice], began: int) -> None:
-        """Add the answer's results and child spans per choice; `began`: start of the queue, in nanoseconds since 1970."""
+        """Add the answer's results and child spans per choice; `began`: entry into the queue, in ns since 1970."""
         ended = [choice for choice in choices if choice.job.generation is not None]
         if len(ended) == len(choices):
             span.set_attribute("gen_ai.response.finish_reasons", [str(choice.reason) for choice in ended])

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from support import reference
+from support.processes import PATIENCE, wait_until
 from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.errors import ReplicaError
+from lp_runtime.request.generation import Delta
+from lp_runtime.scheduler.job import Job
 
 PROMPT = reference.PROMPTS[1]
 
@@ -30,7 +35,7 @@ def server(runtime):
 
 @pytest.fixture
 def client(server):
-    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
+    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=PATIENCE)
 
 
 def body(**more) -> dict:
@@ -56,3 +61,48 @@ def test_latency_metrics_count_from_the_arrival_of_a_request(client, server):
     client.completions.create(**body())
     assert figure(url, "lp_first_token_seconds_sum") > 0.2 and figure(url, "lp_request_seconds_sum") > 0.2
     assert figure(url, "lp_queue_seconds_count") == 1
+
+
+def test_stream_of_several_choices_has_their_texts(client):
+    more = {"prompt": [PROMPT, reference.PROMPTS[0]], "n": 2, "temperature": 1.0, "seed": 3}
+    whole, texts = client.completions.create(**body(**more)), [""] * 4
+    for chunk in client.completions.create(**body(stream=True, **more)):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in whole.choices]
+
+
+@pytest.fixture
+def jobs(server) -> list[Job]:
+    """Jobs of the requests that clients have sent; nothing decodes them."""
+    submitted: list[Job] = []
+
+    def submit_all(requests, timeout=None, gpus=None):
+        submitted[:] = [Job(request, timeout, gpus) for request in requests]
+        return submitted
+
+    server[1].submit_all = submit_all
+    return submitted
+
+
+def test_stream_shows_all_choices_as_they_grow(client, server, jobs):
+    """The second text does not wait for the end of the first, and an error of any ends the answer at once."""
+    with client.completions.create(**body(n=2, stream=True)) as stream:
+        for place in (1, 0, 1):
+            jobs[place].deliver(Delta("ab", [5, 6]))
+            (choice,) = next(stream).choices
+            assert (choice.index, choice.text) == (place, "ab")
+        jobs[1].finish(ReplicaError("it broke"))
+        with pytest.raises(openai.APIError, match="it broke"):
+            next(stream)
+    assert all(job.is_cancelled for job in jobs)
+    assert figure(server[0], "lp_first_token_seconds_count") == figure(server[0], "lp_inter_token_seconds_count") == 1
+
+
+def test_error_of_any_choice_ends_a_whole_answer(client, jobs):
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.completions.create, **body(n=2))
+        wait_until(lambda: jobs)
+        jobs[1].finish(ReplicaError("it broke"))
+        with pytest.raises(openai.InternalServerError, match="it broke"):
+            answer.result()
+    assert all(job.is_cancelled for job in jobs)
