@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from typing import TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from lp_runtime.errors import LookaheadError
 from lp_runtime.request.generation import Delta
-from lp_runtime.scheduler.job import Job
+from lp_runtime.scheduler.job import Job, JobState
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
 from lp_runtime.server.openai.forms import Choice, Form
@@ -56,23 +56,37 @@ class Answers:
             stream_options = body.stream_options or StreamOptions()
             with_usage = stream_options.include_usage
             form.counts_each = with_usage and stream_options.continuous_usage_stats
-            return StreamingResponse(self.events(texts, choices, form, with_usage), media_type="text/event-stream")
+            first: asyncio.Future[Any] = asyncio.ensure_future(anext(texts))
+            if choices[0].job.deadline is not None:  # a request that waits too long gets an HTTP status, not an event
+                await self._wait(first, request, choices, lambda: any(map(_is_running, choices)))
+            events = self.events(_with_waits(first, texts, self._ping_seconds), choices, form, with_usage)
+            return StreamingResponse(events, media_type="text/event-stream")
 
         async def collect() -> None:
             async for choice, text in texts:
                 choice.text += text
 
-        task = asyncio.ensure_future(collect())
-        try:
-            while not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0]:
-                if await request.is_disconnected():
-                    raise ApiError(499, "the client has disconnected")
-        finally:
-            if not task.done():
-                task.cancel()
-            self._close(choices)
-        task.result()
+        await self._wait(asyncio.ensure_future(collect()), request, choices)
         return Response(to_json(form.whole(choices)), media_type="application/json")
+
+    async def _wait(
+        self,
+        task: asyncio.Future[Any],
+        request: Request,
+        choices: list[Choice],
+        is_enough: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Wait until a task has ended, and raise its error, or until `is_enough`; end all if the client disconnects."""
+        try:
+            while not task.done() and not is_enough():
+                if not (await asyncio.wait({task}, timeout=POLL_SECONDS))[0] and await request.is_disconnected():
+                    raise ApiError(499, "the client has disconnected")
+            if task.done():
+                task.result()
+        except BaseException:
+            task.cancel()
+            self._close(choices)
+            raise
 
     async def _texts(self, choices: list[Choice], arrived: float) -> AsyncGenerator[tuple[Choice, str], None]:
         """Yield (choice, text to show) for every delta as it comes, and for the end of each choice.
@@ -113,13 +127,13 @@ class Answers:
             self._running.discard(choice.job)
 
     async def events(
-        self, texts: AsyncIterator[tuple[Choice, str]], choices: list[Choice], form: Form, with_usage: bool
+        self, texts: AsyncIterator[tuple[Choice, str] | None], choices: list[Choice], form: Form, with_usage: bool
     ) -> AsyncIterator[str]:
-        """Yield the answer as server-sent events; an error becomes an event too."""
+        """Yield the answer as server-sent events; None among `texts` and an error become events, too."""
         try:
             for each in form.opening(choices):
                 yield each
-            async for grown in _with_waits(texts, self._ping_seconds):
+            async for grown in texts:
                 for each in (form.waiting(),) if grown is None else _grown(form, *grown):
                     yield each
             for each in form.closing(choices, with_usage):
@@ -151,9 +165,12 @@ def _grown(form: Form, choice: Choice, text: str) -> Iterator[str]:
         yield from form.grown(choice, text, new)
 
 
-async def _with_waits(items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
-    """Yield the items, and None whenever none has come for some seconds."""
-    task = asyncio.ensure_future(anext(items))
+def _is_running(choice: Choice) -> bool:
+    return choice.job.state is JobState.RUNNING
+
+
+async def _with_waits(task: asyncio.Future[T], items: AsyncIterator[T], seconds: float) -> AsyncIterator[T | None]:
+    """Yield the result of a task and further items, and None whenever none has come for some seconds."""
     try:
         while True:
             if not (await asyncio.wait({task}, timeout=seconds))[0]:

@@ -269,14 +269,16 @@ def test_server_max_new_tokens_limits_answers(runtime):
             client.completions.create(**body(max_tokens=-1))
 
 
-def test_request_is_refused_after_the_queue_timeout(runtime):
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_is_refused_after_the_queue_timeout(runtime, stream):
     with served(runtime, queue_timeout=0.01) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         slow = runtime.request(PROMPT, LONG, eos=False, lookahead=LookaheadConfig(0, 2, 0))
         running = scheduler.submit(slow)  # has no deadline
         wait_until(lambda: scheduler.num_running == 1)
-        with pytest.raises(openai.InternalServerError, match="did not begin before its deadline"):
-            client.completions.create(**body())
+        with pytest.raises(openai.InternalServerError, match="did not begin before its deadline") as caught:
+            client.completions.create(**body(stream=stream))
+        assert caught.value.status_code == 503
         running.cancel()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
@@ -106,3 +108,34 @@ def test_error_of_any_choice_ends_a_whole_answer(client, jobs):
         with pytest.raises(openai.InternalServerError, match="it broke"):
             answer.result()
     assert all(job.is_cancelled for job in jobs)
+
+
+@pytest.fixture
+def waiting(server, jobs) -> list[Job]:
+    """The same jobs, with a deadline that does not pass during a test."""
+    submit_all = server[1].submit_all
+    server[1].submit_all = lambda requests, *_: submit_all(requests, time.monotonic() + 2 * PATIENCE)
+    return jobs
+
+
+def test_stream_with_a_deadline_begins_when_its_request_does(client, waiting):
+    """A prefill that is longer than clients wait in silence must not keep the head of the answer back."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(client.completions.create, **body(stream=True))
+        wait_until(lambda: waiting)
+        assert not answer.done()
+        waiting[0].begin()
+        stream = answer.result()
+        waiting[0].deliver(Delta("ab", [5, 6]))
+        assert next(stream).choices[0].text == "ab"
+        stream.close()
+    wait_until(lambda: waiting[0].is_cancelled)
+
+
+def test_client_that_leaves_a_waiting_stream_cancels_it(server, waiting):
+    connection = http.client.HTTPConnection(server[0].removeprefix("http://"))
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/completions", json.dumps(body(stream=True)), headers)
+    wait_until(lambda: waiting)
+    connection.sock.close()
+    wait_until(lambda: waiting[0].is_cancelled)
