@@ -16,12 +16,9 @@ from lp_runtime.utils.time_limit import time_limit
 TEMPLATE_SECONDS = 5.0  # that a chat template may take: templates come with models, and may loop for hours
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
 
-# Arguments of `apply_chat_template` that are no variables of a template: a client must not bring its own template.
-ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {
-    "documents",
-    "add_generation_prompt",
-    "continue_final_message",
-}
+RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of `apply_chat_template` for callers
+# Its other arguments that are no variables of a template: a client must not bring its own template.
+ARGUMENTS = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"documents", *RENDERING}
 
 # Tokens of fill-in-the-middle before the prefix, before the suffix, and before the middle, by model family.
 MARKS = (
@@ -90,7 +87,8 @@ def encode_chat(
     """
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError("messages: the model has no chat template; give a prompt instead")
-    options = {"add_generation_prompt": True, **_checked(template_kwargs or {})}
+    options: dict[str, Any] = {"add_generation_prompt": True, **(template_kwargs or {})}
+    check_variables(options.keys() - RENDERING)
     try:
         specials = special_tokens(tokenizer) if split_special_tokens else ()
         known = _with_known_roles(messages, chat_template(tokenizer))
@@ -119,10 +117,12 @@ def _encode_with_breaks(tokenizer: PreTrainedTokenizerBase, text: str, specials:
     return ids
 
 
-def _checked(template_kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
-    if arguments := sorted(ARGUMENTS & template_kwargs.keys()):
-        raise RequestError(f"chat_template_kwargs: {arguments[0]!r} is no variable of the chat template")
-    return template_kwargs
+def check_variables(names: Iterable[str], error: type[RequestError | ConfigError] = RequestError) -> None:
+    """Raise an error if any name of `chat_template_kwargs` is an argument of `apply_chat_template`, not a variable."""
+    for name in sorted(names):
+        remedy = "; give the request's field of this name" if name in RENDERING else ""
+        if remedy or name in ARGUMENTS:
+            raise error(f"chat_template_kwargs: {name!r} is no variable of the chat template{remedy}")
 
 
 def _with_known_roles(messages: Sequence[Mapping[str, Any]], template: str) -> Sequence[Mapping[str, Any]]:

@@ -155,8 +155,7 @@ class Server:
             ids = await self._submitter.encode(body.prompt, split, add_special_tokens=body.add_special_tokens)
         elif body.messages is not None and body.prompt is None:
             messages, tools = [each.plain() for each in body.messages], [tool.plain() for tool in body.tools]
-            kwargs = {**body.template_kwargs(), **body.rendering()}
-            ids = await self._submitter.encode_chat(messages, split, tools, kwargs)
+            ids = await self._submitter.encode_chat(messages, split, tools, body.template_kwargs(), body.rendering())
         else:
             raise RequestError("prompt and messages: give one of them")
         strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
@@ -173,8 +172,9 @@ class Server:
         return {"prompt": self._tokenizer.decode(body.tokens)}
 
     async def _encode(self, body: Chat | Messages | Responses, tools: Sequence[Tool]) -> list[int]:
-        kwargs = {**body.template_kwargs(), **body.rendering()}
-        return await self._submitter.encode_chat(body.conversation(), body.split_special_tokens, tools, kwargs)
+        return await self._submitter.encode_chat(
+            body.conversation(), body.split_special_tokens, tools, body.template_kwargs(), body.rendering()
+        )
 
     async def _converse(
         self, body: Chat | Messages | Responses, request: Request, num_top: int | None = None

@@ -19,7 +19,14 @@ from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.model.hf.types import Tokenizer
-from lp_runtime.model.tokenizer import encode, encode_chat, encode_infilling, special_tokens, unknown_variables
+from lp_runtime.model.tokenizer import (
+    check_variables,
+    encode,
+    encode_chat,
+    encode_infilling,
+    special_tokens,
+    unknown_variables,
+)
 from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
 from lp_runtime.request.request import Request as DecodingRequest
 from lp_runtime.runtime import LookaheadRuntime
@@ -35,7 +42,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
-RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of `apply_chat_template`, not variables
 MAX_NAME_CHARS = 60  # of such a field's name
 
 
@@ -102,17 +108,20 @@ class Submitter:
         self,
         messages: Sequence[Mapping[str, Any]],
         split_special_tokens: bool,
-        tools: Sequence[Mapping[str, Any]] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]],
+        template_kwargs: Mapping[str, Any],
+        rendering: Mapping[str, bool],  # the arguments of `apply_chat_template` that are fields of requests
     ) -> list[int]:
         """Return the token ids of a conversation and its tools, up to the start of the model's answer.
 
         Variables of `template_kwargs` that the chat template does not have are logged, each once.
         """
-        variables = {**self._config.chat_template_kwargs, **(template_kwargs or {})}
-        for name in unknown_variables(self._tokenizer, variables.keys() - RENDERING):
+        variables = {**self._config.chat_template_kwargs, **template_kwargs}
+        check_variables(variables)
+        for name in unknown_variables(self._tokenizer, variables):
             self._log_once("the chat template has no variable %s: it has no effect", name)
         messages = self.chat_format.history(messages)
+        variables |= rendering
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 
     def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> LogitsProcessor:

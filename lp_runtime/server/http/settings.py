@@ -15,6 +15,7 @@ from lp_runtime.config.serving import ServeConfig
 from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading.loader import load_tokenizer
+from lp_runtime.model.tokenizer import check_variables
 
 
 def check_serve(config: ServeConfig) -> None:
@@ -25,6 +26,7 @@ def check_serve(config: ServeConfig) -> None:
     except ImportError as error:
         raise LaunchError(f"lp-serve: {error.name} is not installed (pip install 'lp-runtime[serve]')") from error
     load_tokenizer(config.model)
+    check_variables(config.chat_template_kwargs, ConfigError)
     read_api_keys(config)
     if config.ssl_certfile is not None:
         try:

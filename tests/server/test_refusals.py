@@ -1,0 +1,54 @@
+"""Tests of the lines that refuse a request: each names the field, the value and the remedy."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+import pytest
+from support.serving import served
+
+from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime
+from lp_runtime.config.serving import ServeConfig
+from lp_runtime.server.http.settings import check_serve
+
+CHAT = {"messages": [{"role": "user", "content": "Write a loop."}], "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def runtime(small_model_that_chats):
+    lookahead = LookaheadConfig(7, 5, 7, prior="none")
+    with LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=lookahead) as runtime:
+        yield runtime
+
+
+@pytest.fixture(scope="module")
+def url(runtime):
+    with served(runtime) as (url, _):
+        yield url
+
+
+def refusal(url: str, path: str, body: object, content_type: str = "application/json") -> str:
+    """Return the message of the status 400 that a request gets; `body` is sent as JSON unless it is bytes."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(urllib.request.Request(url + path, data, {"Content-Type": content_type}))
+    assert caught.value.code == 400
+    return json.load(caught.value)["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize("name", ["add_generation_prompt", "continue_final_message"])
+def test_arguments_of_rendering_are_fields_and_no_variables(url, path, name):
+    expected = (
+        f"chat_template_kwargs: '{name}' is no variable of the chat template; give the request's field of this name"
+    )
+    assert refusal(url, path, CHAT | {"chat_template_kwargs": {name: False}}) == expected
+
+
+@pytest.mark.parametrize("name", ["add_generation_prompt", "tokenize"])
+def test_setting_of_a_template_variable_that_is_none_is_refused_at_the_start(runtime, name):
+    config = ServeConfig(model=runtime.config.model, chat_template_kwargs={name: False})
+    with pytest.raises(ConfigError, match=f"chat_template_kwargs: '{name}' is no variable of the chat template"):
+        check_serve(config)
