@@ -20,7 +20,6 @@ from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, compile_exchange
 from lp_runtime.distributed.partition.chains import compile_chains
-from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival, Batch
 from lp_runtime.engine.delivery import Delivery
@@ -34,8 +33,8 @@ from lp_runtime.engine.running_request import (
     capacity_of,
     never_cancel,
 )
+from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
-from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -43,8 +42,6 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix, scope_of
 from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
-from lp_runtime.sampling.packing import compile_sampler
-from lp_runtime.sizing.budget import compile_budget, compile_capacity
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
@@ -79,15 +76,11 @@ class Engine:
 
     def prepare(self, settings: LookaheadConfig) -> None:
         """Measure and compile now what a request with these settings would have to wait for."""
-        compilers = [compile_budget, compile_sampler]
-        if self._model.feeds_chains:
-            compilers.append(compile_chains)
-        if not self._group.is_alone:
-            compilers += [compile_capacity, compile_partition, compile_exchange]
-        if settings.drafter == "full":
-            compilers = [compile_growth, compile_learning, *compilers, compile_drafter]
-        compile_in_turns(compilers)
-        if settings.drafter == "full":
+        is_full, is_shared = settings.drafter == "full", not self._group.is_alone
+        chains = [compile_chains] if self._model.feeds_chains else []
+        exchange = [compile_exchange] if is_shared else []
+        compile_in_turns([*chains, *exchange, *step_compilers(is_full, is_shared)])
+        if is_full:
             if settings.is_auto:
                 self._calibration.max_step_tokens()
             if settings.has_vocabulary_prior:

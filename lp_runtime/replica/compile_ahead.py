@@ -10,11 +10,8 @@ import threading
 from collections.abc import Iterator
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.partition.partition import compile_partition
+from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.lookahead.drafters.best_first import growth
-from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
-from lp_runtime.sampling.packing import compile_sampler
-from lp_runtime.sizing.budget import compile_budget, compile_capacity
 from lp_runtime.utils.jit import compile_in_turns, is_cached
 from lp_runtime.utils.startup import python_command
 
@@ -45,8 +42,7 @@ def compile_steps(is_shared: bool) -> None:
 
     `is_shared`: whether several replicas share each step.
     """
-    for_several = [compile_capacity, compile_partition] if is_shared else []
-    compile_in_turns([compile_growth, compile_learning, *for_several, compile_budget, compile_sampler, compile_drafter])
+    compile_in_turns(step_compilers(is_full=True, is_shared=is_shared))
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,18 @@
+"""Functions that compile the code of steps. No torch is imported, so that a process can compile while others import."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lp_runtime.distributed.partition.partition import compile_partition
+from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
+from lp_runtime.sampling.packing import compile_sampler
+from lp_runtime.sizing.budget import compile_budget, compile_capacity
+
+
+def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
+    """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need."""
+    drafting = [compile_growth, compile_learning] if is_full else []
+    sharing = [compile_capacity, compile_partition] if is_shared else []
+    whole = [compile_drafter] if is_full else []  # the last one: it calls the first two
+    return [*drafting, *sharing, compile_budget, compile_sampler, *whole]
