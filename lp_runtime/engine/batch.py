@@ -19,7 +19,7 @@ class Arrival:
 
     Attributes:
         stop: a stop condition in addition to the request's, see DecodingState; None for none.
-        should_cancel: asked once a step, and between chunks of the prompt.
+        should_cancel: asked when it arrives, once a step, and between chunks of the prompt.
     """
 
     key: Hashable

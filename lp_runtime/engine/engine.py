@@ -40,7 +40,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix, scope_of
-from lp_runtime.request.output import Event, StepOutput
+from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
@@ -206,6 +206,9 @@ class Engine:
             yield from batch.delivery.deliver()
 
     def _admit(self, batch: Batch, arrival: Arrival) -> None:
+        if arrival.should_cancel():  # without a slot: there may be no memory for one
+            batch.delivery.add((arrival.key, Report.of_unstarted(arrival.request.sampling.seed)))
+            return
         try:
             running = self._open(arrival.request, Callbacks(arrival.should_cancel), stop=arrival.stop)
         except LookaheadError as error:

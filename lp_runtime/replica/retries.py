@@ -37,6 +37,12 @@ class RetriedRequest:
             return self.request
         return self.request.after(self._new_tokens, time.monotonic() - self._started)
 
+    @property
+    def is_late(self) -> bool:
+        """Whether the request's time is up."""
+        max_time = self.request.max_time
+        return max_time is not None and time.monotonic() - self._started > max_time
+
     def handle(self, event: Event) -> Event:
         """Record an event's tokens; return the event, a report with the statistics of all attempts."""
         if not isinstance(event, Report):
@@ -66,12 +72,14 @@ class RetriedRequest:
 class RetriedBatch:
     """The requests that a replica decodes as a batch.
 
-    A request for which memory ran out waits until another one has ended. If all wait, the first has all the memory.
+    A request for which memory ran out waits until another one has ended. If all wait, the first has all the memory. One
+    that is cancelled, or whose time is up, waits no longer.
     """
 
     def __init__(self) -> None:
         self._unfinished: dict[Hashable, tuple[RetriedRequest, Callable[[], bool]]] = {}
         self._waiting: list[Hashable] = []  # unfinished requests whose next attempt has not begun
+        self._ended: dict[Hashable, str] = {}  # finish reason of requests that end without a further attempt
         self._has_free_memory = False  # whether a request has ended since the last of them began again
 
     @property
@@ -79,7 +87,16 @@ class RetriedBatch:
         return bool(self._waiting)
 
     def arrive(self, arrivals: Iterable[BatchedRequest]) -> Iterator[BatchedRequest]:
-        """Yield what to decode: the request that waits longest if there is room for it, then the arrivals."""
+        """Yield what to decode: the request that waits longest if there is room for it, then the arrivals.
+
+        Waiting requests that have to end come first; `should_cancel` is true for these.
+        """
+        for key in list(self._waiting):
+            retried, should_cancel = self._unfinished[key]
+            if should_cancel() or retried.is_late:
+                self._waiting.remove(key)
+                self._ended[key] = "cancelled" if should_cancel() else "time"
+                yield key, retried.rest, lambda: True
         if self._waiting and (self._has_free_memory or len(self._waiting) == len(self._unfinished)):
             self._has_free_memory = False
             key = self._waiting.pop(0)
@@ -98,7 +115,14 @@ class RetriedBatch:
         if isinstance(event, RequestMemoryError) and retried.begin_again():
             self._waiting.append(key)
             return None
-        if isinstance(event, Report | LookaheadError):
-            del self._unfinished[key]
-            self._has_free_memory = True
-        return event if isinstance(event, LookaheadError) else retried.handle(event)
+        if isinstance(event, LookaheadError):
+            self._end(key)
+            return event
+        event = retried.handle(event)
+        return replace(event, finish_reason=self._end(key, event.finish_reason)) if isinstance(event, Report) else event
+
+    def _end(self, key: Hashable, reason: str = "") -> str:
+        """Forget a request; return why it has ended, `reason` if the engine has decided that."""
+        del self._unfinished[key]
+        self._has_free_memory |= key not in self._ended  # those held none
+        return self._ended.pop(key, reason)

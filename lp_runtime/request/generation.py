@@ -69,7 +69,7 @@ class Generation(Report):
 
     @property
     def tokens_per_second(self) -> float:
-        return self.num_tokens / self.seconds
+        return self.num_tokens / self.seconds if self.num_tokens else 0.0
 
 
 @dataclass(frozen=True)

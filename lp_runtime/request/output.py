@@ -82,5 +82,10 @@ class Report:
     cached_tokens: int = 0
     losses: int = 0
 
+    @classmethod
+    def of_unstarted(cls, seed: int | None) -> Report:
+        """Return the report of a request that was cancelled before it was fed."""
+        return cls(0, "cancelled", 0.0, 0.0, 0.0, StepTimes(0.0, 0.0, 0.0), 0.0, Counts(()), None, seed)
+
 
 Event = StepOutput | Report  # a StepOutput per step, then a Report

@@ -93,13 +93,15 @@ def test_batch_handles_resumed_stopped_and_cancelled_requests(model, requests):
     text = tokenizer.decode(decode_alone(model, requests["auto"])[0])
     ending = replace(requests["auto"], stop=(text[8:12],))
     stop = StopStrings(tokenizer, ending.stop)
+    cancels = iter([False])  # when it arrives
     actual = decode_batch(
         engine_of(model),
         {
             1: [
                 Arrival("taken up", replace(requests["sampled"], committed=tuple(whole[:9]))),
                 Arrival("stops", ending, stop),
-                Arrival("cancelled", request, should_cancel=lambda: True),
+                Arrival("cancelled", request, should_cancel=lambda: next(cancels, True)),
+                Arrival("never fed", request, should_cancel=lambda: True),
             ]
         },
     )
@@ -107,6 +109,7 @@ def test_batch_handles_resumed_stopped_and_cancelled_requests(model, requests):
     tokens, _, report = actual["stops"]
     assert report.finish_reason == "stop" and text[8:12] in tokenizer.decode(tokens)
     assert actual["cancelled"][2].finish_reason == "cancelled" and len(actual["cancelled"][0]) == 1
+    assert actual["never fed"][2].finish_reason == "cancelled" and not actual["never fed"][0]
 
 
 @pytest.mark.parametrize("num_committed", [0, 5])

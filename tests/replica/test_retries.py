@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -114,3 +115,20 @@ def test_requests_whose_slots_do_not_fit_together_all_complete(loaded, replica, 
     for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
         actual[key].append(event)
     assert {key: joined(events)[0] for key, events in actual.items()} == expected
+
+
+@pytest.mark.parametrize("reason", ["cancelled", "time"])
+def test_request_that_waits_for_memory_can_end(loaded, replica, requests, expected, monkeypatch, reason):
+    """It ends while the request that has the memory goes on; the next one waits for that still."""
+    monkeypatch.setattr(loaded.model.slots, "limit", 150)  # tokens; a slot of this request has more than 100
+    waiting = requests["b"] if reason == "cancelled" else replace(requests["b"], max_time=1e-9)
+    events: list[tuple[str, Event]] = []
+    should_cancel = {"b": lambda: bool(events) and reason == "cancelled"}
+    asked = requests | {"b": waiting}
+    arriving = iter([[(key, asked[key], should_cancel.get(key, bool)) for key in ("a", "b", "d")]])
+    for each in replica.decode_batch(lambda: next(arriving, [])):
+        events.append(each)  # `should_cancel` looks at it meanwhile
+    ((place, report),) = [(place, event) for place, (key, event) in enumerate(events) if key == "b"]
+    assert report.finish_reason == reason and any(key == "a" for key, _ in events[place:])
+    for key in ("a", "d"):
+        assert joined([event for name, event in events if name == key])[0] == expected[key]
