@@ -10,6 +10,7 @@ import pytest
 from support.processes import wait_until
 
 from lp_runtime.config.settings import FailureConfig
+from lp_runtime.errors import LaunchError, ModelError
 from lp_runtime.launchers.driver import replica_pool
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.messages import Failed, ModelLoaded
@@ -74,6 +75,32 @@ def pool(host) -> Iterator[ReplicaPool]:
     pool.start(60)
     yield pool
     host.may_end.set()
+    pool.close()
+
+
+UNMET = Failed("shard 1 of 2 could not meet the others: Connection closed by peer", LaunchError)
+LOST = Failed("ShardError: a shard of the replica is gone", None)
+ENDED = Failed("the process of its shard 0 ended (exit status 1)", None)
+FULL = Failed("model.path=X: not enough memory on cuda:0", ModelError)
+
+
+@pytest.mark.parametrize(
+    ("failures", "grace", "reported"),
+    [
+        ([UNMET, ENDED, FULL], 300.0, FULL),  # the other shard's failure arrives last
+        ([LOST, FULL], 300.0, FULL),
+        ([FULL, UNMET, ENDED], 300.0, FULL),
+        ([UNMET, ENDED], 0.1, UNMET),  # nothing better comes
+    ],
+)
+def test_start_reports_the_shard_that_failed_first(host, monkeypatch, failures, grace, reported):
+    monkeypatch.setattr(replica_pool, "CAUSE_GRACE_SECONDS", grace)
+    pool = ReplicaPool(host, 1, FailureConfig())
+    for failure in failures:
+        host.said.put((0, failure))
+    with pytest.raises(reported.kind) as caught:
+        pool.start(300)
+    assert str(caught.value) == f"rank 0 failed at start: {reported.message}"
     pool.close()
 
 
