@@ -45,7 +45,11 @@ class ReplicaActor:
     def serve(self) -> Iterator[list[object]]:
         """Run the replica in a separate thread; stream its messages in small batches. No step waits for it."""
         # Determined here, not by the driver: a restarted replica may be on another node.
-        place = Booking.placement_here(self._shard)
+        try:
+            place = Booking.placement_here(self._shard)
+        except Exception as error:  # Ray would pass on its type only
+            yield [Failed.from_error(error)]
+            return
         serving = ReplicaServer if self._shard.is_leader else FollowerServer
         server = serving(self._config, place, self.outgoing.put)
 

@@ -171,6 +171,16 @@ def test_unreadable_message_ends_the_replica_with_a_reason():
     assert actor.outgoing.get_nowait() is None
 
 
+def test_actor_reports_why_it_cannot_use_its_gpus(monkeypatch):
+    reason = "launcher=ray: the replica's GPUs must have consecutive indices, and Ray assigned [0, 2]"
+
+    def refuse(shard) -> None:
+        raise LaunchError(reason)
+
+    monkeypatch.setattr(ray_launcher.Booking, "placement_here", refuse)
+    assert list(ReplicaActor(RuntimeConfig()).serve()) == [[Failed(reason, LaunchError)]]
+
+
 def test_actor_that_ends_silently_is_reported_as_failed(monkeypatch):
     """The last batch of its stream is empty; the replica is lost once the stream has ended."""
     stream = iter([[]])
