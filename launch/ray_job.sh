@@ -27,7 +27,7 @@ address="${RAY_API_SERVER_ADDRESS:-http://127.0.0.1:8265}"
 token="${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}"
 if [[ -z "${RAY_AUTH_MODE:-}" && (-n "${RAY_AUTH_TOKEN:-}" || -r "$token") ]]; then export RAY_AUTH_MODE=token; fi
 if ! reply="$("$ray" job list --address "$address" 2>&1)"; then # Ray's reasons are tracebacks
-    reason="$(grep -E '^[A-Za-z_.]+(Error|Exception)?: ' <<<"$reply" | tail -n 1)"
+    reason="$(grep -E '^[A-Za-z_.]+(Error|Exception)?: ' <<<"$reply" | tail -n 1)" || true # no match
     if [[ "$reason" == *uthenticat* ]]; then reason+="; set RAY_AUTH_TOKEN to the token of the cluster"; fi
     printf 'error: the Ray cluster at %s cannot be used: %s\n' "$address" "${reason:-${reply##*$'\n'}}" >&2
     exit 1

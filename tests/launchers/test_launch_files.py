@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -149,3 +150,19 @@ def test_bad_setting_ends_a_launch_script_in_one_line(script):
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "error: unknown setting lookahaed.W=3: did you mean lookahead.W?\n"
+
+
+def test_ray_job_says_why_the_cluster_cannot_be_used(tmp_path):
+    """Also if no line of Ray's output looks like an error of Python."""
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "ray").write_text("#!/bin/sh\necho 'no such command' >&2; exit 1\n")
+    (tmp_path / "ray").chmod(0o755)
+    variables = {
+        "PYTHON": "none",
+        "RAY_API_SERVER_ADDRESS": "http://here:1",
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    command = ["bash", tmp_path / "launch" / "ray_job.sh", "prompt=x"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    expected = "error: the Ray cluster at http://here:1 cannot be used: no such command\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
