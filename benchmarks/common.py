@@ -27,7 +27,7 @@ import psutil
 import torch
 from workloads import WORKLOADS, Task, load_workload, texts_of
 
-from lp_runtime import Generation, LookaheadConfig
+from lp_runtime import Generation, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.errors import LookaheadError
 from lp_runtime.model.hf.types import CausalLM
 from lp_runtime.request.output import Event, Report, StepOutput
@@ -37,6 +37,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path += [str(REPOSITORY / folder) for folder in ("tests", "scripts", "experiments")]
 
 DATA = REPOSITORY.parent / "shared" / "data"  # folder of the workloads, the default of --data
+GREEDY = SamplingConfig(temperature=0.0)  # also with a model whose defaults sample
 SETTINGS = ("5,3,5", "7,5,7", "15,5,15")
 REPLICA_MODULE = "lp_runtime.launchers.worker.replica_process"
 Value = str | int | float | Sequence[float] | None
@@ -212,7 +213,10 @@ def tokens_and_report(events: Iterable[Event]) -> tuple[list[int], Report]:
 def generate_greedily(
     model: CausalLM, prompt_ids: Sequence[int], max_new_tokens: int, eos_token_ids: Iterable[int] = ()
 ) -> list[int]:
-    """Return the new tokens of transformers' greedy `generate`; an empty `eos_token_ids` disables the end."""
+    """Return the new tokens of transformers' greedy `generate`, without the model's stop_strings.
+
+    An empty `eos_token_ids` disables the end.
+    """
     ids = torch.tensor([list(prompt_ids)], device=model.device)
     generate: Any = model.generate  # PreTrainedModel does not declare it
     output = generate(
@@ -221,10 +225,21 @@ def generate_greedily(
         do_sample=False,
         max_new_tokens=max_new_tokens,
         eos_token_id=sorted(eos_token_ids) or -1,
+        stop_strings=None,
         pad_token_id=0,
     )
     new_tokens: list[int] = output[0, ids.shape[1] :].tolist()
     return new_tokens
+
+
+def decode_past_end(
+    runtime: LookaheadRuntime,
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    lookahead: LookaheadConfig | None = None,
+) -> Generation:
+    """Decode a prompt greedily to exactly `max_new_tokens`, past end-of-sequence tokens and stop strings."""
+    return runtime.generate(prompt, max_new_tokens, eos=False, stop=[], lookahead=lookahead, sampling=GREEDY)
 
 
 def totals(generations: Sequence[Generation]) -> tuple[float, float]:

@@ -22,6 +22,7 @@ from common import (
     add_prompt_arguments,
     add_settings_argument,
     add_shards_argument,
+    decode_past_end,
     generate_greedily,
     load_prompts,
     parse_setting,
@@ -86,8 +87,7 @@ def run(args: argparse.Namespace) -> int:
             for setting in args.settings:
                 lookahead = parse_setting(setting)
                 generations = [
-                    runtime.generate(prompt.value, args.max_new_tokens, eos=False, lookahead=lookahead)
-                    for prompt in prompts
+                    decode_past_end(runtime, prompt.value, args.max_new_tokens, lookahead) for prompt in prompts
                 ]
                 gaps = [
                     reference.gap(prompt, tokens, each.token_ids)

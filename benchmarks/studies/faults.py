@@ -47,7 +47,7 @@ from typing import Any
 
 import openai
 import torch
-from common import Results, Row, add_prompt_arguments, load_prompts, replica_processes
+from common import GREEDY, Results, Row, add_prompt_arguments, load_prompts, replica_processes
 from support.faults import FailsOnce
 from support.processes import RAY_SETTINGS
 from support.serving import served
@@ -176,8 +176,8 @@ def run(args: argparse.Namespace) -> int:
     """Cause every fault; return 1 if an output differs."""
     prompt = load_prompts(args)[0].turns[0]
     with LookaheadRuntime.from_config(config_of(args, gpus=1)) as runtime:
-        request = runtime.request(prompt, args.max_new_tokens, eos=False)
-        whole = runtime.generate(prompt, args.max_new_tokens, eos=False)
+        request = runtime.request(prompt, args.max_new_tokens, eos=False, sampling=GREEDY)
+        whole = runtime.generate(prompt, args.max_new_tokens, eos=False, sampling=GREEDY)
     case = Case(request, whole.token_ids, whole.text)
     results = Results("faults", args.output, dict.fromkeys(("median ms without a token", "worst", "ms a step"), ".0f"))
     num_wrong = 0

@@ -12,9 +12,9 @@ import argparse
 import tempfile
 import time
 
-from common import Results, Value, add_prompt_arguments, load_prompts
+from common import Results, Value, add_prompt_arguments, decode_past_end, load_prompts
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 
 
@@ -47,8 +47,7 @@ def run(args: argparse.Namespace) -> int:
                 generations = []
                 for number, prompt in enumerate(prompts, 1):
                     asked = time.perf_counter()
-                    sampling = SamplingConfig(temperature=0.0)
-                    generations.append(runtime.generate(prompt, args.max_new_tokens, eos=False, sampling=sampling))
+                    generations.append(decode_past_end(runtime, prompt, args.max_new_tokens))
                     row[f"answer {number} s"] = time.perf_counter() - asked
             row["S"] = sum(each.num_tokens for each in generations) / sum(each.steps for each in generations)
             texts.append([each.token_ids for each in generations])

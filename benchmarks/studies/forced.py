@@ -18,7 +18,7 @@ from typing import Any
 
 import jsonschema
 import torch
-from common import Results, tokens_and_report
+from common import GREEDY, Results, tokens_and_report
 
 from lp_runtime import ConstraintConfig, LookaheadConfig
 from lp_runtime.calibration.calibration import Calibration
@@ -108,7 +108,9 @@ def run(args: argparse.Namespace) -> int:
             prompt = tokenizer(f"JSON with {', '.join(schema['properties'])}:\n").input_ids
             texts = []
             for place, (engine, lookahead) in enumerate(((with_forced, PLAIN), (without, fixed), (with_forced, fixed))):
-                request = Request(tuple(prompt), lookahead, args.max_new_tokens, frozenset(ends), constraint=compiled)
+                request = Request(
+                    tuple(prompt), lookahead, args.max_new_tokens, frozenset(ends), sampling=GREEDY, constraint=compiled
+                )
                 token_ids, report = tokens_and_report(engine.run(request))
                 texts.append(token_ids)
                 steps[place] += report.num_steps

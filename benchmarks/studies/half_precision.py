@@ -17,7 +17,15 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting, totals
+from common import (
+    Results,
+    add_prompt_arguments,
+    add_settings_argument,
+    decode_past_end,
+    load_prompts,
+    parse_setting,
+    totals,
+)
 
 from lp_runtime import Generation, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
@@ -95,5 +103,5 @@ def run(args: argparse.Namespace) -> int:
 def decode_all(
     runtime: LookaheadRuntime, prompts: Sequence[Prompt], max_new_tokens: int, lookahead: LookaheadConfig
 ) -> list[Generation]:
-    """Decode every prompt past the end-of-sequence token."""
-    return [runtime.generate(prompt.value, max_new_tokens, eos=False, lookahead=lookahead) for prompt in prompts]
+    """Decode every prompt greedily, past the end-of-sequence token."""
+    return [decode_past_end(runtime, prompt.value, max_new_tokens, lookahead) for prompt in prompts]

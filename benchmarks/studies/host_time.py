@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import cast
 
 import numpy as np
-from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
+from common import GREEDY, Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
 
 from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -134,7 +134,7 @@ class HostBench:
         """Decode all prompts on this machine, the first one twice: what the engine learns changes later trees."""
         engine = WholeTreeEngine(lambda: self._clocks(calibration), self._model, num_replicas, calibration)
         prompts = [self.prompts[0], *self.prompts]
-        requests = [Request(prompt, lookahead, self._args.max_new_tokens) for prompt in prompts]
+        requests = [Request(prompt, lookahead, self._args.max_new_tokens, sampling=GREEDY) for prompt in prompts]
         for request in requests:
             for _ in engine.run(request):
                 pass

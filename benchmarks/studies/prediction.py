@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from common import Results, add_prompt_arguments, load_prompts
+from common import GREEDY, Results, add_prompt_arguments, load_prompts
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.request.generation import Generation
@@ -51,9 +51,9 @@ def run(args: argparse.Namespace) -> int:
         classes = [each.turns[0] for each in load_prompts(args)]
         for number, (question, code) in enumerate(edits(classes, args.edits)):
             for how in HOW if number % 2 else reversed(HOW):
-                asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
+                asked: dict[str, Any] = {"messages": [{"role": "user", "content": question}], "sampling": GREEDY}
                 if not runtime.tokenizer.chat_template:
-                    asked = {"prompt": question}
+                    asked = {"prompt": question, "sampling": GREEDY}
                 prediction = code if how == "with" else ""
                 answer = runtime.generate(max_new_tokens=args.max_new_tokens, prediction=prediction, **asked)
                 done[how].append(answer)

@@ -14,7 +14,7 @@ import random
 from dataclasses import replace
 
 import torch
-from common import Results, add_model_argument, tokens_and_report
+from common import GREEDY, Results, add_model_argument, tokens_and_report
 from support.engines import engine_of
 
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         text = system
         for turn in range(NUM_TURNS):
             text += draw(args.question_tokens)
-            request = Request(text, FIXED, args.new_tokens)
+            request = Request(text, FIXED, args.new_tokens, sampling=GREEDY)
             expected, without, _ = _decode(plain_engine, plain, request)
             tokens, report, num_fed = _decode(engine, model, request)
             first_fed = first_fed or num_fed
@@ -106,7 +106,7 @@ def _pass_many(args: argparse.Namespace, draw, make_engine) -> int:
     cache, limit = model.slots.prefixes, MAX_KEPT_TOKENS * model.cache_bytes_per_token
     assert cache is not None
     num_wrong, most = 0, 0
-    kept = Request(draw(120), FIXED, 2)
+    kept = Request(draw(120), FIXED, 2, sampling=GREEDY)
     for _ in range(args.prompts):
         request = replace(kept, prompt_ids=draw(120))
         for each in (request, kept):  # a prompt that is used again and again must stay in the cache

@@ -19,7 +19,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from common import Results, Row, tokens_and_report
+from common import GREEDY, Results, Row, tokens_and_report
 from models import runner_of
 
 from lp_runtime.bench.prompts import OWN_PROMPTS
@@ -39,7 +39,6 @@ from lp_runtime.request.request import Request
 from lp_runtime.utils.prompt_file import read_prompts
 
 NUCLEUS = SamplingConfig(temperature=0.8, top_p=0.95, seed=1)
-GREEDY = SamplingConfig(temperature=0.0)
 METHODS = {"plain": PLAIN, "default": LookaheadConfig()}
 
 

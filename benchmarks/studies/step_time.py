@@ -12,7 +12,7 @@ import argparse
 import statistics
 from collections.abc import Sequence
 
-from common import Results, add_prompt_arguments, add_settings_argument, load_prompts, parse_setting
+from common import Results, add_prompt_arguments, add_settings_argument, decode_past_end, load_prompts, parse_setting
 
 from lp_runtime import Generation, LookaheadRuntime
 from lp_runtime.config.settings import ModelConfig
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
             for prompt in prompts:
                 for setting, done in generations.items():
                     lookahead = parse_setting(setting)
-                    done.append(runtime.generate(prompt.value, args.max_new_tokens, eos=False, lookahead=lookahead))
+                    done.append(decode_past_end(runtime, prompt.value, args.max_new_tokens, lookahead))
         for setting, done in generations.items():
             row = {"replicas": gpus, "(W, N, G)": f"({setting})"}
             row |= {"step tokens": statistics.mean(each.step_tokens for each in done), **breakdown(done)}

@@ -18,15 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Results, add_prompt_arguments, load_prompts
+from common import Results, add_prompt_arguments, decode_past_end, load_prompts
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from lp_runtime import LookaheadRuntime, SamplingConfig
+from lp_runtime import LookaheadRuntime
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.model.loading.loader import DTYPES, QUIET
-
-GREEDY = SamplingConfig(temperature=0.0)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,8 +79,7 @@ def run(args: argparse.Namespace) -> int:
         alone = HuggingFace(load(path, args.dtype, device), args.max_new_tokens) if leads else None
 
         def ours(prompt: list[int], lookahead: LookaheadConfig) -> list[int]:
-            done = runtime.generate(prompt, args.max_new_tokens, eos=False, lookahead=lookahead, sampling=GREEDY)
-            return done.token_ids
+            return decode_past_end(runtime, prompt, args.max_new_tokens, lookahead).token_ids
 
         methods = {
             "hf": lambda prompt: alone.decode(prompt).token_ids if alone else [],

@@ -24,9 +24,9 @@ import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from common import Results, Value, add_prompt_arguments, load_prompts
+from common import GREEDY, Results, Value, add_prompt_arguments, decode_past_end, load_prompts
 
-from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
+from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.bench.critical_path import CriticalPathRunner
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import PLAIN
@@ -37,7 +37,6 @@ from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.replica.loading import choose_device, ready_model
 from lp_runtime.request.request import Request
 
-GREEDY = SamplingConfig(temperature=0.0)
 QUANTIZATIONS = {
     "int8": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}},
     "int4": {
@@ -159,9 +158,7 @@ def processes(config: RuntimeConfig, args: argparse.Namespace, prompts: Sequence
     path = Path()
     with LookaheadRuntime.from_config(config) as runtime:
         for prompt in prompts:
-            output = runtime.generate(
-                prompt, args.max_new_tokens, eos=False, lookahead=LookaheadConfig(tokens=args.budget), sampling=GREEDY
-            )
+            output = decode_past_end(runtime, prompt, args.max_new_tokens, LookaheadConfig(tokens=args.budget))
             decode = output.seconds - output.prefill_seconds
             path.add(output.token_ids, output.steps, output.step_tokens, 0.0, decode)
     return path

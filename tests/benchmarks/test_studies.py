@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import shlex
+import shutil
 from pathlib import Path
 
 import psutil
@@ -102,6 +103,22 @@ def test_study_runs(name, study, places, tmp_path, quick_processes, request):
         made.run_command(name, made.__doc__, made.STUDIES, [study, *arguments, "--output", str(tmp_path)])
     assert ended.value.code == STATUS.get((name, study), 0)
     assert [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
+
+
+@pytest.mark.parametrize(
+    ("name", "study"),
+    [("correctness.py", "equality"), ("correctness.py", "half_precision"), ("speed.py", "prediction")],
+)
+def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places, tmp_path, small_demo_dir):
+    """Their outputs agree, and no stop string of the model ends them early."""
+    folder = shutil.copytree(small_demo_dir, tmp_path / "model")
+    defaults = {"do_sample": True, "temperature": 5.0, "stop_strings": ["a", "e", " ", "\n"]}
+    (folder / "generation_config.json").write_text(json.dumps(defaults))
+    made = command(name)
+    arguments = [places.get(each, each) for each in shlex.split(STUDIES[name][study])]
+    with pytest.raises(SystemExit) as ended:
+        made.run_command(name, made.__doc__, made.STUDIES, [study, *arguments, "--model", str(folder)])
+    assert ended.value.code == 0
 
 
 @pytest.mark.parametrize("num_studies", [2, pytest.param(None, marks=pytest.mark.slow)])
