@@ -3,11 +3,11 @@
     python benchmarks/speed.py requests --model 7b --dtype bfloat16 --prefixes 4096 32768 --batch 8
 
 There is a row for each condition and method, shown as soon as it is measured: `plain` is one token per step, `default`
-the default settings. `prefill ms` is the prefill; all other figures are of the steps after it. `tokens/s` of a batch is
-of all its requests together, and `over plain` compares it with one plain request alone. `host us` is the time of a step
-without forward pass and exchange. Prompts are built in, and --prompts adds others; a prefix is a text repeated until it
-is long enough. The exit status is 1 if a greedy output of `default` differs from `plain`'s in float32. In half
-precision the column counts such outputs.
+the default settings. `prefill ms` is the prefill; all other figures are of the steps after it. `tokens/s` and `ms a
+step` of a batch are of all its requests together, after the last prefill, and `over plain` compares them with one plain
+request alone. `host us` is the time of a step without forward pass and exchange. Prompts are built in, and --prompts
+adds others; a prefix is a text repeated until it is long enough. The exit status is 1 if a greedy output of `default`
+differs from `plain`'s in float32. In half precision the column counts such outputs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -34,7 +34,7 @@ from lp_runtime.errors import LookaheadError
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import encode
 from lp_runtime.replica.loading import choose_device
-from lp_runtime.request.output import Report
+from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.utils.prompt_file import read_prompts
 
@@ -66,16 +66,46 @@ class Decoded:
         outputs: new tokens of each.
         reports: report of each.
         seconds: from the end of the last prefill to the last token, of all together.
+        num_tokens: new tokens in that time.
+        num_steps: steps in that time; a step of several requests counts once.
     """
 
     outputs: list[list[int]]
     reports: list[Report]
     seconds: float
+    num_tokens: int
+    num_steps: int
 
     @property
     def rate(self) -> float:
         """Tokens per second, without those of the prefills."""
-        return sum(len(each) - 1 for each in self.outputs) / self.seconds
+        return self.num_tokens / self.seconds
+
+
+def read_batch(
+    events: Iterable[tuple[Hashable, Event | LookaheadError]],
+    num_requests: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Decoded:
+    """Read the events of a batch, whose keys count the requests from 0; time starts with the last first token."""
+    outputs: list[list[int]] = [[] for _ in range(num_requests)]
+    num_steps = [0] * num_requests
+    ends: dict[Hashable, Report] = {}
+    started, num_before = clock(), 0
+    for key, event in events:
+        if isinstance(event, LookaheadError):
+            raise event
+        if isinstance(event, Report):
+            ends[key] = event
+            continue
+        place = cast(int, key)
+        is_last_first = not outputs[place] and sum(map(bool, outputs)) == num_requests - 1
+        outputs[place] += event.token_ids
+        num_steps[place] += 1
+        if is_last_first:
+            started, num_before, num_steps = clock(), sum(map(len, outputs)), [0] * num_requests
+    reports = [ends[key] for key in range(num_requests)]
+    return Decoded(outputs, reports, clock() - started, sum(map(len, outputs)) - num_before, max(num_steps))
 
 
 class Requests:
@@ -119,29 +149,19 @@ class Requests:
             outputs.append(token_ids)
             reports.append(report)
         seconds = sum(each.seconds - each.prefill_seconds for each in reports[1:])
-        return Decoded(outputs[1:], reports[1:], seconds)
+        num_tokens, num_steps = (
+            sum(len(each) - 1 for each in outputs[1:]),
+            sum(each.num_steps - 1 for each in reports[1:]),
+        )
+        return Decoded(outputs[1:], reports[1:], seconds, num_tokens, num_steps)
 
     def together(self, requests: Sequence[Request]) -> Decoded:
         """Decode requests in common forward passes; all twice, as the first run compiles and captures."""
         for _ in range(2):
-            decoded = self._batch(requests)
+            coming = [[Arrival(number, request) for number, request in enumerate(requests)]]
+            events = self._engine.run_batch(lambda coming=coming: coming.pop() if coming else [])
+            decoded = read_batch(events, len(requests))
         return decoded
-
-    def _batch(self, requests: Sequence[Request]) -> Decoded:
-        coming = [[Arrival(number, request) for number, request in enumerate(requests)]]
-        outputs: list[list[int]] = [[] for _ in requests]
-        ends: dict[Hashable, Report] = {}
-        started = time.perf_counter()
-        for key, event in self._engine.run_batch(lambda: coming.pop() if coming else []):
-            if isinstance(event, LookaheadError):
-                raise event
-            if isinstance(event, Report):
-                ends[key] = event
-            else:
-                outputs[cast(int, key)] += event.token_ids
-                if all(outputs) and sum(map(len, outputs)) <= len(requests):
-                    started = time.perf_counter()  # the last prompt has been fed
-        return Decoded(outputs, [ends[key] for key in range(len(requests))], time.perf_counter() - started)
 
 
 def conditions(args: argparse.Namespace, bench: Requests) -> Iterator[tuple[str, list[tuple[int, ...]], bool, bool]]:
@@ -161,15 +181,14 @@ def conditions(args: argparse.Namespace, bench: Requests) -> Iterator[tuple[str,
             raise SystemExit(f"--conditions {name}: must be greedy, nucleus, prefix or batch")
 
 
-def row_of(decoded: Decoded, is_together: bool) -> Row:
+def row_of(decoded: Decoded) -> Row:
     """Return the figures of some requests."""
     reports = decoded.reports
     steps = sum(each.num_steps - 1 for each in reports)
     tokens = sum(len(each) - 1 for each in decoded.outputs)
-    rounds = max(each.num_steps - 1 for each in reports) if is_together else steps
     return {
         "tokens/s": decoded.rate,
-        "ms a step": 1e3 * decoded.seconds / rounds,
+        "ms a step": 1e3 * decoded.seconds / max(1, decoded.num_steps),
         "S": tokens / steps,
         "tokens fed": statistics.mean(each.step_tokens for each in reports),
         "host us": 1e6 * sum(each.times.other for each in reports) / steps,
@@ -194,7 +213,7 @@ def run(args: argparse.Namespace) -> int:
                 plain = decoded
                 alone = bench.one_by_one(requests[:1]).rate if is_together else decoded.rate
             differ = sum(a != b for a, b in zip(decoded.outputs, plain.outputs, strict=True))
-            row: Row = {"condition": name, "method": method, **row_of(decoded, is_together)}
+            row: Row = {"condition": name, "method": method, **row_of(decoded)}
             results.add(row | {"over plain": decoded.rate / alone, "outputs that differ": differ})
             num_wrong += differ
     vocabulary = bench.model.vocabulary_size
