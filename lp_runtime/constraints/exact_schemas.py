@@ -13,10 +13,14 @@ from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_re
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
 from lp_runtime.constraints.regex_anchors import without_anchors
-from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_schema, refusal
+from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_schema, named_types, refusal
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
 TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
+# Keywords of arrays and objects from which xgrammar infers the type, and others, which it ignores without a type.
+OF_ITEMS = ("items", "prefixItems", "unevaluatedItems")
+OF_KEYS = ("properties", "additionalProperties", "unevaluatedProperties")
+UNINFERRED = ("minItems", "maxItems", "minProperties", "maxProperties", "patternProperties", "propertyNames")
 # Where schemas are inside a schema: in mappings, in lists, or directly.
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -33,8 +37,13 @@ def exact_schema(schema: object) -> object:
 
 
 def with_exact_patterns(schema: object) -> object:
-    """Rewrite only the patterns of a schema whose text is not JSON."""
-    return _rewritten(schema, lambda each: _rewrite_patterns(each, exact_regex, NO_SYNTAX))
+    """Rewrite only the patterns and free contents of a schema whose text is not JSON."""
+
+    def rewrite(schema: dict[str, Any]) -> None:
+        _rewrite_free_contents(schema)
+        _rewrite_patterns(schema, exact_regex, NO_SYNTAX)
+
+    return _rewritten(schema, rewrite)
 
 
 def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
@@ -72,11 +81,22 @@ def _rewritten(
 
 
 def _rewrite_for_json(schema: dict[str, Any]) -> None:
-    if "type" not in schema and any(name in schema for name in TYPED):
+    is_inferred = any(name in schema for name in (*OF_ITEMS, *OF_KEYS))
+    if "type" not in schema and any(name in schema for name in (TYPED if is_inferred else (*TYPED, *UNINFERRED))):
         schema["type"] = list(TYPES)
+    _rewrite_free_contents(schema)
     _rewrite_patterns(schema, _in_json, r"[\s\S]*")
     _rewrite_lengths(schema)
     _rewrite_free_keys(schema)
+
+
+def _rewrite_free_contents(schema: dict[str, Any]) -> None:
+    """Name a schema for free items and keys, which xgrammar forbids next to other keywords, such as maxItems."""
+    types = named_types(schema)
+    if "array" in types and not any(name in schema for name in OF_ITEMS):
+        schema["items"] = {}
+    if "object" in types and not any(name in schema for name in (*OF_KEYS, "patternProperties", "propertyNames")):
+        schema["additionalProperties"] = True
 
 
 def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str], free: str) -> None:

@@ -95,6 +95,12 @@ def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, exclud
         raise refusal(f"{place}/{excluded}", f"is not supported together with {keyword}")
 
 
+def named_types(schema: Mapping[str, Any]) -> list[Any]:
+    """Return the types that a schema names; empty if it names none."""
+    types = schema.get("type", [])
+    return types if isinstance(types, list) else [types]
+
+
 def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     """Check `enum` and `const`: values must match `type`, and no other assertion may come next to them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -102,11 +108,10 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
         return
     name = "enum" if "enum" in schema else "const"
     _refuse_together(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
-    kinds = schema.get("type", list(TYPES))
-    kinds = [kinds] if isinstance(kinds, str) else kinds
+    types = named_types(schema) or list(TYPES)
     for value in values:
-        if isinstance(kinds, list) and not any(kind in TYPES and TYPES[kind](value) for kind in kinds):
-            raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, kinds))}")
+        if not any(each in TYPES and TYPES[each](value) for each in types):
+            raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, types))}")
 
 
 def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:

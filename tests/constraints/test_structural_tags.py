@@ -157,6 +157,13 @@ def test_xml_style_schema_has_exact_patterns():
     assert not is_allowed("<parameter=a>é</parameter></parameter>")
 
 
+@pytest.mark.parametrize(("limit", "allowed", "refused"), [("maxItems", "[1]", "[1, 2]"), ("minItems", "[1]", "[]")])
+def test_array_of_xml_style_schema_may_have_any_items(limit, allowed, refused):
+    schema = {"type": "object", "properties": {"a": {"type": "array", limit: 1}}, "required": ["a"]}
+    is_allowed = allows(structural({"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}))
+    assert is_allowed(f"<parameter=a>{allowed}</parameter>") and not is_allowed(f"<parameter=a>{refused}</parameter>")
+
+
 def test_forced_tokens_cover_the_certain_text():
     guide = grammars().guide(compile_constraint(structural(TAG), grammars().vocabulary(True).info))
     vocabulary = grammars().vocabulary(True)
