@@ -13,7 +13,7 @@ from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_re
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
 from lp_runtime.constraints.regex_anchors import without_anchors
-from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_schema, named_types, refusal
+from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_reference, check_schema, named_types, refusal
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
 TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
@@ -21,10 +21,11 @@ TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
 OF_ITEMS = ("items", "prefixItems", "unevaluatedItems")
 OF_KEYS = ("properties", "additionalProperties", "unevaluatedProperties")
 UNINFERRED = ("minItems", "maxItems", "minProperties", "maxProperties", "patternProperties", "propertyNames")
-# Where schemas are inside a schema: in mappings, in lists, or directly.
-MAPPINGS = ("properties", "patternProperties", "$defs", "definitions")
+# Where schemas are inside a schema: in mappings, in lists, or directly. OpenAPI has them in components/schemas.
+MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems")
+SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "components")
+Schemas = dict[str, object]  # the schemas inside a schema, by their places (JSON pointers)
 NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
 MAX_DEPTH = 100  # nesting of schemas
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
@@ -33,7 +34,14 @@ MAX_AUTOMATON_LENGTH = 100
 
 def exact_schema(schema: object) -> object:
     """Check that a grammar can express a schema (parsed JSON), and rewrite it for xgrammar."""
-    return _rewritten(schema, _rewrite_for_json, check_schema)
+    schemas: Schemas = {}
+    rewritten = _rewritten(schema, _rewrite_for_json, check_schema, schemas)
+    inner = [(place, each) for place, each in schemas.items() if isinstance(each, dict)]
+    for place, each in inner:
+        check_reference(place, each, schemas)
+    for place, each in inner:
+        _rewrite_names(each, place, schemas)
+    return rewritten
 
 
 def with_exact_patterns(schema: object) -> object:
@@ -56,13 +64,19 @@ def _rewritten(
     schema: object,
     rewrite: Callable[[dict[str, Any]], None],
     check: Callable[[str, Mapping[str, Any]], None] = lambda place, schema: None,
+    schemas: Schemas | None = None,
 ) -> object:
-    """Return a copy of a schema with `rewrite` applied to it and those inside; `check` sees them before."""
+    """Return a copy of a schema with `rewrite` applied to it and those inside; `check` sees them before.
+
+    The copies are added to `schemas`, with schemas that are true or false.
+    """
+    copies: Schemas = {} if schemas is None else schemas
 
     def inner(schema: object, place: str, depth: int) -> object:
         if depth > MAX_DEPTH:
             raise refusal(place[:200], f"is nested deeper than {MAX_DEPTH}")
         if not isinstance(schema, Mapping):
+            copies[place] = schema
             return schema
         check(place, schema)
         copy = dict(schema)
@@ -75,6 +89,7 @@ def _rewritten(
             elif name in SINGLES:
                 copy[name] = inner(value, here, depth + 1)
         rewrite(copy)
+        copies[place] = copy
         return copy
 
     return inner(schema, "#", 0)
@@ -97,6 +112,41 @@ def _rewrite_free_contents(schema: dict[str, Any]) -> None:
         schema["items"] = {}
     if "object" in types and not any(name in schema for name in (*OF_KEYS, "patternProperties", "propertyNames")):
         schema["additionalProperties"] = True
+
+
+def _rewrite_names(schema: dict[str, Any], place: str, schemas: Schemas) -> None:
+    """Limit `propertyNames` to strings, and drop it if no key is allowed: xgrammar would allow keys of other types."""
+    if "propertyNames" not in schema:
+        return
+    names = _strings_of(schema["propertyNames"], f"{place}/propertyNames", schemas)
+    if names is False or schema.get("additionalProperties", schema.get("unevaluatedProperties")) is False:
+        for name in ("propertyNames", "unevaluatedProperties"):
+            schema.pop(name, None)
+        schema["additionalProperties"] = False
+    else:
+        schema["propertyNames"] = names
+
+
+def _strings_of(schema: object, place: str, schemas: Schemas, depth: int = 0) -> object:
+    """Return a schema of the strings that a rewritten schema allows, without references; False if there are none."""
+    if depth > MAX_DEPTH:
+        raise refusal(place, "refers to itself")
+    if not isinstance(schema, Mapping):
+        return {"type": "string"} if schema is True else schema
+    if "$ref" in schema:
+        return _strings_of(schemas[schema["$ref"]], place, schemas, depth + 1)
+    for name in ("anyOf", "oneOf", "allOf"):
+        if isinstance(schema.get(name), list):
+            choices = [_strings_of(each, place, schemas, depth + 1) for each in schema[name]]
+            choices = [each for each in choices if each is not False]
+            return {name: choices} if choices else False
+    if "type" in schema and "string" not in named_types(schema):
+        return False
+    values = schema.get("enum", [schema["const"]] if "const" in schema else None)
+    if not isinstance(values, list):
+        return {**schema, "type": "string"}
+    strings = [each for each in values if isinstance(each, str)]
+    return {"enum": strings} if strings else False
 
 
 def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str], free: str) -> None:

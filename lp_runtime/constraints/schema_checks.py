@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from lp_runtime.constraints.exact_regexes import may_match_one_text
@@ -83,10 +83,18 @@ def check_schema(place: str, schema: Mapping[str, Any]) -> None:
     for shape in SHAPES:
         if shape in schema:
             _refuse_together(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
+    _check_type(place, schema)
     _check_values(place, schema)
     _check_required(place, schema)
     _check_keys(place, schema)
     _check_multiple(place, schema)
+
+
+def check_reference(place: str, schema: Mapping[str, Any], places: Collection[str]) -> None:
+    """Check that `$ref` is one of `places`: xgrammar ignores it, or uses a schema that was not checked."""
+    reference = schema.get("$ref", "#")
+    if not isinstance(reference, str) or reference not in places:
+        raise refusal(f"{place}/$ref", f"{reference!r} is not the place of a schema in this one, such as #/$defs/NAME")
 
 
 def _refuse_together(place: str, schema: Mapping[str, Any], keyword: str, excludes: Callable[[str], bool]) -> None:
@@ -101,6 +109,12 @@ def named_types(schema: Mapping[str, Any]) -> list[Any]:
     return types if isinstance(types, list) else [types]
 
 
+def _check_type(place: str, schema: Mapping[str, Any]) -> None:
+    types = named_types(schema)
+    if "type" in schema and (not types or not all(isinstance(each, str) and each in TYPES for each in types)):
+        raise refusal(f"{place}/type", f"{schema['type']!r} is not one or more of {', '.join(TYPES)}")
+
+
 def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     """Check `enum` and `const`: values must match `type`, and no other assertion may come next to them."""
     values = schema.get("enum", [schema["const"]] if "const" in schema else None)
@@ -110,8 +124,8 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
     _refuse_together(place, schema, name, lambda each: each not in ("type", *ANNOTATIONS))
     types = named_types(schema) or list(TYPES)
     for value in values:
-        if not any(each in TYPES and TYPES[each](value) for each in types):
-            raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(map(str, types))}")
+        if not any(TYPES[each](value) for each in types):
+            raise refusal(f"{place}/{name}", f"{value!r} is not of type {' or '.join(types)}")
 
 
 def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ from lp_runtime.errors import ConstraintError
 
 NAMES = ["é", "éa", "", 'a"b', "日本", "日", "a", "^]-"]
 KEYS = {"type": "object", "properties": {name: {"type": "null"} for name in NAMES}}
+LETTER = {"maxLength": 1}
+NO_STRINGS = ["{83: 1}", "{true: 1}", "{null: 1}", "{[]: 1}", "{{}: 1}"]
 ESCAPED = 'a\n\0"\\/\x1f\x7f\u2028\U0001f600é1'
 
 
@@ -57,13 +59,42 @@ def is_valid(schema: dict, text: str) -> bool:
         ),
         ({"propertyNames": {"pattern": "é"}, "type": "object"}, ['{"aéb": 1}'], ['{"a": 1}']),
         ({"patternProperties": {"^é[0-9]?$": {"const": "ß"}}, "type": "object"}, ['{"é1": "ß"}', "{}"], ['{"é": 1}']),
-        ({"propertyNames": {"maxLength": 1}, "type": "object"}, ['{"é": 1}'], ['{"\t": 1}', '{"ab": 1}']),
+        ({"propertyNames": LETTER, "type": "object"}, ['{"é": 1}'], ['{"\t": 1}', '{"ab": 1}', *NO_STRINGS]),
+        (
+            {"propertyNames": {"pattern": "^a"}, "additionalProperties": {"type": "integer"}},
+            ['{"a": 1}', "{}"],
+            ['{"a": "x"}', *NO_STRINGS],
+        ),
+        ({"type": "object", "propertyNames": {}}, ['{"a": 1}'], NO_STRINGS),
+        ({"type": "object", "propertyNames": True}, ['{"a": 1}'], NO_STRINGS),
+        ({"type": "object", "propertyNames": False}, ["{}"], ['{"a": 1}', *NO_STRINGS]),
+        ({"type": "object", "propertyNames": {"type": "integer"}}, ["{}"], ['{"a": 1}', *NO_STRINGS]),
+        ({"type": "object", "propertyNames": {"enum": ["a", 83]}}, ['{"a": 1}'], ['{"b": 1}', *NO_STRINGS]),
+        ({"type": "object", "propertyNames": {"enum": [83, True]}}, ["{}"], ['{"b": 1}', *NO_STRINGS]),
+        ({"type": "object", "propertyNames": {"const": 83}}, ["{}"], ['{"b": 1}', *NO_STRINGS]),
+        ({"type": "object", "propertyNames": LETTER, "additionalProperties": False}, ["{}"], ['{"a": 1}']),
+        ({"type": "object", "propertyNames": LETTER, "unevaluatedProperties": False}, ["{}"], ['{"a": 1}']),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"anyOf": [{"type": "null"}, False, {"$ref": "#/$defs/a"}, {"const": "ß"}]},
+            }
+            | {"$defs": {"a": {"allOf": [LETTER]}}},
+            ['{"a": 1}', '{"ß": 1}'],
+            ['{"ab": 1}', *NO_STRINGS],
+        ),
+        (
+            {"type": "object", "propertyNames": {"$ref": "#/$defs/a"}, "additionalProperties": {"$ref": "#/$defs/a"}}
+            | {"$defs": {"a": LETTER}},
+            ['{"a": 1}', '{"a": "b"}'],
+            ['{"ab": 1}', '{"a": "bc"}', *NO_STRINGS],
+        ),
         ({"minItems": 1}, ["[1]", '["a", 2]', "1", "{}"], ["[]"]),
         ({"maxItems": 1}, ["[]", "[{}]", "null"], ["[1, 2]"]),
         ({"minProperties": 1}, ['{"a": 1}', "[]", '"a"'], ["{}"]),
         ({"maxProperties": 0}, ["{}", "[1]"], ['{"a": 1}']),
         ({"patternProperties": {"^a": {"type": "integer"}}}, ['{"a": 1}', "[1]", "true"], ['{"a": "x"}']),
-        ({"propertyNames": {"type": "string", "maxLength": 1}}, ['{"é": "q"}', "[1]", "5"], ['{"zz": "q"}']),
+        ({"propertyNames": {"maxLength": 1}}, ['{"é": "q"}', "[1]", "5"], ['{"zz": "q"}', *NO_STRINGS]),
         ({"anyOf": [{"type": "null"}, {"minItems": 2}]}, ["null", "[1, 2]", "3"], ["[1]"]),
         ({"allOf": [{"minItems": 2}]}, ["[1, 2]"], ["[1]"]),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"minItems": 2}}}, ["[1, 2]"], ["[1]"]),
@@ -75,6 +106,12 @@ def is_valid(schema: dict, text: str) -> bool:
         ({"type": "object", "maxProperties": 2}, ["{}", '{"a": [1]}'], ['{"a": 1, "b": 2, "c": 3}']),
         ({"type": ["object", "array"], "minProperties": 1}, ['{"a": 1}', "[]"], ["{}"]),
         ({"type": "object", "required": []}, ["{}", '{"a": 1}'], ["[]"]),
+        (
+            {"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"minLength": 2}}}},
+            ['"ab"', "1"],
+            ['"a"'],
+        ),
+        ({"$ref": "#/$defs/a", "$defs": {"a": True}}, ['"ab"'], ["ab"]),
     ],
 )
 def test_schema_allows_and_refuses_the_same_texts_as_jsonschema(schema, allowed, refused):
@@ -107,6 +144,18 @@ def test_declared_name_is_refused_as_additional_property():
         ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
         ({"type": "integer", "minimum": 3, "multipleOf": 2}, "is supported for integers, with both limits"),
         ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
+        ({"type": []}, "#/type: [] is not one or more of string, integer, number"),
+        ({"propertyNames": {"type": ["string", 5]}}, "#/propertyNames/type: ['string', 5] is not"),
+        ({"propertyNames": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "refers to itself"),
+        (
+            {"propertyNames": {"$ref": "#/$defs/a", "maxLength": 1}, "$defs": {"a": {}}},
+            "not supported together with $ref",
+        ),
+        ({"$ref": "#a", "$defs": {"a": {"$anchor": "a"}}}, "#/$ref: '#a' is not the place of a schema in this one"),
+        ({"items": {"$ref": "https://a/b"}}, "#/items/$ref: 'https://a/b' is not the place"),
+        ({"items": {"$ref": "#/x/a"}, "x": {"a": {"minLength": 2}}}, "#/items/$ref: '#/x/a' is not the place"),
+        ({"$ref": 5}, "#/$ref: 5 is not the place"),
+        ({"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"not": {}}}}}, "schemas/a/not: is not"),
     ],
 )
 def test_unsupported_schema_is_refused_in_one_line(schema, reason):

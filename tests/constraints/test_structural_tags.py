@@ -182,7 +182,7 @@ LOOP = {"type": "grammar", "grammar": 'root ::= "a" loop\nloop ::= "b" loop'}
         ({**TAG, "content": {**SCHEMA, "json_schema": {"not": {}}}}, "constraint.json_schema: #/not: is not supported"),
         (
             {**TAG, "content": {**SCHEMA, "json_schema": {"type": "x"}}},
-            'structural_tag: Unsupported type "x"',
+            "constraint.json_schema: #/type: 'x' is not one or more of",
         ),
         ({"type": "sequence", "elements": [TAG, 5]}, "constraint.structural_tag: "),
         ({"type": "sequence", "elements": "é"}, "constraint.structural_tag: "),
