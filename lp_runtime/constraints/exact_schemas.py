@@ -25,6 +25,11 @@ UNINFERRED = ("minItems", "maxItems", "minProperties", "maxProperties", "pattern
 MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "schemas")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "components")
+# Patterns of the formats whose texts xgrammar does not escape: they would allow quotes and control characters.
+FORMATS = {
+    "json-pointer": "^(/([^/~]|~[01])*)*$",
+    "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
+}
 Schemas = dict[str, object]  # the schemas inside a schema, by their places (JSON pointers)
 NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
 MAX_DEPTH = 100  # nesting of schemas
@@ -155,6 +160,8 @@ def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str], fre
     def whole(pattern: str) -> str:
         return f"^{rewrite(without_anchors(pattern, free))}$"
 
+    if schema.get("format") in FORMATS:
+        schema["pattern"] = FORMATS[schema.pop("format")]
     if isinstance(schema.get("pattern"), str):
         schema["pattern"] = whole(schema["pattern"])
     if isinstance(schema.get("patternProperties"), Mapping):

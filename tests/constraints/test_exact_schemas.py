@@ -106,6 +106,8 @@ def is_valid(schema: dict, text: str) -> bool:
         ({"type": "object", "maxProperties": 2}, ["{}", '{"a": [1]}'], ['{"a": 1, "b": 2, "c": 3}']),
         ({"type": ["object", "array"], "minProperties": 1}, ['{"a": 1}', "[]"], ["{}"]),
         ({"type": "object", "required": []}, ["{}", '{"a": 1}'], ["[]"]),
+        ({"type": "string", "format": "json-pointer"}, ['""', '"/é~0/"'], ['"/a"b"', '"/\x1f"']),
+        ({"format": "relative-json-pointer", "type": "string"}, ['"0#"', '"12/é"'], ['"1/""', '"1/\\"']),
         (
             {"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"minLength": 2}}}},
             ['"ab"', "1"],
