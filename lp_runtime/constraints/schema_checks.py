@@ -50,6 +50,7 @@ ANNOTATIONS = (
     "components",
 )
 LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")  # limits of numbers
+MAX_MULTIPLES_RANGE = 10_000  # integers among which xgrammar looks for multiples
 TYPES: dict[str, Callable[[object], bool]] = {
     "string": lambda value: isinstance(value, str),
     "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
@@ -129,10 +130,14 @@ def _check_values(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_multiple(place: str, schema: Mapping[str, Any]) -> None:
-    """Check `multipleOf`, which xgrammar ignores for other numbers."""
-    is_half_limited = any(name in schema for name in LEAST) != any(name in schema for name in MOST)
-    if "multipleOf" in schema and (schema.get("type") != "integer" or is_half_limited):
-        raise refusal(f"{place}/multipleOf", "is supported for integers, with both limits or none")
+    """Check `multipleOf`, which xgrammar ignores for other numbers and for many."""
+    if "multipleOf" not in schema:
+        return
+    least, most = ([schema[name] for name in limits if name in schema] for limits in (LEAST, MOST))
+    is_small = bool(least and most) and min(most) - max(least) < MAX_MULTIPLES_RANGE
+    if schema.get("type") != "integer" or not (is_small or least == most == []):
+        reason = f"is supported for integers, with limits that are less than {MAX_MULTIPLES_RANGE} apart or without any"
+        raise refusal(f"{place}/multipleOf", reason)
 
 
 def _check_required(place: str, schema: Mapping[str, Any]) -> None:

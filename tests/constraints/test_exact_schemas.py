@@ -109,6 +109,11 @@ def is_valid(schema: dict, text: str) -> bool:
         ({"type": "string", "format": "json-pointer"}, ['""', '"/é~0/"'], ['"/a"b"', '"/\x1f"']),
         ({"format": "relative-json-pointer", "type": "string"}, ['"0#"', '"12/é"'], ['"1/""', '"1/\\"']),
         (
+            {"type": "integer", "multipleOf": 10, "minimum": 1, "exclusiveMaximum": 10000},
+            ["10", "9990"],
+            ["0", "11", "10000"],
+        ),
+        (
             {"$ref": "#/components/schemas/a", "components": {"schemas": {"a": {"minLength": 2}}}},
             ['"ab"', "1"],
             ['"a"'],
@@ -144,7 +149,8 @@ def test_declared_name_is_refused_as_additional_property():
         ({"patternProperties": {"^a$": {"const": 1}, "^[ab]$": {"const": 2}}}, "may apply to keys of '^a$', too"),
         ({"type": "string", "pattern": "a$b"}, "$ is supported only where a text begins or ends"),
         ({"type": "string", "minLength": 3, "maxLength": 2}, "minLength"),
-        ({"type": "integer", "minimum": 3, "multipleOf": 2}, "is supported for integers, with both limits"),
+        ({"type": "integer", "minimum": 3, "multipleOf": 2}, "is supported for integers, with limits"),
+        ({"type": "integer", "minimum": 0, "maximum": 10000, "multipleOf": 2}, "less than 10000 apart"),
         ({"type": "number", "multipleOf": 0.5}, "#/multipleOf"),
         ({"type": []}, "#/type: [] is not one or more of string, integer, number"),
         ({"propertyNames": {"type": ["string", 5]}}, "#/propertyNames/type: ['string', 5] is not"),
