@@ -65,6 +65,14 @@ def sampling_of(number: int) -> SamplingConfig:
     return SamplingConfig(temperature=0.8, seed=number) if number % 2 else SamplingConfig(temperature=0.0)
 
 
+def requests_of_row(place: int, num_rows: int, num_kills: int) -> range:
+    """Return the numbers of a row's requests, from 0 on, so that each row has greedy and sampled ones.
+
+    The kills are divided among the rows, of which the first have one more if necessary.
+    """
+    return range(len(range(place, num_kills, num_rows)))
+
+
 def decode(
     runtime: LookaheadRuntime,
     prompt: str,
@@ -108,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
     )
     with LookaheadRuntime.from_config(config) as runtime:
         expected = [
-            decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number) for number in range(args.kills)
+            decode(runtime, prompts[number % len(prompts)], args.max_new_tokens, number)
+            for number in requests_of_row(0, len(args.gpus), args.kills)
         ]
     results = Results("kills", args.output, dict.fromkeys(("median ms without a token", "worst", "ms a step"), ".0f"))
     num_wrong = 0
@@ -139,7 +148,7 @@ def lose_many(
     """Decode requests that each lose a replica; return a row of the table."""
     rng = random.Random(args.seed)
     place, num_rows = args.gpus.index(config.gpus), len(args.gpus)
-    numbers = range(place, args.kills, num_rows)
+    numbers = requests_of_row(place, num_rows, args.kills)
     gaps, usual, wrong, losses = [], [], 0, 0
     with LookaheadRuntime.from_config(config) as runtime:
         for number in numbers:

@@ -4,22 +4,24 @@
 
 There is a row for each number of clients and each scheduling policy (latency: LP at its maximum; throughput: LP 1;
 fair: elastic). Clients send requests to a server of spawned replicas through the openai client, one after another:
-streamed and whole, greedy and sampled, in turns. With --constrained a third of the requests must answer with JSON of
-one of three schemas. Every answer is compared with that of the same prompt alone on one replica. The columns are
-tokens/s; percentiles (50, 90, 99) of the latency and of the time to the first token; the memory of driver and replicas
-at the start and at the end of each quarter; and the time from a client's disconnecting until nothing runs any more
-(median and worst). The exit status is 1 if an answer is wrong or a request fails.
+greedy and sampled in turns, streamed or whole at random. With --constrained a third of the requests must answer with
+JSON of one of three schemas. Every answer is compared with that of the same prompt alone on one replica. The columns
+are tokens/s; percentiles (50, 90, 99) of the latency and of the time to the first token; the memory of driver and
+replicas at the start and at the end of each quarter; and the time from a client's disconnecting until nothing runs any
+more (median and worst). The exit status is 1 if an answer is wrong or a request fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import random
 import statistics
 import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -114,6 +116,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--auto", action="store_true", help="lookahead=auto instead of 56 guesses per request")
 
 
+def requests_of(number: int, cases: Sequence[Case]) -> Iterator[tuple[Case, bool]]:
+    """Yield without end the cases that a client asks for, and whether the answer is streamed."""
+    rng = random.Random(number)  # turns would give a case, or all sampled ones, the same way each time
+    for place in itertools.count(number, CASE_STRIDE):
+        yield cases[place % len(cases)], rng.random() < 0.5
+
+
 class Client(threading.Thread):
     """Thread that sends one request after another until the workload's time is up.
 
@@ -139,15 +148,15 @@ class Client(threading.Thread):
         self.faults: list[str] = []
 
     def run(self) -> None:
-        workload, number = self._workload, self._number
+        workload = self._workload
         until = time.perf_counter() + workload.seconds
-        while time.perf_counter() < until:
-            case = workload.cases[number % len(workload.cases)]
-            number += CASE_STRIDE
+        for case, is_streamed in requests_of(self._number, workload.cases):
             started = time.perf_counter()
+            if started >= until:
+                return
             try:
                 self.num_tokens += workload.expected[case].num_tokens
-                if self._ask(case, number % 2 == 0, started) != workload.expected[case].text:
+                if self._ask(case, is_streamed, started) != workload.expected[case].text:
                     self.faults.append("another text")
             except openai.OpenAIError as error:
                 self.faults.append(str(error))
