@@ -125,9 +125,11 @@ def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places
 def test_drafting_studies_run(places, tmp_path, num_studies):
     made = command("drafting.py")
     names = [each.__name__ for each in made.STUDIES][:num_studies]
-    places_of_results = ["--prompts", places["FILE:prompt"], "--output", str(tmp_path)]
+    places_of_results = ["--prompts", places["FILE:prompt"], "records", "--output", str(tmp_path)]
     made.main([*names, *places_of_results, "--limit", "1", "--max-new-tokens", "2"])
-    assert {file.stem for file in tmp_path.glob("*.json")} == set(names)
+    written = list(tmp_path.glob("*.json"))
+    assert {file.stem for file in written} == set(names)
+    assert all("2 prompts (prompts, records)" in json.loads(file.read_text())["about"] for file in written)
 
 
 @pytest.mark.parametrize("name", STUDIES)
