@@ -24,7 +24,6 @@ from support.ranks import CPU, run_ranks
 from support.simulated_gpu import Event, Gpu, Graph, simulated_gpu
 from support.small_models import DYNAMIC, FAMILIES, random_model
 from support.versions import needs_rotary_by_length
-from transformers import AutoModelForCausalLM
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.bench.command import bench
@@ -121,15 +120,8 @@ def gpu_of_few_sizes(demo_model: Path) -> Iterator[Gpu]:
 
 
 @pytest.fixture(scope="module")
-def last_layers(tmp_path_factory) -> Path:
-    """The last layers of the demo model, with its tokenizer; their output is as varied as the whole model's."""
-    path = tmp_path_factory.mktemp("demo") / "model"
-    shutil.copytree(settings.DEMO_MODEL, path)
-    model = AutoModelForCausalLM.from_pretrained(path)
-    model.model.layers = model.model.layers[-NUM_LAYERS:]
-    model.config.num_hidden_layers = NUM_LAYERS
-    model.save_pretrained(path)
-    return path
+def last_layers(shallow_demo) -> Path:
+    return shallow_demo(NUM_LAYERS)
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def half_model_dir(shallow_demo):
-    """The demo model with three of its six layers."""
+    """The demo model with the last three of its six layers."""
     return shallow_demo(3)
 
 

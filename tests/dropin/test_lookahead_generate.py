@@ -71,14 +71,14 @@ class AfterToken(StoppingCriteria):
         {"max_length": 20},
         {},
         {"max_new_tokens": 24, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
-        {"max_new_tokens": 12, "bad_words_ids": [[266]], "min_new_tokens": 8},
+        {"max_new_tokens": 12, "bad_words_ids": [[7]], "min_new_tokens": 8},
         {"max_new_tokens": 16, "logits_processor": [NoLineTwice()]},
         {"max_new_tokens": 16, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
         {"max_new_tokens": 12, "encoder_repetition_penalty": 1.5},
         {"generation_config": GenerationConfig(max_new_tokens=16, repetition_penalty=1.2)},
-        {"max_new_tokens": 20, "stopping_criteria": [AfterToken(221, 3)]},
+        {"max_new_tokens": 20, "stopping_criteria": [AfterToken(7, 3)]},
         {"max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(2)]},  # below the prompt's length: one token
-        {"max_new_tokens": 20, "eos_token_id": [221, 266], "min_new_tokens": 5},
+        {"max_new_tokens": 20, "eos_token_id": [199, 2263], "min_new_tokens": 5},
         {"max_new_tokens": 12, "forced_eos_token_id": 3},
     ],
     ids=lambda options: "+".join(options),
@@ -113,7 +113,7 @@ def test_output_object_has_scores_and_logits_of_generate(model, inputs):
 
 def test_rows_without_pad_token_are_padded_with_first_eos(model, inputs, monkeypatch):
     """Without a padding token, rows are padded with the first end-of-sequence token."""
-    ends = [221, 12, 266]  # the first is neither the smallest nor the largest
+    ends = [199, 12, 266]  # the first is neither the smallest nor the largest
     monkeypatch.setattr(model.generation_config, "pad_token_id", None)
     ids = torch.cat([inputs.input_ids, inputs.input_ids.roll(3, 1), inputs.input_ids.flip(1)])
     asked = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "do_sample": False, "max_new_tokens": 10}
@@ -124,7 +124,7 @@ def test_rows_without_pad_token_are_padded_with_first_eos(model, inputs, monkeyp
 
 def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer):
     texts = [PROMPT, "import os\nimport sys\n\n", "x"]
-    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 266}
+    options = {"max_new_tokens": 12, "do_sample": False, "repetition_penalty": 1.1, "eos_token_id": 7}
     options["pad_token_id"] = tokenizer.pad_token_id
     alone = []
     for text in texts:
@@ -143,11 +143,11 @@ def test_rows_of_padded_batch_match_rows_decoded_alone(model, tokenizer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"min_new_tokens": 4, "eos_token_id": [221, 266, 12]},
+        {"min_new_tokens": 4, "eos_token_id": [60, 2263, 12]},
         {"forced_eos_token_id": 63},
-        {"begin_suppress_tokens": [266, 221, 12]},
+        {"begin_suppress_tokens": [397, 60, 12]},
         {"exponential_decay_length_penalty": (2, 1.6), "eos_token_id": 5},
-        {"min_length": 9, "eos_token_id": [221, 266, 12]},
+        {"min_length": 9, "eos_token_id": [60, 2263, 2603]},
     ],
     ids=lambda options: next(iter(options)),
 )

@@ -16,7 +16,7 @@ from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.model.loading.loader import load_model, load_tokenizer
 
-PROMPT = reference.PROMPTS[1]
+PROMPT = reference.PROMPTS[2]
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 SPECIAL = "<|endoftext|>"
 
@@ -132,7 +132,7 @@ def test_completion_logprobs_list_chosen_and_top_tokens(client):
     for text, value, top, offset in zip(got.tokens, got.token_logprobs, got.top_logprobs, got.text_offset, strict=True):
         assert top[text] == value == max(top.values()), "greedy"
         assert choice.text[offset : offset + len(text)] == text
-    sampled = client.completions.create(**body(logprobs=1, temperature=1.0, seed=3)).choices[0].logprobs
+    sampled = client.completions.create(**body(logprobs=1, temperature=0.5, seed=3)).choices[0].logprobs
     assert {len(top) for top in sampled.top_logprobs} == {1, 2}, "the sampled token is there next to the likeliest"
     actual = zip(sampled.tokens, sampled.token_logprobs, sampled.top_logprobs, strict=True)
     assert all(top[text] == value for text, value, top in actual)
