@@ -99,7 +99,7 @@ ONCE = (
     "hf_settings.py: build_processors",
     "cuda_graph.py: _capture",
     "cuda_graph.py: _refusing_waits",
-    "prompt_harvest.py: share",
+    "harvest.py: share",
 )  # places that wait once per request or per size
 FEW = ("fixed", "sampled")
 NOTHING: Counter = Counter()

@@ -25,10 +25,11 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.cuda_graph import FixedPass, GraphOptions, PassSet
 from lp_runtime.model.forward.fixed_passes import SIZES, FixedPasses
 from lp_runtime.model.forward.pass_timer import PassTimer
-from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import sample_greedily
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import interpolate
 from lp_runtime.sizing.learned_costs import LearnedCosts

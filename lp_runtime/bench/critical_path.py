@@ -22,7 +22,6 @@ import numpy as np
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
-from lp_runtime.decoder.prompt_harvest import PromptHarvest
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Outcome
 from lp_runtime.distributed.transport.group import Group
@@ -32,6 +31,7 @@ from lp_runtime.errors import LookaheadError
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.harvest import PromptHarvest
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request

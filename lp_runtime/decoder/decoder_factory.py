@@ -10,7 +10,7 @@ from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.drafter_factory import check_chain_settings, make_drafter
-from lp_runtime.decoder.prompt_harvest import num_to_harvest
+from lp_runtime.decoder.harvest_size import num_to_harvest
 from lp_runtime.decoder.sampler_factory import SamplerSpec
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop

@@ -36,12 +36,13 @@ from lp_runtime.engine.running_request import (
 from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.state import Stop
-from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix, scope_of
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as

@@ -14,23 +14,23 @@ from typing import TypeVar
 import torch
 
 from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
-from lp_runtime.decoder.prompt_harvest import PromptHarvest
 from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.memory import memory_error, unshared_error
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
-from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
-from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.harvest import PromptHarvest
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.prefill.resume import Resume
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimer, StepTimes
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
@@ -304,7 +304,7 @@ class RunningRequest:
             times=StepTimes(**self.timer.seconds),
             exchange_bytes=num_bytes / max(1, state.num_steps),
             counts=drafter.counts,
-            pool=drafter.pool.statistics() if isinstance(drafter, PaperDrafter) else None,
+            pool=drafter.pool_statistics(),
             seed=self.request.sampling.seed,
             cached_tokens=self._prefix.num_read,
         )

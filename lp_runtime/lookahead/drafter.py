@@ -98,6 +98,24 @@ class Counts:
         return [self.sources[row] for row in self.latest]
 
 
+@dataclass(frozen=True)
+class PoolStatistics:
+    """Size of an n-gram pool, and usefulness of its guesses.
+
+    Attributes:
+        num_keys: first tokens that have at least one n-gram.
+        fan_out: mean number of n-grams per key.
+        hit_rate: fraction of steps that had a guess to verify.
+        accepted_length: mean number of accepted guessed tokens, over the steps that had guesses.
+    """
+
+    num_keys: int
+    num_ngrams: int
+    fan_out: float
+    hit_rate: float
+    accepted_length: float
+
+
 class Drafter(ABC):
     """Proposes the trees of one request.
 
@@ -118,6 +136,10 @@ class Drafter(ABC):
     @abstractmethod
     def begin(self, tokens: Sequence[int]) -> None:
         """Begin a request; `tokens` are the prompt."""
+
+    def pool_statistics(self) -> PoolStatistics | None:
+        """Return statistics of the n-gram pool; None for a drafter without one."""
+        return None
 
     def add_text(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most drafters have no other text)
         """Take in another text, before the prompt, that the answer may repeat."""

@@ -19,13 +19,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
 from lp_runtime.model.forward.passes import FeedChunk, Passes
-from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import check_chain_family
+from lp_runtime.sampling.step_logits import StepLogits
 
 # Tokens; a prompt of 512 takes 35 ms per layer in these, 53 ms in chunks of 256, 83 ms in chunks of 16.
 MAX_CHUNK = 64

@@ -32,12 +32,13 @@ from lp_runtime.model.forward.passes import (
     Pass,
     Passes,
 )
-from lp_runtime.model.forward.step_inputs import StepInputs, StepLogits
+from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.config import context_length
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot, SlotPool
 from lp_runtime.model.support import check_family
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes, capacities are multiples of it so that slots get reused

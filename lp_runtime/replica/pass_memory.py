@@ -16,7 +16,6 @@ import torch
 from lp_runtime.calibration.step_meter import BRANCH_TOKENS, dummy_tree, make_greedy_sampler
 from lp_runtime.config.lookahead import PLAIN, UNMEASURED_STEP_TOKENS
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.decoder.prompt_harvest import MAX_LOGITS
 from lp_runtime.decoder.sampler_factory import make_sampler_spec
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.capacity import PassBytes, free_bytes
@@ -24,6 +23,7 @@ from lp_runtime.model.forward.passes import Pretend
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.harvest import MAX_LOGITS
 from lp_runtime.request.request import Request
 
 log = logging.getLogger(__name__)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lp_runtime.lookahead.drafter import Counts
-from lp_runtime.lookahead.drafters.paper.pool import PoolStatistics
+from lp_runtime.lookahead.drafter import Counts, PoolStatistics
 from lp_runtime.request.step_timer import StepTimes
 
 MODEL = "model"  # source of a token that was not drafted

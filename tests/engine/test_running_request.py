@@ -24,7 +24,6 @@ from lp_runtime.engine.running_request import Callbacks, Peers, RunningRequest
 from lp_runtime.errors import StateMismatchError
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.model.forward.step_inputs import StepLogits
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
@@ -32,6 +31,7 @@ from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.learned_costs import LearnedCosts
 

@@ -23,7 +23,7 @@ from lp_runtime.model.forward.following import LeadingShard
 from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.forward.pass_inputs import Part
 from lp_runtime.model.forward.passes import Feed, FeedFixed, MakeFixed, Passes
-from lp_runtime.model.forward.step_inputs import StepLogits
+from lp_runtime.sampling.step_logits import StepLogits
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,6 @@ import numpy as np
 
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.kv_cache.slots import CacheSlot
-from lp_runtime.sampling.step_logits import StepLogits as StepLogits  # re-exported: the result for StepInputs
 
 
 class StepInputs(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.drafter import CountingDrafter, VerificationResult
+from lp_runtime.lookahead.drafter import CountingDrafter, PoolStatistics, VerificationResult
 from lp_runtime.lookahead.drafters.paper.pool import NGramPool
 from lp_runtime.lookahead.drafters.paper.window import Slots, Window
 from lp_runtime.lookahead.guide import Guide
@@ -85,6 +85,9 @@ class PaperDrafter(CountingDrafter):
 
     def may_accept(self, node: int) -> bool:
         return not self._only_guesses or node in self._guess_nodes
+
+    def pool_statistics(self) -> PoolStatistics:
+        return self.pool.statistics()
 
     def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
         self.pool.insert_text(tokens, self._pool_first, len(self._prompt))

@@ -3,25 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
-
-@dataclass(frozen=True)
-class PoolStatistics:
-    """Size of an n-gram pool, and usefulness of its guesses.
-
-    Attributes:
-        num_keys: first tokens that have at least one n-gram.
-        fan_out: mean number of n-grams per key.
-        hit_rate: fraction of steps that had a guess to verify.
-        accepted_length: mean number of accepted guessed tokens, over the steps that had guesses.
-    """
-
-    num_keys: int
-    num_ngrams: int
-    fan_out: float
-    hit_rate: float
-    accepted_length: float
+from lp_runtime.lookahead.drafter import PoolStatistics
 
 
 class NGramPool:

@@ -11,7 +11,7 @@ from support.small_models import random_model
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement, make_greedy_sampler
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.decoder.prompt_harvest import PromptHarvest, num_paying, num_to_harvest
+from lp_runtime.decoder.harvest_size import num_paying, num_to_harvest
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
@@ -19,6 +19,7 @@ from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.harvest import PromptHarvest
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.utils.generators import result_of
