@@ -31,7 +31,6 @@ from lp_runtime.model.capacity import STEP_TOKENS
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, encode, encode_chat
-from lp_runtime.prefill.prefix import scope_of
 from lp_runtime.request.request import Request
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
@@ -220,7 +219,7 @@ class Bench:
         prompt = tuple(self.prompts[index][1])
         request = Request(prompt, settings, self._max_new_tokens, self._eos, config)
         spec = make_sampler_spec(self.model, request)
-        scope = scope_of(request)
+        scope = request.draft_scope
         if isinstance(drafting, LookaheadConfig):
             decoder = engine.open_decoder(
                 request, spec, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes)

@@ -82,7 +82,7 @@ class DecoderFactory:
             return Decoder(state, budget, sampler, tables, num_followers, num_harvested, is_traced=request.trace)
         except BaseException:
             if tables is not None:
-                self._draft_pool.release(tables)
+                self._draft_pool.release(tables, tag, request.draft_scope)
             raise
 
 

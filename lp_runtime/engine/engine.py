@@ -39,7 +39,7 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
-from lp_runtime.prefill.prefix import PromptPrefix, scope_of
+from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.step_logits import StepLogits
@@ -107,7 +107,7 @@ class Engine:
             spec = spec or make_sampler_spec(model, request, self._plain_kinds)
             prefix = PromptPrefix(model.slots.prefixes, request, group, self.draft_pool)
             decoder = self.open_decoder(request, spec, stop, prefix.tag)
-            opened.callback(self.close_decoder, decoder)
+            opened.callback(self.close_decoder, decoder, prefix.tag, request.draft_scope)
             text = (*request.prompt_ids, *request.committed) if request.committed else ()
             slot = model.slots.acquire(capacity_of(request, decoder), text)
             opened.callback(model.slots.release, slot)
@@ -124,7 +124,7 @@ class Engine:
     def _close(self, running: RunningRequest, frees_memory: bool = False) -> None:
         """Release what a request holds; with `frees_memory` also free what no running request needs."""
         running.decoder.learn_costs()
-        self.close_decoder(running.decoder, running.keep_prefix(), scope_of(running.request))
+        self.close_decoder(running.decoder, running.keep_prefix(), running.request.draft_scope)
         self._model.slots.release(running.slot)
         if frees_memory:
             self._model.free_memory()

@@ -57,11 +57,6 @@ def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capac
             slot.restore(prefix)
 
 
-def scope_of(request: Request) -> str | None:
-    """Return the scope of requests whose draft tables serve this one; None if only those of its text do."""
-    return request.cache_salt if request.lookahead.shares_drafts else None
-
-
 class PromptPrefix:
     """The part of a request's prompt that all replicas read from their prefix caches.
 
@@ -73,13 +68,13 @@ class PromptPrefix:
         self._cache = cache
         self._request = request
         self._is_alone = group.is_alone
-        self._agreed, scope = Prefix(), scope_of(request)
+        self._agreed, scope = Prefix(), request.draft_scope
         self._keeps_tables = cache is not None or scope is not None
-        # A resumed request reads its prefix in `read_for_resume`.
-        if not self._keeps_tables or request.committed:
+        if not self._keeps_tables:
             return
         known = Prefix()
-        if cache is not None and not request.prompt_logprobs:  # these need the whole prompt fed
+        # Log-probabilities need the whole prompt fed, and a resumed request reads its prefix in `read_for_resume`.
+        if cache is not None and not request.prompt_logprobs and not request.committed:
             known = cache.find(request.prompt_ids, request.cache_salt, len(request.prompt_ids))
         tag = pool.find(known.tag, scope, request.lookahead.draft_tables_bytes)
         keeps_states = cache is not None and cache.keeps_states

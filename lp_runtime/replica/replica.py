@@ -26,7 +26,6 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
-from lp_runtime.prefill.prefix import scope_of
 from lp_runtime.replica.corpus_store import open_corpus
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loaded_model import MAY_SHARE_GPUS, LoadedModel, load_replica
@@ -122,7 +121,7 @@ class Replica:
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
         """Write the draft tables to the draft store if the event ends a request of its scope."""
-        is_end = isinstance(event, Report) and scope_of(request) == ""
+        is_end = isinstance(event, Report) and request.draft_scope == ""
         if not is_end or self._draft_store is None or self.group.rank != 0:
             return
         draft_tables = self._engine.draft_pool.most_learned("")

@@ -60,6 +60,11 @@ class Request:
         return replace(self, committed=(*self.committed, *new_tokens), max_time=left)
 
     @property
+    def draft_scope(self) -> str | None:
+        """Scope of requests whose draft tables serve this one; None if only those of its text do."""
+        return self.cache_salt if self.lookahead.shares_drafts else None
+
+    @property
     def sampling_key(self) -> str:
         """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key

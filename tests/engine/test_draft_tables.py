@@ -1,0 +1,103 @@
+"""Draft tables that requests share outlive a request that fails, is left early or is resumed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.batches import KEEPING
+from support.ranks import run_ranks
+from support.small_models import random_model
+from transformers import LogitsProcessor
+
+from lp_runtime.constraints.compiled import CompiledConstraint
+from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.engine import Engine
+from lp_runtime.errors import RequestError
+from lp_runtime.model.kv_cache.slots import SlotPool
+from lp_runtime.model.runner import ModelRunner
+from lp_runtime.request.request import Request
+
+REQUEST = Request(tuple(3 + 7 * i % 53 for i in range(30)), KEEPING, 24)
+NUM_BEFORE = 1  # new tokens before a request fails
+
+
+class Fails(LogitsProcessor):
+    """Raises an error after NUM_BEFORE new tokens, if there is one."""
+
+    prefix_only = True
+
+    def __init__(self, error: Exception | None):
+        self._error = error
+
+    def __call__(self, input_ids, scores):
+        if self._error is not None and input_ids.shape[1] >= len(REQUEST.prompt_ids) + NUM_BEFORE:
+            raise self._error
+        return scores
+
+
+class NoGrammar:
+    """Grammars that refuse every constraint."""
+
+    def guide(self, *_: object) -> None:
+        raise RequestError("refused")
+
+
+def lacks_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no memory")
+
+
+def end_early(engine: Engine, group: Group, how: str) -> None:
+    """End a request before its time: left by the caller, or with an error."""
+    if how == "left":
+        events = engine.run(REQUEST)
+        next(events)
+        events.close()
+        return
+    request = REQUEST
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RequestError):
+        if how == "refused":
+            request = replace(REQUEST, constraint=CompiledConstraint("any", b""))
+        elif how == "without a slot":
+            patch.setattr(SlotPool, "acquire", lacks_memory)
+        elif how == "failed":
+            request = replace(REQUEST, processors=(Fails(ValueError("wrong")),))
+        elif how == "first rank lacks memory":
+            error = torch.OutOfMemoryError("no memory") if group.rank == 0 else None
+            request = replace(REQUEST, processors=(Fails(error),))
+        list(engine.run(request))
+
+
+def steps_of(group: Group, how: str) -> list[int]:
+    """Return the steps of a request: at first, again, after another one has ended early, and of one that is resumed."""
+    engine = Engine(ModelRunner(random_model(seed=5, initializer_range=0.3), 16), group, grammars=NoGrammar())
+    num_steps = []
+
+    def decode(request: Request) -> list[int]:
+        *outputs, report = engine.run(request)
+        num_steps.append(report.num_steps)
+        return [token for output in outputs for token in output.token_ids]
+
+    tokens = decode(REQUEST)
+    assert decode(REQUEST) == tokens
+    end_early(engine, group, how)
+    assert decode(REQUEST) == tokens
+    assert decode(replace(REQUEST, committed=tuple(tokens[:1]))) == tokens[1:]
+    return num_steps
+
+
+@pytest.mark.parametrize(
+    ("num_replicas", "how"),
+    [
+        (1, "left"),
+        (1, "refused"),
+        (1, "without a slot"),
+        (1, "failed"),
+        (2, "failed"),
+        (2, "first rank lacks memory"),
+    ],
+)
+def test_request_that_ends_early_keeps_draft_tables(num_replicas, how):
+    for first, again, after, resumed in run_ranks(steps_of, num_replicas, how):
+        assert after <= again < first and resumed <= again
