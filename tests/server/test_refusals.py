@@ -52,3 +52,29 @@ def test_setting_of_a_template_variable_that_is_none_is_refused_at_the_start(run
     config = ServeConfig(model=runtime.config.model, chat_template_kwargs={name: False})
     with pytest.raises(ConfigError, match=f"chat_template_kwargs: '{name}' is no variable of the chat template"):
         check_serve(config)
+
+
+IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "https://x.org/x.png"}}]
+KINDS = "must be 'text', 'input_text' or 'output_text'"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": IMAGE}]}, f"1.type='image_url': {KINDS}"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [5]}]}, "content.0=5: must be an object"),
+        (
+            "chat/completions",
+            CHAT | {"prediction": {"content": IMAGE}},
+            f"prediction.content.1.type='image_url': {KINDS}",
+        ),
+        ("chat/completions", CHAT | {"stop": ["a", 5]}, "stop.1=5: must be a string"),
+        ("chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "tool_choice.function: must be given"),
+        ("chat/completions", CHAT | {"tool_choice": "x"}, "tool_choice='x': must be 'none', 'auto' or 'required'"),
+        ("responses", {"input": [{"role": "user", "content": IMAGE}]}, f"input.0.content.1.type='image_url': {KINDS}"),
+        ("completions", {"prompt": ["a", 5]}, "prompt.1=5: must be a string"),
+        ("completions", {"prompt": [[1], [2, "a"]]}, "prompt.1.1='a': must be an integer"),
+    ],
+)
+def test_refusal_names_the_part_of_a_list_or_object_that_is_wrong(url, path, body, message):
+    assert refusal(url, f"/v1/{path}", body).endswith(message)

@@ -113,13 +113,11 @@ TRIED_TYPES = ("str", "int", "float", "bool")  # pydantic's names of union branc
 def in_words(errors: Sequence[Mapping]) -> str:
     """Describe the first field that pydantic rejects, with its name and value.
 
-    A field of a union type has one error per branch, and the message joins them with "or". A tagged item of a list
-    (see parts.py) is the exception: only the error of the branch that its tag selects is reported.
+    A field of a union type has one error per branch, and the message joins them with "or", unless the value fits a
+    branch except for a part of it.
     """
+    errors = _inside(errors)
     where = _place(errors[0])
-    inside = [each for each in errors if _is_tagged(each) and _place(each).startswith(f"{where}.")]
-    if inside:
-        errors, where = inside, _place(inside[0])
     has_value = errors[0]["type"] not in ("missing", "extra_forbidden")
     chosen = [each for each in errors if _place(each) == where][: None if has_value else 1]
     meanings = dict.fromkeys(
@@ -131,15 +129,34 @@ def in_words(errors: Sequence[Mapping]) -> str:
     return f"{where}{shown}: {what}"
 
 
+def _inside(errors: Sequence[Mapping]) -> Sequence[Mapping]:
+    """Return the errors inside the first rejected value, if it is a list or an object that a union's branch allows.
+
+    If several branches do, they are those of the branch that accepts the most items.
+    """
+    first = errors[0]["loc"]
+    place = len(first) - 1  # in locations, of the branch's name
+    if not _is_branch(first[place]):
+        return errors
+    begun: dict[str, list[Mapping]] = {}  # by branch
+    for each in errors:
+        where = each["loc"]
+        if where[:place] == first[:place] and len(where) > len(first):
+            begun.setdefault(where[place], []).append({**each, "loc": where[:place] + where[place + 1 :]})
+    if not begun:
+        return errors
+    return _inside(max(begun.values(), key=lambda found: [part for part in found[0]["loc"] if isinstance(part, int)]))
+
+
 def _shown(value: object) -> str:
     """Format a value for a message, as "=VALUE"; empty if it is long or not a scalar."""
     shown = f"={value!r}" if isinstance(value, str | int | float) else ""
     return shown if len(shown) <= MAX_SHOWN_CHARS + 1 else ""
 
 
-def _is_tagged(error: Mapping) -> bool:
-    """Whether an error's location has a tag of a union, which parts.py writes as [message]."""
-    return any(str(part).startswith("[") for part in error["loc"])
+def _is_branch(part: object) -> bool:
+    """Whether a part of an error's location is pydantic's name of a union's branch, or a tag (parts.py)."""
+    return "[" in str(part) or part in TRIED_TYPES
 
 
 def _place(error: Mapping) -> str:
@@ -148,7 +165,7 @@ def _place(error: Mapping) -> str:
     Parts that pydantic adds to the location (tags, and the union branch that it tried) are removed.
     """
     parts = [str(part) for part in error["loc"] if part != "body"]
-    names = [part for part in parts if "[" not in part and part not in TRIED_TYPES]
+    names = [part for part in parts if not _is_branch(part)]
     if error["type"] == "json_invalid":
         names = []
     return ".".join(names) or "body"
