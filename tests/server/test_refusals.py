@@ -78,3 +78,24 @@ KINDS = "must be 'text', 'input_text' or 'output_text'"
 )
 def test_refusal_names_the_part_of_a_list_or_object_that_is_wrong(url, path, body, message):
     assert refusal(url, f"/v1/{path}", body).endswith(message)
+
+
+@pytest.mark.parametrize("content_type", ["application/x-www-form-urlencoded", "text/plain"])
+def test_refusal_names_a_content_type_that_is_not_json(url, content_type):
+    """`curl -d` without a header sends the first."""
+    message = refusal(url, "/v1/chat/completions", CHAT, content_type)
+    assert message == "the header Content-Type must be application/json"
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"prompt": "\xff"}', "body: is not valid UTF-8"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "body: has a number of too many digits"),
+        (b'{"metadata": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "body: is nested too deeply"),
+        (b'{"prompt": ', "body: is not valid JSON: Expecting value"),
+    ],
+    ids=["encoding", "digits", "nesting", "syntax"],
+)
+def test_refusal_says_why_a_body_cannot_be_read(url, body, message):
+    assert refusal(url, "/v1/completions", body) == message

@@ -72,16 +72,25 @@ def anthropic_error(status: int, message: str) -> dict[str, object]:
 async def handle(request: Request, error: Exception) -> JSONResponse:
     """Answer a request that raised an error; FastAPI's handler of all exceptions."""
     if isinstance(error, RequestValidationError):  # a malformed body
-        error = ApiError(400, in_words(error.errors()))
+        is_unread = isinstance(error.body, bytes)  # FastAPI parses the body only if it is declared as JSON
+        what = "the header Content-Type must be application/json" if is_unread else in_words(error.errors())
+        error = ApiError(400, what)
     elif isinstance(error, HTTPException):  # of FastAPI or the gate
         headers = error.headers or {}
-        error = ApiError(error.status_code, str(error.detail))
+        reasons = (reason for kind, reason in UNREADABLE.items() if isinstance(error.__cause__, kind))
+        error = ApiError(error.status_code, next(reasons, str(error.detail)))
         error.headers.update(headers)
     elif not isinstance(error, ApiError):
         error = ApiError.of(error)
     return error.response(request.url.path)
 
 
+# Reasons why a body could not be parsed, by the error of Python's json module; the first that fits counts.
+UNREADABLE = {
+    UnicodeDecodeError: "body: is not valid UTF-8",
+    ValueError: "body: has a number of too many digits",
+    RecursionError: "body: is nested too deeply",
+}
 # Wording of pydantic's error types for the client; pydantic's `ctx` fills the braces.
 WORDS = {
     "missing": "must be given",
