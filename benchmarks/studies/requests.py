@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 from common import GREEDY, Results, Row, tokens_and_report
@@ -158,8 +159,8 @@ class Requests:
     def together(self, requests: Sequence[Request]) -> Decoded:
         """Decode requests in common forward passes; all twice, as the first run compiles and captures."""
         for _ in range(2):
-            coming = [[Arrival(number, request) for number, request in enumerate(requests)]]
-            events = self._engine.run_batch(lambda coming=coming: coming.pop() if coming else [])
+            coming = iter([[Arrival(number, request) for number, request in enumerate(requests)]])
+            events = self._engine.run_batch(partial(next, coming, ()))
             decoded = read_batch(events, len(requests))
         return decoded
 
