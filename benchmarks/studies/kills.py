@@ -68,7 +68,7 @@ def sampling_of(number: int) -> SamplingConfig:
 def requests_of_row(place: int, num_rows: int, num_kills: int) -> range:
     """Return the numbers of a row's requests, from 0 on, so that each row has greedy and sampled ones.
 
-    The kills are divided among the rows, of which the first have one more if necessary.
+    The rows share the kills; the first ones have one more if they cannot be divided.
     """
     return range(len(range(place, num_kills, num_rows)))
 

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import cast
 
 from common import GREEDY, Results, Row, tokens_and_report
@@ -159,10 +158,12 @@ class Requests:
     def together(self, requests: Sequence[Request]) -> Decoded:
         """Decode requests in common forward passes; all twice, as the first run compiles and captures."""
         for _ in range(2):
-            coming = iter([[Arrival(number, request) for number, request in enumerate(requests)]])
-            events = self._engine.run_batch(partial(next, coming, ()))
-            decoded = read_batch(events, len(requests))
+            decoded = self._batch(requests)
         return decoded
+
+    def _batch(self, requests: Sequence[Request]) -> Decoded:
+        coming = [[Arrival(number, request) for number, request in enumerate(requests)]]
+        return read_batch(self._engine.run_batch(lambda: coming.pop() if coming else []), len(requests))
 
 
 def conditions(args: argparse.Namespace, bench: Requests) -> Iterator[tuple[str, list[tuple[int, ...]], bool, bool]]:
