@@ -19,7 +19,7 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.decoder.decoder import Decoder
-from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
@@ -32,6 +32,7 @@ from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_toke
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, encode, encode_chat
 from lp_runtime.request.request import Request
+from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
 from studies.recorded_model import RecordedModel, Recording
@@ -218,16 +219,16 @@ class Bench:
         config = self._sampling(index, sampling)
         prompt = tuple(self.prompts[index][1])
         request = Request(prompt, settings, self._max_new_tokens, self._eos, config)
-        spec = make_sampler_spec(self.model, request)
+        sampler = make_sampler(self.model, request)
         scope = request.draft_scope
         if isinstance(drafting, LookaheadConfig):
             decoder = engine.open_decoder(
-                request, spec, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes)
+                request, sampler, tag=engine.draft_pool.find(0, scope, settings.draft_tables_bytes)
             )
         else:
-            decoder = self._open_peer(drafting(), request, spec, degree)
+            decoder = self._open_peer(drafting(), request, sampler, degree)
         try:
-            return self._run(decoder, self._recorded[index], spec, recording, times)
+            return self._run(decoder, self._recorded[index], sampler, recording, times)
         finally:
             engine.close_decoder(decoder, 0 if scope is None else KEPT_TAG, scope)
 
@@ -239,12 +240,13 @@ class Bench:
         self,
         decoder: Decoder,
         model: RecordedModel,
-        spec: SamplerSpec,
+        sampler: Sampler,
         recording: Recording | None,
         times: np.ndarray | None,
     ) -> Run:
         """Decode a request to its end; `times` are nanoseconds by number of tokens, None if unknown."""
-        state, drafter, sampler, width = decoder.state, decoder.drafter, spec.build(K), decoder.sampler.width
+        sampler = replace(sampler, num_top_k=K)
+        state, drafter, width = decoder.state, decoder.drafter, decoder.sampler.width
         step = decoder.propose_prefill()
         answers = model.prefill(decoder, step, sampler, recording)
         if isinstance(drafter, Peer):
@@ -271,9 +273,11 @@ class Bench:
         seconds = propose_seconds, advance_seconds
         return Run(state.new_tokens, state.num_steps, num_fed, drafter, *seconds, counted, 1e-9 * step_ns)
 
-    def _open_peer(self, drafter: Drafter, request: Request, spec: SamplerSpec, degree: int) -> Decoder:
+    def _open_peer(self, drafter: Drafter, request: Request, sampler: Sampler, degree: int) -> Decoder:
         """Return a decoder for a drafter that the runtime does not have."""
         rules = DecodingRules(request.max_new_tokens, request.eos_token_ids)
         num_nodes = drafter.max_nodes + drafter.max_committed
         budget = StepBudget(assumed_times(degree, num_nodes), False, None)
-        return Decoder(DecodingState(request.prompt_ids, rules, drafter), budget, spec.build(drafter.num_top_k))
+        return Decoder(
+            DecodingState(request.prompt_ids, rules, drafter), budget, replace(sampler, num_top_k=drafter.num_top_k)
+        )

@@ -31,7 +31,7 @@ from common import GREEDY, Results, add_prompt_arguments, add_settings_argument,
 from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.model.loading.loader import load_tokenizer
@@ -119,7 +119,7 @@ class HostBench:
         engine.prepare(lookahead)
         for number, one in enumerate(recorded):
             device.begin(one.steps)
-            events = cast(Generator[Event, None, None], engine.run(one.request, make_sampler_spec(model, one.request)))
+            events = cast(Generator[Event, None, None], engine.run(one.request, make_sampler(model, one.request)))
             stream = GenerationStream(events, RequestText(one.request, self._tokenizer))
             assert [token for delta in stream for token in delta.token_ids] == one.token_ids
             if number == 0:  # warm-up

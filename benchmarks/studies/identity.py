@@ -25,12 +25,13 @@ from support.small_models import FAMILIES, random_model
 
 from lp_runtime import LookaheadConfig, SamplingConfig
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.sampling.sampler import Sampler
 
 NUM_WRONG = 20  # maximum sampled cases that are decoded with wrong noise
 CHOSEN = sorted(FAMILIES.keys() - {"phi3_longrope"})  # its context is too short for these cases
@@ -132,9 +133,9 @@ def make_model(family: str) -> ModelRunner:
     return ModelRunner(random_model(name, seed=1, initializer_range=0.3, **settings), prefill_chunk=16)
 
 
-def decode(model: ModelRunner, request: Request, group: Group, spec: SamplerSpec | None = None) -> Output:
-    """Decode a request as one replica of a group; `spec` is that of the request by default."""
-    token_ids, report = tokens_and_report(Engine(model, group).run(request, spec))
+def decode(model: ModelRunner, request: Request, group: Group, sampler: Sampler | None = None) -> Output:
+    """Decode a request as one replica of a group; `sampler` is that of the request by default."""
+    token_ids, report = tokens_and_report(Engine(model, group).run(request, sampler))
     return Output(token_ids, report.num_steps)
 
 
@@ -169,10 +170,10 @@ def wrong_noise_is_noticed(cases: Sequence[Case]) -> bool:
         outputs = []
         for lookahead in (case.request.lookahead, PLAIN):
             model, request = make_model(case.family), replace(case.request, lookahead=lookahead)
-            spec = make_sampler_spec(model, request)
+            sampler = make_sampler(model, request)
             assert request.sampling.seed is not None
             wrong = DepthNoise(request.sampling.seed, request.sample, model.vocabulary_size, model.device)
-            outputs.append(decode(model, request, Group.alone(), replace(spec, noise=wrong)).token_ids)
+            outputs.append(decode(model, request, Group.alone(), replace(sampler, noise=wrong)).token_ids)
         if outputs[0] != outputs[1]:
             return True
     return False

@@ -16,7 +16,6 @@ import torch
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.decoder.decoder import Decoder
-from lp_runtime.decoder.sampler_factory import SamplerSpec
 from lp_runtime.distributed.exchange import DIGEST_BITS, HEADER, Exchange, Outcome
 from lp_runtime.distributed.partition.partition import Shares
 from lp_runtime.distributed.transport.group import CPU, Group, Transport
@@ -28,7 +27,7 @@ from lp_runtime.model.forward.pass_timer import PassTimer
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
-from lp_runtime.sampling.sampler import sample_greedily
+from lp_runtime.sampling.sampler import Sampler, sample_greedily
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import interpolate
@@ -108,9 +107,9 @@ class SettledEngine(Engine):
         super().__init__(model, Group(0, num_replicas, CPU), calibration, None, True, make_exchange)
         self._num_replicas, self._assumed = num_replicas, calibration
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
+    def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return a decoder whose budget starts from the initial costs; arguments are those of Engine."""
-        decoder = super().open_decoder(request, spec, stop, tag)
+        decoder = super().open_decoder(request, sampler, stop, tag)
         is_auto = request.lookahead.is_auto
         if not is_auto:
             return decoder

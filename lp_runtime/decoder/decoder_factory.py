@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from dataclasses import replace
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import UNMEASURED_STEP_TOKENS, LookaheadConfig, max_depth
@@ -11,12 +12,12 @@ from lp_runtime.decoder.decoder import Decoder
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.drafter_factory import check_chain_settings, make_drafter
 from lp_runtime.decoder.harvest_size import num_to_harvest
-from lp_runtime.decoder.sampler_factory import SamplerSpec
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.capacity import STEP_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
+from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.chain_budget import MAX_REFED, ChainBudget
 from lp_runtime.sizing.cost_model import assumed_times
@@ -41,7 +42,7 @@ class DecoderFactory:
         self._draft_pool, self._grammars = draft_pool, grammars
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
-    def make(self, request: Request, spec: SamplerSpec, stop: Stop | None, tag: int) -> Decoder:
+    def make(self, request: Request, sampler: Sampler, stop: Stop | None, tag: int) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
         `stop` is a condition in addition to the request's own. `tag` names kept draft tables to use; 0 for empty ones.
@@ -49,7 +50,7 @@ class DecoderFactory:
         settings, calibration = request.lookahead, self._calibration
         group, model = self._group, self._model
         # Ordered processors are called on one replica only. The others own no node: they are followers.
-        num_replicas = 1 if spec.processors.are_ordered else group.size
+        num_replicas = 1 if sampler.is_ordered else group.size
         if chains := model.feeds_chains:
             check_chain_settings(settings, num_replicas < group.size)
         limit = step_limit(settings, calibration)
@@ -58,7 +59,7 @@ class DecoderFactory:
             max_nodes = num_replicas * limit + MAX_REFED * chains
             vocabulary = calibration.vocabulary() if settings.has_vocabulary_prior else None
             corpus, depth = self._draft_pool.corpus, max_depth(model.strict_tokens is not None)
-            drafter = make_drafter(settings, spec.noise_key, max_nodes, tables, vocabulary, corpus, depth)
+            drafter = make_drafter(settings, sampler.noise_key, max_nodes, tables, vocabulary, corpus, depth)
             if request.prediction:
                 drafter.add_text(request.prediction)
             num_nodes = drafter.max_nodes + drafter.max_committed
@@ -66,7 +67,7 @@ class DecoderFactory:
             if settings.is_auto:
                 num_committed = len(request.prompt_ids) + min(request.max_new_tokens, MAX_EXPECTED_TOKENS) // 2
                 times = calibration.times(num_nodes, num_committed)[:num_replicas]
-            kind = settings.is_auto, spec.noise is None, num_replicas
+            kind = settings.is_auto, sampler.noise is None, num_replicas
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = (ChainBudget if chains else StepBudget)(times, settings.is_auto, limit, learned)
             guide = None
@@ -78,7 +79,8 @@ class DecoderFactory:
             )
             state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, group.is_alone, guide)
             num_harvested = num_to_harvest(request, drafter, model, calibration, group.size)
-            sampler, num_followers = spec.build(drafter.num_top_k), group.size - num_replicas
+            sampler = replace(sampler, num_top_k=drafter.num_top_k)
+            num_followers = group.size - num_replicas
             return Decoder(state, budget, sampler, tables, num_followers, num_harvested, is_traced=request.trace)
         except BaseException:
             if tables is not None:

@@ -12,7 +12,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.decoder.decoder import Samples
-from lp_runtime.decoder.sampler_factory import SamplerSpec
+from lp_runtime.decoder.sampler_factory import sampler_of
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import broadcast_object, merge_rows
 from lp_runtime.distributed.transport.group import Group
@@ -24,10 +24,6 @@ from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
-from lp_runtime.sampling.grammar_mask import with_grammar_mask
-from lp_runtime.sampling.gumbel import GumbelNoise
-from lp_runtime.sampling.processors import TreeProcessors
-from lp_runtime.sampling.truncation import temperature_of
 
 
 class NewTokens(NamedTuple):
@@ -136,18 +132,11 @@ class Rows:
             committed=committed,
             constraint=self.constraint,
         )
-        noise = None
-        if call.do_sample:
-            assert self.sampling.seed is not None  # lookahead_generate has set one
-            noise = GumbelNoise(self.sampling.seed, request.sample, model.vocabulary_size, model.device)
-        processors = call.processors(row)
-        if self.constraint is not None:
-            processors = with_grammar_mask(processors)
-        spec = SamplerSpec(TreeProcessors(processors, model.device), noise, temperature_of(processors))
+        sampler = sampler_of(call.processors(row), model, request, call.do_sample)
         observe = recorder if call.wants_scores or call.wants_logits else None
         new_tokens: list[int] = []
         stop = self._stop(prompt, recorder) if length is None else None
-        for event in self.engine.run(request, spec, stop, observe=observe):
+        for event in self.engine.run(request, sampler, stop, observe=observe):
             if not isinstance(event, Report):
                 new_tokens += event.token_ids
                 if call.streamer is not None:

@@ -16,7 +16,7 @@ from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
 from lp_runtime.decoder.decoder_factory import DecoderFactory
 from lp_runtime.decoder.draft_pool import DraftPool
-from lp_runtime.decoder.sampler_factory import SamplerSpec, make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, compile_exchange
 from lp_runtime.distributed.partition.chains import compile_chains
@@ -42,6 +42,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
@@ -90,9 +91,9 @@ class Engine:
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
-    def open_decoder(self, request: Request, spec: SamplerSpec, stop: Stop | None = None, tag: int = 0) -> Decoder:
+    def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
-        return self._decoders.make(request, spec, stop, tag)
+        return self._decoders.make(request, sampler, stop, tag)
 
     def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
         """Release a decoder's draft tables; see `DraftPool.release`."""
@@ -100,13 +101,13 @@ class Engine:
             self.draft_pool.release(decoder.draft_tables, tag, scope)
 
     def _open(
-        self, request: Request, callbacks: Callbacks, spec: SamplerSpec | None = None, stop: Stop | None = None
+        self, request: Request, callbacks: Callbacks, sampler: Sampler | None = None, stop: Stop | None = None
     ) -> RunningRequest:
         model, group = self._model, self._group
         with out_of_memory_as(lambda reason: unshared_error(model, request, group, reason)), ExitStack() as opened:
-            spec = spec or make_sampler_spec(model, request, self._plain_kinds)
+            sampler = sampler or make_sampler(model, request, self._plain_kinds)
             prefix = PromptPrefix(model.slots.prefixes, request, group, self.draft_pool)
-            decoder = self.open_decoder(request, spec, stop, prefix.tag)
+            decoder = self.open_decoder(request, sampler, stop, prefix.tag)
             opened.callback(self.close_decoder, decoder, prefix.tag, request.draft_scope)
             text = (*request.prompt_ids, *request.committed) if request.committed else ()
             slot = model.slots.acquire(capacity_of(request, decoder), text)
@@ -134,7 +135,7 @@ class Engine:
     def run(
         self,
         request: Request,
-        spec: SamplerSpec | None = None,
+        sampler: Sampler | None = None,
         stop: Stop | None = None,
         should_cancel: Callable[[], bool] = never_cancel,
         observe: Observer | None = None,
@@ -144,11 +145,11 @@ class Engine:
         If memory runs out on any replica, all of them raise RequestMemoryError, and can decode the next request.
 
         Args:
-            spec: how successors are sampled; None for what the request and the model's own defaults say.
+            sampler: how successors are sampled; None for what the request and the model's own defaults say.
             stop: a stop condition in addition to the request's, see DecodingState; None for none.
             should_cancel: asked once a step, and between chunks of the prompt; if it is true on any replica, all stop.
         """
-        running = self._open(request, Callbacks(should_cancel, observe), spec, stop)
+        running = self._open(request, Callbacks(should_cancel, observe), sampler, stop)
         delivery: Delivery[Event] = Delivery()
         lacks_memory = False
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.distributed.devices import must_sleep, warn_of_few_cores
 from lp_runtime.distributed.precision import turn_off_tf32
@@ -113,8 +113,8 @@ def load_replica(
     model, self_check = ready_model(config, device, progress, place, batches)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
-    spec = make_sampler_spec(model, any_request)  # refuses model defaults that are not supported
-    _sample_once(model, spec.build(K))
+    sampler = make_sampler(model, any_request)  # refuses model defaults that are not supported
+    _sample_once(model, replace(sampler, num_top_k=K))
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     pass_bytes = measure_pass_bytes(model)
     model.slots.clear()

@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from lp_runtime.calibration.step_meter import BRANCH_TOKENS, dummy_tree, make_greedy_sampler
 from lp_runtime.config.lookahead import PLAIN, UNMEASURED_STEP_TOKENS
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.capacity import PassBytes, free_bytes
 from lp_runtime.model.forward.passes import Pretend
@@ -107,7 +108,7 @@ class _Meter:
 
     def _step(self) -> None:
         model, nodes = self._model, range(self._num_step)
-        sampler = make_sampler_spec(model, SAMPLING).build(K)
+        sampler = replace(make_sampler(model, SAMPLING), num_top_k=K)
         tree = dummy_tree(len(nodes), BRANCH_TOKENS, model.vocabulary_size)
         logits = model.forward(StepInputs(self._slot, tree, nodes, nodes), any_size=True)
         sampler.sample(logits, tree, nodes, [0] * self._length)

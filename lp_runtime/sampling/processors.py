@@ -19,7 +19,7 @@ from lp_runtime.errors import ConfigError, RequestError, first_line, unforeseen_
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.grammar_mask import WARPERS, GrammarMask, apply_masks
 from lp_runtime.sampling.request_processors import NewTextPenalty
-from lp_runtime.sampling.truncation import truncation_of
+from lp_runtime.sampling.truncation import temperature_of, truncation_of
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.memory import ALLOCATION_ERRORS
 from lp_runtime.utils.tensors import tensor_on
@@ -79,6 +79,7 @@ class TreeProcessors:
         self._needs_prefixes = any(type(each) not in (*CONTEXT_FREE, GrammarMask) for each in self._processors)
         # The processors' effect, if it is limited to temperature, top_k and top_p; else None.
         self.truncation = truncation_of(self._processors)
+        self.temperature = temperature_of(self._processors)  # by which they divide the logits
 
     @property
     def is_empty(self) -> bool:

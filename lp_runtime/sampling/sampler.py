@@ -25,6 +25,7 @@ import torch
 
 from lp_runtime.kernels.dispatch import kernels_for, on
 from lp_runtime.kernels.types import NO_TOKEN, Noise, Packing
+from lp_runtime.lookahead.drafter import NoiseKey
 from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, MAX_MARGIN, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise, sample_successors
@@ -53,6 +54,11 @@ class Sampler:
     with_logprobs: bool = False
     num_top_k: int = 0  # K; 0 for no top-k candidates
     num_top_logprobs: int = 0
+
+    @property
+    def noise_key(self) -> NoiseKey | None:
+        """Key with which a drafter predicts the noise; None for greedy decoding."""
+        return None if self.noise is None else NoiseKey(self.noise.seed, self.noise.sample, self.processors.temperature)
 
     @property
     def is_ordered(self) -> bool:

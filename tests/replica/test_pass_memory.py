@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from support.gpu_memory import gpu_of_size
 from support.small_models import FAMILIES, random_model
 
 from lp_runtime.calibration.step_meter import dummy_tree, make_greedy_sampler
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.model.attention import parts
 from lp_runtime.model.capacity import capacity_in_tokens, tokens_in
 from lp_runtime.model.forward.passes import Pretend
@@ -61,7 +62,7 @@ def run_largest_passes(model: ModelRunner, slot: CacheSlot) -> None:
     length = leave(len(nodes))
     tree = dummy_tree(len(nodes), 8, model.vocabulary_size)
     actual = model.forward(StepInputs(slot, tree, nodes, nodes), any_size=True)
-    make_sampler_spec(model, SAMPLING).build(8).sample(actual, tree, nodes, [0] * length)
+    replace(make_sampler(model, SAMPLING), num_top_k=8).sample(actual, tree, nodes, [0] * length)
 
 
 CASES = [*((name, torch.bfloat16) for name in MODELS), ("gpt_oss", torch.float32)]

@@ -19,7 +19,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime import LookaheadConfig, ModelConfig, SamplingConfig
-from lp_runtime.decoder.sampler_factory import make_sampler_spec
+from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.transport.group import CPU
 from lp_runtime.model.loading.loader import load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
@@ -152,9 +152,9 @@ def sample_tokens(case: Case, sampling: Mapping[str, float], num_seeds: int, noi
     actual: Counter[int] = Counter()
     config = SamplingConfig(**sampling, seed=0)
     request = Request(tuple(case.prompt), LOOKAHEAD, case.position + 1, sampling=config)
-    spec = make_sampler_spec(model, request)
+    sampler = make_sampler(model, request)
     for seed in range(num_seeds):
-        *outputs, _ = engine.run(request, replace(spec, noise=noise(seed, 0, model.vocabulary_size, CPU)))
+        *outputs, _ = engine.run(request, replace(sampler, noise=noise(seed, 0, model.vocabulary_size, CPU)))
         actual[[token for output in outputs for token in output.token_ids][case.position]] += 1
     counts = torch.zeros(model.vocabulary_size, dtype=torch.int64)
     for token, count in actual.items():
