@@ -102,7 +102,8 @@ def test_study_runs(name, study, places, tmp_path, quick_processes, request):
     with pytest.raises(SystemExit) as ended:
         made.run_command(name, made.__doc__, made.STUDIES, [study, *arguments, "--output", str(tmp_path)])
     assert ended.value.code == STATUS.get((name, study), 0)
-    assert [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
+    results = [json.loads(file.read_text())["rows"] for file in tmp_path.glob("*.json")]
+    assert results and all(results)
 
 
 @pytest.mark.parametrize(

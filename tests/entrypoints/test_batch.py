@@ -454,7 +454,7 @@ def test_pipe_as_output_gets_all_results_and_no_settings_file(job):
     """
     os.mkfifo(job.output)
     lines: list[str] = []
-    reader = threading.Thread(target=lambda: lines.extend(job.output.read_text().splitlines()))
+    reader = threading.Thread(target=lambda: lines.extend(job.output.read_text().splitlines()), daemon=True)
     reader.start()
     main(job.arguments("ids=true"))
     reader.join()

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from held_runtime import HeldRuntime, first_delta
@@ -334,11 +335,8 @@ def test_random_arrivals_and_cancellations_keep_outputs(alone, runtime):
                     done.append(case)
 
         done: list = []
-        threads = [threading.Thread(target=client, args=(rng.randrange(1000),)) for _ in range(5)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(5) as pool:
+            list(pool.map(client, [rng.randrange(1000) for _ in range(5)]))  # raises what a client's assertion does
         wait_until(lambda: not scheduler.num_running)
         totals = scheduler.totals.requests
         assert sum(totals.values()) == 25 and totals["length"] >= len(done) > 5

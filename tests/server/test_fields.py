@@ -77,9 +77,10 @@ def test_include_stop_str_in_output_shows_the_stop_string(client, plain):
 
 
 def test_allowed_token_ids_restrict_the_text(client, tokenizer, plain):
-    allowed = sorted(set(plain.token_ids[:4]))
-    text = complete(client, allowed_token_ids=allowed).choices[0].text
-    assert set(tokenizer(text, add_special_tokens=False).input_ids) and set(text) <= set(tokenizer.decode(allowed))
+    allowed = [token for token in tokenizer(PROMPT).input_ids if token not in plain.token_ids]
+    choice = complete(client, allowed_token_ids=allowed, logprobs=0).choices[0]
+    assert len(choice.logprobs.tokens) == 24 and choice.text == "".join(choice.logprobs.tokens)
+    assert set(choice.logprobs.tokens) <= {tokenizer.decode([token]) for token in allowed}
 
 
 def test_bad_words_do_not_occur(client, plain):
@@ -100,7 +101,9 @@ def test_continuous_usage_stats_count_tokens_in_each_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = complete(client, stream=True, stream_options=options)
     counts = [chunk.usage.completion_tokens for chunk in chunks]
-    assert counts == sorted(counts) and counts[-1] == last.usage.completion_tokens
+    assert counts[0] < counts[-1] == last.usage.completion_tokens and counts == sorted(counts)
+    for chunk, before in zip(chunks, [0, *counts], strict=False):  # a token's text may come with a later one
+        assert chunk.usage.completion_tokens > before or not chunk.choices[0].text
 
 
 def test_thinking_can_be_turned_off(client, caplog):

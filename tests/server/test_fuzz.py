@@ -52,6 +52,7 @@ def test_fuzzer_reports_accepted_input_and_server_errors(site):
     good = HttpCase("good", request(COMPLETIONS, json.dumps(GOOD[COMPLETIONS]).encode()))
     assert fuzz.fuzz_requests(site[0], [good])[1][0].startswith("good: 200")
     assert fuzz.fault(good, 500, b"") and fuzz.fault(good, "hang", b"") and fuzz.fault(good, 307, b"")
+    assert fuzz.fault(good, 400, b"Bad Request") and fuzz.fault(good, 400, b"")
     seen, faults = fuzz.fuzz_overrides([("lp-generate", ["prompt=x"])])
     assert seen == Counter({("lp-generate", "Accepted"): 1}) and len(faults) == 1
 

@@ -360,9 +360,9 @@ def ctrl() -> PreTrainedTokenizerBase:
         return transformers.CTRLTokenizer(str(vocabulary), str(merges))
 
 
-# Tokenizers of trained models. REAL_MODELS lists their folders, separated as in PATH. The default is the folder of
-# scripts/get_real_model.sh.
-FOLDERS = [Path(each) for each in os.environ.get("REAL_MODELS", "/tmp/lp_models/real").split(os.pathsep)]
+# Tokenizers of trained models, such as that of scripts/get_real_model.sh: REAL_MODELS lists their folders, separated as
+# in PATH.
+FOLDERS = [Path(each) for each in os.environ.get("REAL_MODELS", "").split(os.pathsep) if each]
 TRAINED = {"demo_model": DEMO_MODEL} | {
     f"real_{folder.name}": folder for folder in FOLDERS if (folder / "tokenizer.json").exists()
 }
