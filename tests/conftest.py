@@ -6,19 +6,26 @@ import gc
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import hypothesis
 import pytest
+
+# Measurements of a run are shortened, so all its processes keep them in a home folder that ends with it. Compiled code
+# is shared with other runs. Numba and workers read these variables at start; torch.distributed.run reads PET_*.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    for library in ("numba", "triton"):
+        os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.expanduser(f"~/.cache/lp_runtime/{library}"))
+    HOME = tempfile.TemporaryDirectory(prefix="lp_runtime_tests_", ignore_cleanup_errors=True)
+    os.environ |= {"HOME": HOME.name, "PET_LOG_DIR": f"{HOME.name}/torchelastic"}
+
+# Torch and modules that import it are imported inside functions: the controller of a run does not need them.
 from support.forked import ForkedCompiler, ForkedReplica, join_server, server_of_controller, wait_for_server
 
 from lp_runtime.config.settings import DEMO_MODEL
-from lp_runtime.utils.jit import cache_root
-
-# Torch and modules that import it are imported inside functions: the controller of a run does not need them.
-os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_root()))  # a test's cache_dir must not affect later tests
 
 # Files that take a minute or more. They start first, so that no worker ends a run alone with one of them.
 LONG_FILES = ("test_simulated_gpu.py", "test_ray_launcher.py", "test_scheduler.py", "test_triton_gpu.py")

@@ -88,7 +88,7 @@ def token_cluster(tmp_path_factory):
     unset = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "environ", unset)
-        cache = str(Path.home() / ".cache" / "lp_runtime" / "numba")
+        cache = os.environ["NUMBA_CACHE_DIR"]
         with head_node([RAY, *start[1:]], HOME=str(home), NUMBA_CACHE_DIR=cache) as head:
             head.environment["RAY_API_SERVER_ADDRESS"] = head.dashboard
             yield head
