@@ -14,6 +14,7 @@ from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.utils.time_limit import time_limit
 
 TEMPLATE_SECONDS = 5.0  # that a chat template may take: templates come with models, and may loop for hours
+RENDERED = "the conversation with its tools, as the chat template shows it,"  # of errors
 BREAK = "\ufdd0"  # inserted into text that only looks like a special token; a Unicode noncharacter, so never real text
 
 RENDERING = ("add_generation_prompt", "continue_final_message")  # arguments of `apply_chat_template` for callers
@@ -32,13 +33,17 @@ MARKS = (
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, text: str, add_special_tokens: bool = True, split_special_tokens: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    add_special_tokens: bool = True,
+    split_special_tokens: bool = False,
+    what: str = "the prompt",  # of the error's line
 ) -> list[int]:
-    """Return the token ids of a prompt; RequestError if it is not encodable Unicode (lone surrogates)."""
+    """Return the token ids of a text; RequestError if it is not encodable Unicode (lone surrogates)."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise RequestError(f"the prompt is not valid Unicode at character {error.start}: {error.reason}") from error
+        raise RequestError(f"{what} is not valid Unicode at character {error.start}: {error.reason}") from error
     options = {"split_special_tokens": True} if split_special_tokens else {}
     return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
 
@@ -57,7 +62,7 @@ def encode_infilling(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: st
     begin = encode(tokenizer, prefix, split_special_tokens=splits_special)
     inner = encode(tokenizer, prefix, add_special_tokens=False, split_special_tokens=splits_special)
     bos = begin[: len(begin) - len(inner)] if begin[len(begin) - len(inner) :] == inner else []
-    end = encode(tokenizer, suffix, add_special_tokens=False, split_special_tokens=splits_special)
+    end = encode(tokenizer, suffix, False, splits_special, "the suffix")
     return [*bos, before, *inner, between, *end, after]
 
 
@@ -101,7 +106,7 @@ def encode_chat(
     except Exception as error:  # templates are programs and may raise anything
         raise RequestError(f"messages: the model's chat template refuses them: {first_line(error)}") from error
     if BREAK not in text:
-        return encode(tokenizer, cast(str, text), add_special_tokens=False)  # the template has already added them
+        return encode(tokenizer, cast(str, text), False, what=RENDERED)  # the template has already added special tokens
     return _encode_with_breaks(tokenizer, cast(str, text), specials)
 
 
@@ -113,7 +118,7 @@ def _encode_with_breaks(tokenizer: PreTrainedTokenizerBase, text: str, specials:
             ids.append(cast(int, tokenizer.convert_tokens_to_ids(piece)))
         elif piece:
             plain = piece.replace(BREAK, "")
-            ids += encode(tokenizer, plain, add_special_tokens=False, split_special_tokens=True)
+            ids += encode(tokenizer, plain, False, True, RENDERED)
     return ids
 
 

@@ -135,7 +135,9 @@ class Submitter:
     async def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:
         """Return sampling settings that exclude words, at the beginning of a text and after a space."""
         texts = [text for word in words for text in (word, f" {word}")]
-        spelled = [await self._in_thread(encode, self._encoder, text, False) for text in texts]
+        spelled = [
+            await self._in_thread(encode, self._encoder, text, False, False, "a text of bad_words") for text in texts
+        ]
         ids = [list(each) for each in dict.fromkeys(map(tuple, spelled)) if each]
         return replace(sampling, bad_words_ids=[*(sampling.bad_words_ids or ()), *ids]) if ids else sampling
 
@@ -145,8 +147,8 @@ class Submitter:
         if stop := options.get("stop"):
             await self._in_thread(self._builder.check_stops, stop, self._encoder)
         if isinstance(prediction := options.get("prediction"), str):
-            ids = await self._in_thread(encode, self._encoder, prediction, False) if prediction else []
-            options["prediction"] = ids
+            arguments = (self._encoder, prediction, False, False, "the prediction")
+            options["prediction"] = await self._in_thread(encode, *arguments) if prediction else []
 
     async def prompt_texts(self, token_ids: Sequence[int], text: str | None) -> list[str]:
         """Return the texts of a prompt's tokens; see token_text.prompt_texts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import urllib.error
 import urllib.request
 
@@ -99,3 +100,17 @@ def test_refusal_names_a_content_type_that_is_not_json(url, content_type):
 )
 def test_refusal_says_why_a_body_cannot_be_read(url, body, message):
     assert refusal(url, "/v1/completions", body) == message
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "what"),
+    [
+        ("completions", {"prompt": "a\ud800"}, "the prompt"),
+        ("completions", {"prompt": "x", "bad_words": ["a\ud800"]}, "a text of bad_words"),
+        ("completions", {"prompt": "x", "prediction": {"content": "a\ud800"}}, "the prediction"),
+        ("chat/completions", CHAT | {"messages": [{"role": "user", "content": "\ud800"}]}, "the conversation with .*"),
+    ],
+)
+def test_refusal_names_the_text_that_is_not_valid_unicode(url, path, fields, what):
+    message = refusal(url, f"/v1/{path}", fields)
+    assert re.fullmatch(rf"{what} is not valid Unicode at character \d+: surrogates not allowed", message)
