@@ -158,7 +158,7 @@ class Server:
             ids = await self._submitter.encode_chat(messages, split, tools, body.template_kwargs(), body.rendering())
         else:
             raise RequestError("prompt and messages: give one of them")
-        strings = self._tokenizer.convert_ids_to_tokens(ids) if body.return_token_strs else None
+        strings = await self._submitter.spellings(ids) if body.return_token_strs else None
         length = self._info.context_length
         return {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": strings}
 
@@ -169,7 +169,7 @@ class Server:
         for token in body.tokens:
             if not 0 <= token <= last:
                 raise RequestError(f"token id {token}: must be 0 to {last}")
-        return {"prompt": self._tokenizer.decode(body.tokens)}
+        return {"prompt": await self._submitter.decode(body.tokens)}
 
     async def _encode(self, body: Chat | Messages | Responses, tools: Sequence[Tool]) -> list[int]:
         return await self._submitter.encode_chat(

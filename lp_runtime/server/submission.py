@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.chat_parser import ANALYSIS, END, MESSAGE
@@ -92,6 +92,14 @@ class Submitter:
         if suffix:
             return await self._in_thread(encode_infilling, self._encoder, prompt, suffix, split_special_tokens)
         return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
+
+    async def decode(self, token_ids: list[int]) -> str:
+        """Return the text of token ids, special tokens included."""
+        return cast(str, await self._in_thread(self._encoder.decode, token_ids))
+
+    async def spellings(self, token_ids: list[int]) -> list[str]:
+        """Return how the vocabulary spells each token."""
+        return cast(list[str], await self._in_thread(self._encoder.convert_ids_to_tokens, token_ids))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function with `_encoder`, which only this thread uses: a text of 1 MiB takes a second."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import urllib.error
 import urllib.request
@@ -304,6 +305,24 @@ def test_tokenize_and_detokenize_match_the_tokenizer(url, tokenizer):
         assert caught.value.code == 400
     with pytest.raises(urllib.error.HTTPError, match="400"):
         post(f"{url}/detokenize", tokens=[10**9])
+
+
+def test_tokenizer_does_not_hold_up_the_event_loop(url, tokenizer, monkeypatch):
+    """Streams stall while its thread is busy; decoding a body of 1 MiB takes half a second."""
+    threads = []
+
+    def noted(method):
+        def call(*arguments, **options):
+            threads.append((method.__name__, asyncio._get_running_loop()))
+            return method(*arguments, **options)
+
+        return call
+
+    for name in ("decode", "convert_ids_to_tokens"):
+        monkeypatch.setattr(type(tokenizer), name, noted(getattr(type(tokenizer), name)))
+    assert post(f"{url}/detokenize", tokens=tokenizer("a").input_ids) == {"prompt": "a"}
+    assert post(f"{url}/tokenize", prompt="a", return_token_strs=True)["token_strs"] == ["a"]
+    assert {("decode", None), ("convert_ids_to_tokens", None)} == set(threads)
 
 
 def test_lone_surrogate_in_metadata_is_returned(url):
