@@ -117,7 +117,9 @@ class Server:
         for number, (text, texts) in enumerate(echoes):
             for choice in choices[number * body.n :][: body.n]:
                 choice.prefix, choice.prefix_texts = text, texts
-        form = CompletionForm(self._name, self._token_texts, body.logprobs, body.shows_new)
+        for choice in choices:
+            choice.shows_new = body.shows_new
+        form = CompletionForm(self._name, self._token_texts, body.logprobs)
         return await self._answers.respond(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:

@@ -106,6 +106,14 @@ def test_echo_returns_the_prompt_before_the_text(client):
     )
     alone = client.completions.create(**body(echo=True, max_tokens=0, logprobs=2)).choices[0]
     assert alone.text == PROMPT == "".join(alone.logprobs.tokens)
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    answers = [
+        client.completions.create(**body(echo=True, max_tokens=0)),
+        *client.completions.create(**body(echo=True, max_tokens=0, stream=True, stream_options=options)),
+    ]
+    assert {(each.usage.completion_tokens, each.usage.total_tokens - each.usage.prompt_tokens) for each in answers} == {
+        (0, 0)
+    }
     assert alone.logprobs.token_logprobs[1:] == pytest.approx(
         whole.logprobs.token_logprobs[1 : len(alone.logprobs.tokens)], abs=1e-4
     )

@@ -46,6 +46,7 @@ class Choice:
     stop: str | None = None  # the stop string that ended the text
     parser: ChatParser | None = None  # None for plain text
     max_calls: int | None = None  # that the answer shows at most; None for no limit
+    shows_new: bool = True  # with `echo` a client may ask for the prompt only, and gets one token that is not counted
     num_shown: int = 0  # new tokens that events have shown
 
     @property
@@ -84,7 +85,7 @@ def event(body: Mapping[str, object], name: str | None = None) -> str:
 def usage_of(choices: list[Choice]) -> dict[str, object]:
     """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
-    num_new, num_prompt = sum(len(choice.tokens) for choice in choices), sum(prompts.values())
+    num_new, num_prompt = sum(len(choice.tokens) for choice in choices if choice.shows_new), sum(prompts.values())
     num_fed, num_accepted = _num_drafted([choice for choice in choices if choice.job.request.prediction], COPIED)
     # Cached tokens of each prompt: those of its first sample only, because later samples may hit what it cached.
     cached: dict[int, int] = {}
@@ -210,16 +211,9 @@ class ChoicesForm(Form):
 
 
 class CompletionForm(ChoicesForm):
-    """The form of answers to POST /v1/completions.
-
-    `shows_new`: whether new tokens are shown; with `echo`, a client may ask for the prompt only.
-    """
+    """The form of answers to POST /v1/completions."""
 
     prefix, kind, chunk_kind = "cmpl", "text_completion", "text_completion"
-
-    def __init__(self, model: str, texts: TokenTexts, num_top: int | None, shows_new: bool = True):
-        super().__init__(model, texts, num_top)
-        self._shows_new = shows_new
 
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         return iter(())
@@ -231,7 +225,7 @@ class CompletionForm(ChoicesForm):
         shows_prefix, choice.is_prefix_shown = bool(choice.prefix) and not choice.is_prefix_shown, True
         new_tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=False)
         tokens: list[tuple[int, str, float | None]] = list(new_tokens)
-        if not self._shows_new:
+        if not choice.shows_new:
             tokens, text = [], ""
         if shows_prefix:
             text = choice.prefix + text
