@@ -86,7 +86,9 @@ class StatusRoutes:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, object]:
-        return {"object": "list", "data": [self._model()]}
+        """Return the one model in a list of the OpenAI API and of Anthropic's at once."""
+        ends = {"first_id": self._name, "last_id": self._name}
+        return {"object": "list", "data": [self._model()], "has_more": False, **ends}
 
     async def model(self, name: str) -> dict[str, object]:
         self.check_model(name)
@@ -99,6 +101,12 @@ class StatusRoutes:
             "created": self._started,
             "owned_by": "lp_runtime",
             "max_model_len": self._runtime.info.context_length,
+            # of Anthropic's API
+            "type": "model",
+            "display_name": self._name,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._started)),
+            "lifecycle": "active",
+            "max_input_tokens": self._runtime.info.context_length,
         }
 
     def check_model(self, name: str | None) -> None:

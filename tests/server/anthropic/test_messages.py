@@ -71,6 +71,16 @@ def num_input(usage) -> int:
     return usage.input_tokens + usage.cache_read_input_tokens
 
 
+def test_models_are_those_of_the_openai_api(client, other):
+    (model,) = client.models.list()
+    assert model == client.models.retrieve("demo")
+    expected = other.models.retrieve("demo")
+    assert (model.type, model.id, model.display_name) == ("model", expected.id, "demo")
+    assert model.created_at.timestamp() == expected.created
+    with pytest.raises(anthropic.NotFoundError):
+        client.models.retrieve("other")
+
+
 def test_messages_match_chat_completions(client, other):
     blocks = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief.", "cache_control": {"type": "x"}}]
     turns = [
