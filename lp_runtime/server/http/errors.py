@@ -154,7 +154,7 @@ def _inside(errors: Sequence[Mapping]) -> Sequence[Mapping]:
             begun.setdefault(where[place], []).append({**each, "loc": where[:place] + where[place + 1 :]})
     if not begun:
         return errors
-    return _inside(max(begun.values(), key=lambda found: [part for part in found[0]["loc"] if isinstance(part, int)]))
+    return _inside(max(begun.values(), key=lambda inner: [part for part in inner[0]["loc"] if isinstance(part, int)]))
 
 
 def _shown(value: object) -> str:
