@@ -170,7 +170,8 @@ class RequestBuilder:
         stop_tokens = options.get("stop_token_ids", ())
         prediction = options.get("prediction", ())
         if isinstance(prediction, str):
-            prediction = encode(self._tokenizer(), prediction, add_special_tokens=False) if prediction else ()
+            arguments = (self._tokenizer(), prediction, False, False, "the prediction")
+            prediction = encode(*arguments) if prediction else ()
         self._check_vocabulary(
             {"of the prompt": ids, "in stop_token_ids": stop_tokens, "in prediction": prediction}, sampling
         )

@@ -36,7 +36,6 @@ class Job:
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
         queue_seconds: seconds from submission to the first replica; None before.
-        delivered_at: time.perf_counter() at which the delta that was read last had arrived.
     """
 
     def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
@@ -48,10 +47,9 @@ class Job:
         self.generation: Generation | None = None
         self.is_cancelled = False
         self.queue_seconds: float | None = None
-        self.delivered_at = 0.0
         self.on_cancel: Callable[[], None] | None = None  # cancels the request on the replicas that decode it
         self._submitted = time.monotonic()
-        self._items: queue.SimpleQueue[tuple[float, Delta | Generation | LookaheadError]] = queue.SimpleQueue()
+        self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
         self._error: LookaheadError | None = None  # once it has been raised to the reader
 
@@ -70,7 +68,7 @@ class Job:
 
     def __iter__(self) -> Iterator[Delta]:
         """Yield the deltas as they arrive; raises as `result` does. After the end there are none."""
-        while not self._has_ended() and (delta := self._unpack(*self._items.get())) is not None:
+        while not self._has_ended() and (delta := self._unpack(self._items.get())) is not None:
             yield delta
 
     def result(self) -> Generation:
@@ -101,7 +99,7 @@ class Job:
                     await arrived.wait()
                     arrived.clear()
                     continue
-                delta = self._unpack(*item)
+                delta = self._unpack(item)
                 if delta is None:
                     return
                 yield delta
@@ -116,8 +114,7 @@ class Job:
             raise self._error
         return self.generation is not None
 
-    def _unpack(self, arrival: float, item: Delta | Generation | LookaheadError) -> Delta | None:
-        self.delivered_at = arrival
+    def _unpack(self, item: Delta | Generation | LookaheadError) -> Delta | None:
         if isinstance(item, LookaheadError):
             self._error = item
             raise item
@@ -138,7 +135,7 @@ class Job:
 
     def deliver(self, item: Delta | Generation | LookaheadError) -> None:
         """Queue an item for the reader of the job."""
-        self._items.put((time.perf_counter(), item))
+        self._items.put(item)
         listener = self._listener
         if listener is not None:
             try:

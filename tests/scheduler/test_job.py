@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -35,18 +34,6 @@ def test_end_of_a_job_can_be_read_again():
     result = object.__new__(Generation)
     finished.finish(result)
     assert list(finished) == list(finished) == [] and finished.result() is finished.result() is result
-
-
-def test_delta_keeps_its_time_of_arrival_however_late_it_is_read():
-    job = Job(None, None)
-    job.deliver(Delta("a", [1]))
-    between = time.perf_counter()
-    job.deliver(Delta("b", [2]))
-    deltas = iter(job)
-    next(deltas)
-    assert 0 < job.delivered_at <= between
-    next(deltas)
-    assert job.delivered_at >= between
 
 
 def test_lease_tracks_held_and_wanted_replicas():

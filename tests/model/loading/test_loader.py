@@ -180,7 +180,7 @@ TORCHAO = {
 
 def test_model_quantized_on_loading_matches_generate(demo_model_dir):
     """The quantization may be given as a transformers object or as its fields."""
-    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao, which CI installs in its job `versions`")
+    torchao = pytest.importorskip("torchao.quantization", reason="needs torchao, which CI's job `versions` has")
     for given in (TorchAoConfig(quant_type=torchao.Int8WeightOnlyConfig()), TORCHAO):
         model = load_model(ModelConfig(path=str(demo_model_dir), quantization_config=given), CPU, "float32")
         assert type(model.model.layers[0].mlp.up_proj.weight).__module__.startswith("torchao")
