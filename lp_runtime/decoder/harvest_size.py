@@ -1,4 +1,4 @@
-"""How many prompt tokens the prefill collects top-k candidates for (lp_runtime/prefill/harvest.py)."""
+"""Choice of the prompt tokens for which the prefill collects top-k candidates (lp_runtime/prefill/harvest.py)."""
 
 from __future__ import annotations
 

@@ -119,7 +119,7 @@ def test_requests_whose_slots_do_not_fit_together_all_complete(loaded, replica, 
 
 @pytest.mark.parametrize("reason", ["cancelled", "time"])
 def test_request_that_waits_for_memory_can_end(loaded, replica, requests, expected, monkeypatch, reason):
-    """It ends while the request that has the memory goes on; the next one waits for that still."""
+    """The waiting request ends while the one that has the memory continues; the next one still waits for that."""
     monkeypatch.setattr(loaded.model.slots, "limit", 150)  # tokens; a slot of this request has more than 100
     waiting = requests["b"] if reason == "cancelled" else replace(requests["b"], max_time=1e-9)
     events: list[tuple[str, Event]] = []

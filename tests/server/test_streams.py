@@ -112,7 +112,7 @@ def test_error_of_any_choice_ends_a_whole_answer(client, jobs):
 
 @pytest.fixture
 def waiting(server, jobs) -> list[Job]:
-    """The same jobs, with a deadline that does not pass during a test."""
+    """Give all jobs a deadline that does not pass during a test."""
     submit_all = server[1].submit_all
     server[1].submit_all = lambda requests, *_: submit_all(requests, time.monotonic() + 2 * PATIENCE)
     return jobs

@@ -33,7 +33,7 @@ class _Ended(Exception):
 
 
 def answers_of(weights: PreTrainedModel, orders: Sequence[object]) -> list[Any]:
-    """Return a replica's answers to orders, of which the last one is to decode."""
+    """Return a replica's answers to orders; the last one is to decode."""
     answers: list[Any] = []
 
     def send(message: object) -> None:
