@@ -7,14 +7,9 @@ import functools
 import re
 import tokenize
 from collections.abc import Iterable
-from pathlib import Path
 
-import lp_runtime
+from support.package_source import FILES, NAMES, PACKAGE, nodes_of
 
-PACKAGE = Path(lp_runtime.__file__).parent
-FILES = sorted(PACKAGE.rglob("*.py"))
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
-TREES = {name: ast.parse(path.read_text()) for name, path in zip(NAMES, FILES, strict=True)}
 MAX_LINES = 450
 MAX_PARAMETERS = 7
 PUBLIC_API = ("runtime.py", "dropin/lookahead_generate.py")
@@ -24,12 +19,6 @@ MAX_ATTRIBUTES = 15
 RETIRED_WORDS = {"found", "told", "take", "taken", "draw", "drawn", "room", "price"}
 RETIRED_WORDS |= {"behind", "beside", "anew", "alike", "nobody", "whoever"}
 NAMES_OF_OTHERS = {"found_by", "take_along_axis"}  # a field of traces that clients read; numpy
-
-
-@functools.cache
-def nodes_of(name: str) -> list[ast.AST]:
-    """Return all nodes of a file's syntax tree."""
-    return list(ast.walk(TREES[name]))
 
 
 @functools.cache

@@ -9,14 +9,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from support.package_source import FILES, NAMES, PACKAGE, nodes_of, parsed
 
 import lp_runtime
 
 ROOT = Path(__file__).parents[1]
 MAX_MODULES = 15  # in a folder, without __init__
-PACKAGE = Path(lp_runtime.__file__).parent
-FILES = sorted(path for path in PACKAGE.rglob("*.py"))
-NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 # From the lowest layer up. A part may import itself and parts of lower layers only.
 LAYERS = [
@@ -44,18 +42,6 @@ LEVEL = {part: level for level, parts in enumerate(LAYERS) for part in parts}
 def part_of(name: str) -> str:
     """Return the part of the package that a file belongs to: a subpackage or a top-level module."""
     return name.removesuffix(".py").split("/")[0]
-
-
-@functools.cache
-def parsed(name: str) -> ast.Module:
-    """Return the syntax tree of a file of the package."""
-    return ast.parse((PACKAGE / name).read_text())
-
-
-@functools.cache
-def nodes_of(name: str) -> list[ast.AST]:
-    """Return all nodes of a file's syntax tree."""
-    return list(ast.walk(parsed(name)))
 
 
 @functools.cache

@@ -132,7 +132,7 @@ def test_local_device_error_is_not_reported_as_a_lost_peer(monkeypatch, error):
         gather(Exchange(group, capacity=12))
 
 
-STEP_TIMEOUT = 1.0  # seconds
+STEP_TIMEOUT = 0.2  # seconds
 
 
 def wait_for_a_request(group: Group):

@@ -68,10 +68,11 @@ def sizes_by_configuration() -> Iterator[None]:
     sizes: dict[str, ModelSize | None] = {}
 
     def size_of(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
-        key = repr((config, dtype, context_tokens))
+        key = repr((config, dtype))
         if key not in sizes:
-            sizes[key] = size_of_model(config, dtype, context_tokens)
-        return sizes[key]
+            sizes[key] = size_of_model(config, dtype)
+        size = sizes[key]
+        return size and size._replace(context_tokens=context_tokens or size.context_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(split, "size_of_model", size_of)
@@ -80,7 +81,7 @@ def sizes_by_configuration() -> Iterator[None]:
 
 @needs_sliced_vocabulary
 def test_weight_and_cache_bytes_are_divided_by_shards(large):
-    size = size_of_model(ModelConfig(path=large), "auto")
+    size = split.size_of_model(ModelConfig(path=large), "auto")
     buffers = size.weight_bytes(1) - LARGE_WEIGHTS
     assert 0 <= buffers < 4096  # rotary frequencies
     norms = 2 * (2 * 80 + 1) * 8192
@@ -120,7 +121,7 @@ def test_longer_context_takes_more_gpus(large):
 @pytest.mark.slow
 def test_chosen_split_holds_exactly_the_requested_tokens(large):
     """With the needed bytes the requested tokens fit next to the weights; with one byte less they do not."""
-    size = size_of_model(ModelConfig(path=large), "auto", 5000)
+    size = split.size_of_model(ModelConfig(path=large), "auto", 5000)
     needed = size.needed_bytes(2, NCCL_BYTES)
     kept = needed - size.weight_bytes(2) - size.pass_bytes - NCCL_BYTES
     assert tokens_in(kept, size.cache_bytes_per_token(2)) == 5000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ from support.serving import demo_model_that_chats, served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
-ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "try_clients.py"
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +33,9 @@ def url(model_dir):
 
 def try_clients(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Run the script with a PATH of only this environment's Python."""
-    script = ROOT / "scripts" / "try_clients.py"
     path = {"PATH": str(Path(sys.executable).parent)}
     return subprocess.run(
-        [sys.executable, script, *arguments], env=path, capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, SCRIPT, *arguments], env=path, capture_output=True, text=True, check=False, timeout=120
     )
 
 
@@ -55,4 +55,10 @@ def test_failing_client_sets_the_exit_status(url, model_dir, tmp_path):
     log.touch()
     done = try_clients(url, model_dir, log, "openai structure")  # a template without tools
     assert done.returncode == 1 and "openai structure" in done.stdout and "FAILED" in done.stdout
-    assert "nobody: must be one of openai" in try_clients(url, model_dir, log, "nobody").stderr
+
+
+def test_unknown_client_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["try_clients.py", "http://127.0.0.1", "MODEL", "LOG", "nobody"])
+    monkeypatch.syspath_prepend(SCRIPT.parent)  # it imports another script
+    with pytest.raises(SystemExit, match="nobody: must be one of openai"):
+        runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -16,12 +16,16 @@ from lp_runtime import LookaheadRuntime
 
 
 @pytest.fixture(scope="module")
-def site(small_model_that_chats):
+def runtime(small_model_that_chats):
+    model = small_model_that_chats(FIELDS_TEMPLATE)
+    with LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def site(runtime):
     """Yield (base URL, scheduler) of a server."""
-    with (
-        LookaheadRuntime(small_model_that_chats(), device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
-        served(runtime, **LIMITS) as site,
-    ):
+    with served(runtime, **LIMITS) as site:
         yield site
 
 
@@ -37,12 +41,9 @@ def test_malformed_requests_are_refused_and_the_server_continues(site, count):
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(342, marks=pytest.mark.slow)])  # 342: every field once
-def test_fuzzed_fields_of_every_route_are_answered(small_model_that_chats, count):
-    cases, model = list(field_cases(count, seed=1)), small_model_that_chats(FIELDS_TEMPLATE)
-    with (
-        LookaheadRuntime(model, device="cpu", dtype="float32", lookahead=fuzz.FIXED) as runtime,
-        served(runtime, **FIELDS_LIMITS) as (url, _),
-    ):
+def test_fuzzed_fields_of_every_route_are_answered(runtime, count):
+    cases = list(field_cases(count, seed=1))
+    with served(runtime, **FIELDS_LIMITS) as (url, _):
         seen, faults = fuzz.fuzz_requests(url, cases)
     assert not faults, "\n".join(faults)
     assert seen["derived", 200] > count // 6 and seen["derived", 400] > count // 6
