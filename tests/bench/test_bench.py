@@ -233,6 +233,7 @@ def test_methods_that_a_recurrent_model_cannot_run_are_left_out(tmp_path, capsys
     assert "lookahead.drafter=paper: must be" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_stop_strings_of_a_model_are_ignored_by_all_methods(tmp_path, capsys, small_demo_dir):
     folder = shutil.copytree(small_demo_dir, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())

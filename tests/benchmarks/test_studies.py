@@ -108,7 +108,11 @@ def test_study_runs(name, study, places, tmp_path, quick_processes, request):
 
 @pytest.mark.parametrize(
     ("name", "study"),
-    [("correctness.py", "equality"), ("correctness.py", "half_precision"), ("speed.py", "prediction")],
+    [
+        ("correctness.py", "equality"),
+        pytest.param("correctness.py", "half_precision", marks=pytest.mark.slow),
+        ("speed.py", "prediction"),
+    ],
 )
 def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places, tmp_path, small_demo_dir):
     """Their outputs agree, and no stop string of the model ends them early."""

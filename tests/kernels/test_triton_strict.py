@@ -67,7 +67,8 @@ CASES = {  # (tokens, cached tokens) of each sequence; B; groups; head size; win
     "window": ([(4, 250)], 5, 2, 16, 100),
     "window of a few": ([(2, 3 * BLOCK), (1, 3)], 3, 1, 16, 3),
 }
-ALSO_SLOW = ("two blocks", "across a border", "large heads", "window")  # seconds each; others have most of their claims
+# They take seconds each; the others have most of their claims.
+ALSO_SLOW = ("two blocks", "more blocks than parts", "across a border", "large heads", "batch", "window")
 
 
 @pytest.mark.parametrize(("case", "dtype"), thinned(9, slow(CASES, ALSO_SLOW), TOLERANCES))

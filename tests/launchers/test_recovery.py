@@ -208,6 +208,7 @@ def test_request_succeeds_after_a_replica_is_killed_while_idle(undisturbed, runt
     assert_same(decode(runtime), undisturbed["greedy"])
 
 
+@pytest.mark.slow
 def test_restarted_lone_replica_needs_neither_corpus_nor_draft_file(tmp_path):
     """They are read at the start; what has become of them since ends no request."""
     corpus, drafts = tmp_path / "text.py", tmp_path / "drafts.npz"

@@ -68,7 +68,7 @@ def sizes_by_configuration() -> Iterator[None]:
     sizes: dict[str, ModelSize | None] = {}
 
     def size_of(config: ModelConfig, dtype: str, context_tokens: int | None = None) -> ModelSize | None:
-        key = repr((config, dtype))
+        key = f"{config.location} {dtype}"
         if key not in sizes:
             sizes[key] = size_of_model(config, dtype)
         size = sizes[key]
