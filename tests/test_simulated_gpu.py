@@ -40,7 +40,6 @@ from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed import devices
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.engine import running_request
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.entrypoints.generate import generate_one
 from lp_runtime.errors import ModelError
@@ -48,6 +47,7 @@ from lp_runtime.kernels import dispatch
 from lp_runtime.model import runner
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import fixed_passes
+from lp_runtime.model.kv_cache import slots
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
@@ -208,7 +208,7 @@ def test_slot_growth_between_captured_passes_keeps_output(gpu, model, expected, 
     growths: list[int] = []
     grow = TreeCache.grow
     monkeypatch.setattr(TreeCache, "grow", lambda cache, capacity: growths.append(capacity) or grow(cache, capacity))
-    monkeypatch.setattr(running_request, "GROWTH_TOKENS", 3)
+    monkeypatch.setattr(slots, "GROWTH_TOKENS", 3)
     monkeypatch.setattr(runner, "GROWTH_TOKENS", 3)
     monkeypatch.setattr(runner, "CAPACITY_UNIT", 8)
     model.slots.clear()

@@ -21,7 +21,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.memory import memory_error, unshared_error
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.model.forward.step_inputs import StepInputs
-from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot
+from lp_runtime.model.kv_cache.slots import CacheSlot, initial_text_tokens
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.harvest import PromptHarvest
 from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
@@ -330,6 +330,5 @@ def _error_of(result: object) -> RequestMemoryError | None:
 
 def capacity_of(request: Request, decoder: Decoder) -> int:
     """Return how many tokens a slot must hold at first: prompt, committed, some output, one step's."""
-    one_step = decoder.max_owned + decoder.drafter.max_committed
-    num_new = min(request.max_new_tokens, len(request.committed) + GROWTH_TOKENS)
-    return len(request.prompt_ids) + num_new + one_step
+    text = initial_text_tokens(len(request.prompt_ids), len(request.committed), request.max_new_tokens)
+    return text + decoder.max_owned + decoder.drafter.max_committed

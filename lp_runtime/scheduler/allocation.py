@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from lp_runtime.launchers.base import Launcher
-from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, OVERHEAD_TOKENS
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS, initial_text_tokens
 from lp_runtime.sampling.processors import is_ordered
 from lp_runtime.scheduler.job import Job, JobLease
 from lp_runtime.scheduler.lp_degree import DegreeSpeeds
@@ -151,5 +151,6 @@ def _can_move(lease: JobLease) -> bool:
 
 def _slot_tokens(job: Job, num_delivered: int) -> int:
     """Return the token capacity that a job's KV-cache slot has, or needs at first; it grows with the text."""
-    num_new = min(job.request.max_new_tokens, num_delivered + GROWTH_TOKENS)
-    return len(job.request.prompt_ids) + num_new + OVERHEAD_TOKENS
+    request = job.request
+    text = initial_text_tokens(len(request.prompt_ids), num_delivered, request.max_new_tokens)
+    return text + OVERHEAD_TOKENS

@@ -12,11 +12,11 @@ from support.chain_models import model_of, request_of
 from support.engines import engine_of
 
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.engine import running_request
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model import runner
 from lp_runtime.model.chain_runner import ChainRunner
+from lp_runtime.model.kv_cache import slots
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
@@ -34,7 +34,7 @@ def growths(monkeypatch) -> Iterator[list[int]]:
     """Capacities that caches grow to once this fixture is requested; slots then begin with little room."""
     results: list[int] = []
     grow = TreeCache.grow
-    monkeypatch.setattr(running_request, "GROWTH_TOKENS", SPACE)
+    monkeypatch.setattr(slots, "GROWTH_TOKENS", SPACE)
     monkeypatch.setattr(runner, "GROWTH_TOKENS", SPACE)
     monkeypatch.setattr(TreeCache, "grow", lambda self, capacity: results.append(capacity) or grow(self, capacity))
     yield results

@@ -43,7 +43,7 @@ from lp_runtime.launchers.wire.messages import (
 )
 from lp_runtime.launchers.wire.sealed_request import open_request
 from lp_runtime.launchers.worker.process_host import Placement
-from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS
+from lp_runtime.model.kv_cache.slots import initial_text_tokens
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
 from lp_runtime.replica.loaded_model import LoadedModel, load_follower, load_replica
@@ -167,8 +167,8 @@ class ReplicaServer:
 
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
         """Prefill a request into a slot that its Decode will reuse; stops early if the order is cancelled."""
-        num_new = min(request.max_new_tokens, len(request.committed) + GROWTH_TOKENS)
-        capacity = len(request.prompt_ids) + num_new + MAX_STEP_TOKENS
+        text = initial_text_tokens(len(request.prompt_ids), len(request.committed), request.max_new_tokens)
+        capacity = text + MAX_STEP_TOKENS
         with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             try:
                 read_for_resume(model, slot, request, capacity)

@@ -19,6 +19,11 @@ GROWTH_TOKENS = 1024  # space for output that a slot begins with, and the least 
 OVERHEAD_TOKENS = 2560
 
 
+def initial_text_tokens(num_prompt: int, num_new: int, max_new_tokens: int) -> int:
+    """Return the tokens of text that a slot has space for at first, if `num_new` tokens of output exist already."""
+    return num_prompt + min(max_new_tokens, num_new + GROWTH_TOKENS)
+
+
 @dataclass
 class CacheSlot:
     """Memory for one sequence's keys and values, and the tokens that it holds."""
