@@ -85,10 +85,10 @@ class LocalRequest(RunningRequest):
         self.values = np.zeros((0, 0), np.int64)
         self.clocks: list[int] = [0] * self._group.size
 
-    def harvest(self, prompt: tuple[int, ...]) -> PromptHarvest:
-        """Return a prefill that collects all candidates here. Real replicas each collect a part, in less time."""
-        num_harvested = min(self.decoder.num_harvested, len(prompt))
-        return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, Group.alone())
+    def harvest(self, num_prompt: int) -> PromptHarvest:
+        """Return what collects all candidates here. Real replicas each collect a part, in less time."""
+        num_harvested = min(self.decoder.num_harvested, num_prompt)
+        return PromptHarvest(self._model, self.slot, num_prompt, num_harvested, self.decoder.sampler, Group.alone())
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         if error is not None:

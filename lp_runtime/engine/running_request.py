@@ -7,8 +7,9 @@ Its decoder proposes the step and advances by it. The prefill ends with a step o
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -24,14 +25,14 @@ from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot, initial_text_tokens
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.harvest import PromptHarvest
-from lp_runtime.prefill.logprobs import SCORED_TOKENS, PromptScorer
+from lp_runtime.prefill.logprobs import PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
+from lp_runtime.prefill.prompt_feeder import PromptFeeder, cut_prompt
 from lp_runtime.prefill.resume import Resume
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.sampling.step_logits import StepLogits
-from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
@@ -157,29 +158,18 @@ class RunningRequest:
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
         """Feed the prompt, and agree on the first new token."""
-        model, step = self._model, self.decoder.propose_prefill()
+        step = self.decoder.propose_prefill()
         error = _error_of(self.attempt(self._begin))
         prompt = self.request.prompt_ids[self._prefix.num_read :]
-        scorer: PromptScorer | None = None
-        harvest: PromptHarvest | None = None
-        chunks, chunk_tokens = model.prefill_in_chunks(self.slot, prompt), model.prefill_chunk
-        num_chunks = -(-len(prompt) // chunk_tokens)
-        if self.request.prompt_logprobs:
-            scorer = PromptScorer(model, self.slot, prompt, self.request.top_logprobs)
-            chunks, num_chunks = scorer.prefill_in_chunks(), -(-len(prompt) // SCORED_TOKENS)
-        elif self.decoder.num_harvested:
-            harvest = self.harvest(prompt)
-            chunks, num_chunks = harvest.prefill_in_chunks(), -(-len(prompt) // harvest.chunk_tokens)
-        elif num_before := self._prefix.num_to_point:
-            chunks = self._prefill_past_point(prompt, num_before)
-            num_chunks = -(-num_before // chunk_tokens) - (num_before - len(prompt)) // chunk_tokens
-        for num_left in range(num_chunks - 1, 0, -1):
-            error = error or _error_of(self.attempt(lambda: next(chunks)))
+        feeder = self.make_feeder(prompt)
+        *first, last = cut_prompt(prompt, feeder.chunk_tokens, point=self._prefix.num_to_point)
+        for num_left, chunk in zip(range(len(first), 0, -1), first, strict=True):
+            error = error or _error_of(self.attempt(partial(self._feed, feeder, chunk)))
             yield
             if self.agree_to_cancel(step, num_left, error):
                 self._ended_by = CANCEL
                 return None
-        logits = self.attempt(lambda: StepLogits(result_of(chunks))) if error is None else error
+        logits = self.attempt(lambda: StepLogits(feeder.feed(last))) if error is None else error
         samples = self.sample(step, logits)
         self.start_exchange(step, samples)
         gathered = self.finish_exchange(step, samples)
@@ -187,9 +177,9 @@ class RunningRequest:
             raise gathered
         output = replace(self.advance(step, gathered), cached_tokens=self._prefix.num_read)
         self._prefix.keep(self.slot)  # requests with the same prompt may be waiting for it
-        if harvest is not None and not self.is_finished:
-            self.decoder.drafter.learn_prompt(self.request.prompt_ids, harvest.share())
-        return output if scorer is None else scorer.attach(output)
+        if isinstance(feeder, PromptHarvest) and not self.is_finished:
+            self.decoder.drafter.learn_prompt(self.request.prompt_ids, feeder.share())
+        return feeder.attach(output) if isinstance(feeder, PromptScorer) else output
 
     def _begin(self) -> None:
         """Prepare the slot, and read the prompt's cached prefix into it."""
@@ -197,17 +187,20 @@ class RunningRequest:
         self._model.begin(self.slot, capacity, prompt_length=len(self.request.prompt_ids))
         self._prefix.read_into(self.slot)
 
-    def _prefill_past_point(self, prompt: tuple[int, ...], num_before: int) -> Generator[None, None, torch.Tensor]:
-        """Feed a prompt as `prefill_in_chunks` does, and store the prefix of its first `num_before` tokens."""
-        yield from self._model.prefill_in_chunks(self.slot, prompt[:num_before])
-        self._prefix.keep(self.slot)
-        yield
-        return (yield from self._model.prefill_in_chunks(self.slot, prompt[num_before:]))
+    def make_feeder(self, prompt: tuple[int, ...]) -> PromptFeeder:
+        """Return what feeds the prompt's uncached tokens, and keeps what the request needs of them."""
+        if self.request.prompt_logprobs:
+            return PromptScorer(self._model, self.slot, prompt, self.request.top_logprobs)
+        return self.harvest(len(prompt)) if self.decoder.num_harvested else PromptFeeder(self._model, self.slot)
 
-    def harvest(self, prompt: tuple[int, ...]) -> PromptHarvest:
-        """Return a prefill of the prompt's uncached tokens that collects top-k candidates for the drafter."""
-        num_harvested = min(self.decoder.num_harvested, len(prompt))
-        return PromptHarvest(self._model, self.slot, prompt, num_harvested, self.decoder.sampler, self._group)
+    def harvest(self, num_prompt: int) -> PromptHarvest:
+        num_harvested = min(self.decoder.num_harvested, num_prompt)
+        return PromptHarvest(self._model, self.slot, num_prompt, num_harvested, self.decoder.sampler, self._group)
+
+    def _feed(self, feeder: PromptFeeder, chunk: Sequence[int]) -> None:
+        feeder.feed(chunk)
+        if len(self.slot.tokens) == self._prefix.num_read + self._prefix.num_to_point:
+            self._prefix.keep(self.slot)
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         """Whether any replica cancels with `num_left` chunks of the prompt left; equal on all replicas.

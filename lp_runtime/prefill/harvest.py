@@ -8,7 +8,7 @@ Letters: P tokens of the prompt, n of them harvested, R replicas, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -17,16 +17,17 @@ from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.prefill.prompt_feeder import PromptFeeder
 from lp_runtime.sampling.sampler import Sampler
 
 MAX_LOGITS = 1 << 26  # numbers: logits of one chunk in memory
 
 
-class PromptHarvest:
-    """Prefill of a prompt that keeps the top-k candidates of its last n tokens.
+class PromptHarvest(PromptFeeder):
+    """Feeds a prompt, and keeps the top-k candidates of its last n tokens.
 
     Args:
-        slot: begun; holds what precedes `prompt`: nothing, or a prefix from the cache.
+        num_prompt: P, those that are to be fed.
         num_harvested: n, 0 to P.
         group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
     """
@@ -35,46 +36,40 @@ class PromptHarvest:
         self,
         model: ModelRunner,
         slot: CacheSlot,
-        prompt: Sequence[int],
+        num_prompt: int,
         num_harvested: int,
         sampler: Sampler,
         group: Group,
     ):
-        self._model = model
-        self._slot = slot
-        self._prompt = prompt
-        self._first = len(prompt) - num_harvested
+        super().__init__(model, slot)
+        self._num_prompt, self._first = num_prompt, num_prompt - num_harvested
         self._sampler, self._group = sampler, group
+        self._num_fed = 0
         self._packed: list[torch.Tensor] = []  # candidates of this replica's tokens, on its device
-        max_tokens = max(1, MAX_LOGITS * group.size // model.vocabulary_size)
-        self.chunk_tokens = min(model.prefill_chunk, max_tokens)
 
-    def prefill_in_chunks(self) -> Generator[None, None, torch.Tensor]:
-        """Feed and commit the prompt; return the [1, V] float32 logits of the last token.
+    @property
+    def chunk_tokens(self) -> int:
+        max_tokens = max(1, MAX_LOGITS * self._group.size // self._model.vocabulary_size)
+        return min(super().chunk_tokens, max_tokens)
 
-        Yields after every `chunk_tokens` tokens, when other slots may be fed.
-        """
-        prompt, size = self._prompt, self._group.size
-        for start in range(0, len(prompt), self.chunk_tokens):
-            if start:
-                yield
-            chunk = prompt[start : start + self.chunk_tokens]
-            places = np.arange(start, start + len(chunk))
-            mine = places[(places >= self._first) & (places % size == self._group.rank)] - start
-            logits = self._model.feed_prompt(self._slot, chunk, [*mine.tolist(), len(chunk) - 1])
-            if len(mine):
-                self._packed.append(self._sampler.pack_candidates(logits[:-1]))
+    def feed(self, chunk: Sequence[int]) -> torch.Tensor:
+        places = np.arange(self._num_fed, self._num_fed + len(chunk))
+        mine = places[(places >= self._first) & (places % self._group.size == self._group.rank)] - self._num_fed
+        logits = self._model.feed_prompt(self._slot, chunk, [*mine.tolist(), len(chunk) - 1])
+        if len(mine):
+            self._packed.append(self._sampler.pack_candidates(logits[:-1]))
+        self._num_fed += len(chunk)
         return logits[-1:]
 
     def share(self) -> np.ndarray:
         """Gather the [n, ENTRY] int32 top-k candidates of the last n tokens; return them on every replica."""
-        size, num = self._group.size, len(self._prompt) - self._first
+        size, num = self._group.size, self._num_prompt - self._first
         width = self._sampler.width
         mine = torch.cat(self._packed).cpu().numpy() if self._packed else np.zeros((0, width), np.int64)
         sent = np.zeros((-(-num // size), width), np.int64)  # equal sizes on all replicas, as the gather needs
         sent[: len(mine)] = mine
         rows = gather_rows(sent.reshape(-1), self._group).reshape(size, -1, width)
-        places = np.arange(self._first, len(self._prompt))
+        places = np.arange(self._first, self._num_prompt)
         order = np.zeros(num, np.int64)  # index of each token among its replica's tokens
         for rank in range(size):
             owned = places % size == rank

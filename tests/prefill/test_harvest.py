@@ -20,9 +20,9 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.harvest import PromptHarvest
+from lp_runtime.prefill.prompt_feeder import cut_prompt
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
-from lp_runtime.utils.generators import result_of
 
 PROMPT = tuple(range(3, 40))
 FIXED = LookaheadConfig(5, 4, 5, prior="none", prompt_top_k=True)
@@ -41,8 +41,8 @@ def harvest(model: ModelRunner, group: Group, num_harvested: int) -> tuple[np.nd
     """Return (entries, logits of the prompt's last token)."""
     with model.slots.borrowed() as slot:
         model.begin(slot, len(PROMPT))
-        harvest = PromptHarvest(model, slot, PROMPT, num_harvested, make_greedy_sampler(model), group)
-        logits = result_of(harvest.prefill_in_chunks())
+        harvest = PromptHarvest(model, slot, len(PROMPT), num_harvested, make_greedy_sampler(model), group)
+        logits = [harvest.feed(chunk) for chunk in cut_prompt(PROMPT, harvest.chunk_tokens, point=0)][-1]
         assert slot.tokens == list(PROMPT)
         return harvest.share(), logits
 

@@ -144,7 +144,7 @@ class BestFirstDrafter(Drafter):
                 size = guided.plant(self._drafts, nodes, size, place, np.array(forced, np.int64), len(nodes.tokens))
             if size == num_known == num_grown:
                 break
-            limits = _moved(limits, tokens, parents, self._path[:num_grown], root)
+            limits = limits.without_removed(tokens, parents, self._path[:num_grown], root)
         guided.sort(nodes, root, size)
         return min(size, max_nodes)
 
@@ -202,20 +202,6 @@ class BestFirstDrafter(Drafter):
             np.ascontiguousarray(result.top_k, np.int32),
             self._draft_tables.next_stamp(),
         )
-
-
-def _moved(
-    limits: guided.Limits, tokens: np.ndarray, parents: np.ndarray, places: np.ndarray, root: int
-) -> guided.Limits:
-    """Return the limits after some nodes of the tree were removed: those nodes are refused from now on.
-
-    `tokens` and `parents`, [T] int64, are from before the removal. `places`, [T] int64, has the new index of each node
-    from the root on, -1 if it was removed.
-    """
-    removed = np.flatnonzero(places[root:] < 0) + root
-    refused = np.concatenate([limits.refused, np.stack([parents[removed], tokens[removed]], axis=1)])
-    refused[:, 0] = places[refused[:, 0]]
-    return guided.Limits(limits.masks[places[root : root + len(limits.masks)] >= 0], refused[refused[:, 0] >= 0])
 
 
 @functools.cache

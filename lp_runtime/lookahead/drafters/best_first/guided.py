@@ -31,6 +31,17 @@ class Limits(NamedTuple):
     masks: np.ndarray
     refused: np.ndarray
 
+    def without_removed(self, tokens: np.ndarray, parents: np.ndarray, places: np.ndarray, root: int) -> Limits:
+        """Return the limits after some nodes of the tree were removed: those nodes are refused from now on.
+
+        `tokens` and `parents`, [T] int64, are from before the removal. `places`, [T] int64, has the new index of each
+        node from the root on, -1 if it was removed.
+        """
+        removed = np.flatnonzero(places[root:] < 0) + root
+        refused = np.concatenate([self.refused, np.stack([parents[removed], tokens[removed]], axis=1)])
+        refused[:, 0] = places[refused[:, 0]]
+        return Limits(self.masks[places[root : root + len(self.masks)] >= 0], refused[refused[:, 0] >= 0])
+
 
 NO_LIMITS = Limits(np.zeros((0, 0), np.int32), np.zeros((0, 2), np.int64))
 
