@@ -58,9 +58,9 @@ else
     machine=() floor=(--rounds 20) copy=() few=(1 64 128) many=(1 8 16 32 64 128 256) new=128
     kernels=(--profile) requests=(--limit 2 --prefixes 4096 32768 --batch 8)
     exchange=(--gpus 2 4 --nodes 16 64 256) degrees='[1,2,4,8]'
-    # Without a slow test that needs no GPU.
+    # With the slow cases, which are slow only in Triton's interpreter, but for one that needs no GPU.
     gpu_tests=("tests/gpu"
-        "tests/kernels --deselect tests/kernels/test_triton_gpu.py::test_kernels_compile_for_absent_gpus")
+        "tests/kernels -o addopts= --deselect tests/kernels/test_triton_gpu.py::test_kernels_compile_for_absent_gpus")
     share=(--gpus 1 2 4 --limit 3 --max-new-tokens 128)
     real=(limit=2 "methods=[hf,hf_prompt_lookup,plain,default]")
 fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import site
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import pytest
 if "PYTEST_XDIST_WORKER" not in os.environ:
     for library in ("numba", "triton"):
         os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.expanduser(f"~/.cache/lp_runtime/{library}"))
+    os.environ.setdefault("PYTHONUSERBASE", site.getuserbase())  # packages of `pip install --user`
     HOME = tempfile.TemporaryDirectory(prefix="lp_runtime_tests_", ignore_cleanup_errors=True)
     os.environ |= {"HOME": HOME.name, "PET_LOG_DIR": f"{HOME.name}/torchelastic"}
 

@@ -38,6 +38,8 @@ from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.utils.startup import Progress
 
 MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
+# What clients of servers often ask for, next to the model's defaults.
+SERVED_SAMPLING = tuple(SamplingConfig(temperature=1.0, top_p=top_p, seed=0) for top_p in (None, 0.95))
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,9 @@ def load_replica(
     model, self_check = ready_model(config, device, progress, place, batches)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
-    sampler = make_sampler(model, any_request)  # refuses model defaults that are not supported
-    _sample_once(model, replace(sampler, num_top_k=K))
+    make_sampler(model, any_request)  # refuses model defaults that are not supported
+    for sampling in (any_request.sampling, *(SERVED_SAMPLING if batches else ())):
+        _sample_once(model, make_sampler(model, replace(any_request, sampling=sampling)))
     num_bytes = _exchange_bytes(config, num_local) if device.type == "cuda" else 0
     pass_bytes = measure_pass_bytes(model)
     model.slots.clear()
@@ -140,7 +143,7 @@ def _sample_once(model: ModelRunner, sampler: Sampler) -> None:
     """Feed and sample a token on a GPU, so that no request waits for the sampler's kernels to compile."""
     if model.device.type != "cuda" or model.feeds_chains:
         return
-    tree = TokenTree([0], max_depth=0)
+    sampler, tree = replace(sampler, num_top_k=K), TokenTree([0], max_depth=0)
     with model.slots.borrowed() as slot:
         model.begin(slot, 2)
         model.prefill(slot, [0])

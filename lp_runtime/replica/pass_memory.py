@@ -110,5 +110,6 @@ class _Meter:
         model, nodes = self._model, range(self._num_step)
         sampler = replace(make_sampler(model, SAMPLING), num_top_k=K)
         tree = dummy_tree(len(nodes), BRANCH_TOKENS, model.vocabulary_size)
-        logits = model.forward(StepInputs(self._slot, tree, nodes, nodes), any_size=True)
+        # With exactness=strict, fixed passes feed every step; otherwise a large step takes a pass of any size.
+        logits = model.forward(StepInputs(self._slot, tree, nodes, nodes), any_size=model.strict_tokens is None)
         sampler.sample(logits, tree, nodes, [0] * self._length)

@@ -95,11 +95,13 @@ def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
 def check_model_or_disable_graphs(model: ModelRunner) -> float:
     """Return `check_model`'s result; if it fails with fixed-size passes, disable these and check again."""
     if model.graphs is not None:
+        refuses_batches = model.refuses_batches
         try:
             return check_model(model)
         except ModelError as error:
             log.warning("%s; going on with compile=off", error)
             model.disable_graphs(str(error))
+            model.refuses_batches = refuses_batches  # batches may have failed by the graphs, too
     return check_model(model)
 
 
