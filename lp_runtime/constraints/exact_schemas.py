@@ -115,7 +115,8 @@ def _rewrite_free_contents(schema: dict[str, Any]) -> None:
     types = named_types(schema)
     if "array" in types and not any(name in schema for name in OF_ITEMS):
         schema["items"] = {}
-    if "object" in types and not any(name in schema for name in (*OF_KEYS, "patternProperties", "propertyNames")):
+    is_free = not schema.get("patternProperties") and not any(name in schema for name in (*OF_KEYS, "propertyNames"))
+    if "object" in types and is_free:
         schema["additionalProperties"] = True
 
 
@@ -202,7 +203,7 @@ def _rewrite_free_keys(schema: dict[str, Any]) -> None:
     if free is False:
         return
     schema["additionalProperties"] = False
-    if "patternProperties" not in schema:
+    if not schema.get("patternProperties"):
         schema["patternProperties"] = {automaton_regex(f"^{_others(schema['properties'])}$"): free}
 
 

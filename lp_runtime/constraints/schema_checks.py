@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from lp_runtime.constraints.exact_regexes import may_match_one_text
 from lp_runtime.errors import ConstraintError
@@ -51,10 +51,16 @@ ANNOTATIONS = (
 )
 LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")  # limits of numbers
 MAX_MULTIPLES_RANGE = 10_000  # integers among which xgrammar looks for multiples
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 TYPES: dict[str, Callable[[object], bool]] = {
     "string": lambda value: isinstance(value, str),
-    "integer": lambda value: isinstance(value, int | float) and not isinstance(value, bool) and value == int(value),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: _is_number(value) and value % 1 == 0,
+    "number": lambda value: _is_number(value),
     "boolean": lambda value: isinstance(value, bool),
     "null": lambda value: value is None,
     "array": lambda value: isinstance(value, list),
@@ -85,6 +91,11 @@ def check_schema(place: str, schema: Mapping[str, Any]) -> None:
         if shape in schema:
             _refuse_together(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
     _check_type(place, schema)
+    for name in (*LEAST, *MOST, "multipleOf"):
+        if name in schema and not _is_number(schema[name]):
+            raise refusal(f"{place}/{name}", f"{schema[name]!r} is not a number")
+    if not isinstance(schema.get("format", ""), str):
+        raise refusal(f"{place}/format", f"{schema['format']!r} is not a string")
     _check_values(place, schema)
     _check_required(place, schema)
     _check_keys(place, schema)

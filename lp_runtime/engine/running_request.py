@@ -305,13 +305,13 @@ class RunningRequest:
     def keep_prefix(self) -> int:
         """Store the keys and values of a finished request in the prefix cache; nothing of one that failed.
 
-        Return the tag under which to store the request's draft tables; 0 to drop them. If it failed, only requests of
-        its scope may continue with them.
+        Return the tag under which to store the request's draft tables; 0 to drop them, also if they have learned
+        nothing. If the request failed, only requests of its scope may continue with them.
         """
         if not self.is_finished and self.request.draft_scope is None:
             return 0
-        has_tables = self.decoder.draft_tables is not None
-        tag = self._prefix.next_tag(self.decoder.state.digest) if has_tables else 0
+        tables = self.decoder.draft_tables
+        tag = self._prefix.next_tag(self.decoder.state.digest) if tables is not None and tables.stamp else 0
         if self.is_finished:
             self._prefix.keep(self.slot, tag)
         return tag

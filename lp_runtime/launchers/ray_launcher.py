@@ -167,7 +167,7 @@ class RayHost(ProcessHost):
             try:
                 batch = self._ray.get(next(stream))
             except (self._ray.exceptions.RayError, StopIteration) as error:
-                batch = [Failed(f"its actor ended ({self._reason(error)})", None)]
+                batch = [Failed(f"its actor ended ({self._reason(error)})")]
             if self._streams.get(number) is not stream:  # `kill` was called meanwhile
                 continue
             if batch and isinstance(batch[-1], Failed):  # the last message of the stream, or made from its end above

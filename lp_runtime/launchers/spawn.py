@@ -129,7 +129,7 @@ class SpawnHost(ProcessHost):
             except (EOFError, OSError):
                 message = self._death(number, pipe)
             except Exception as error:  # the others' messages, read already, must not be lost
-                message = Failed(f"its message cannot be read: {first_line(error)}", None)
+                message = Failed(f"its message cannot be read: {first_line(error)}")
             if message is not None and (self._pipes.get(number) is pipe or isinstance(message, Failed)):
                 messages.append((number // self.num_shards, message))
         while self._ended_pipes:  # closed here because `close` may block, and `kill` must not
@@ -147,7 +147,7 @@ class SpawnHost(ProcessHost):
         code = process.returncode
         how = f"signal {-code}" if code is not None and code < 0 else f"exit status {code}"
         whose = "its process" if self.num_shards == 1 else f"the process of its shard {number % self.num_shards}"
-        return Failed(f"{whose} ended ({how})", None)
+        return Failed(f"{whose} ended ({how})")
 
     def kill(self, index: int) -> Callable[[], None]:
         numbers = self.numbers(index)

@@ -6,13 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.batches import KEEPING
+from support.batches import KEEPING, decode_batch
+from support.engines import engine_of
 from support.ranks import run_ranks
 from support.small_models import random_model
 from transformers import LogitsProcessor
 
 from lp_runtime.constraints.compiled import CompiledConstraint
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
 from lp_runtime.errors import RequestError
 from lp_runtime.model.kv_cache.slots import SlotPool
@@ -101,3 +103,22 @@ def steps_of(group: Group, how: str) -> list[int]:
 def test_request_that_ends_early_keeps_draft_tables(num_replicas, how):
     for first, again, after, resumed in run_ranks(steps_of, num_replicas, how):
         assert after <= again < first and resumed <= again
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+def test_request_that_learned_nothing_replaces_no_draft_tables(how):
+    """In a batch a request has empty tables while another one holds those of their scope."""
+    engine = engine_of(ModelRunner(random_model(seed=5, initializer_range=0.3), 16))
+
+    def num_steps() -> int:
+        return list(engine.run(REQUEST))[-1].num_steps
+
+    first, again = num_steps(), num_steps()
+    calls = iter([False] * 2)  # cancelled between chunks of its prompt
+    other = replace(REQUEST, prompt_ids=(5,) * 200)
+    if how == "failed":
+        arrival = Arrival(1, replace(other, processors=(Fails(ValueError("wrong")),)))
+    else:
+        arrival = Arrival(1, other, should_cancel=lambda: next(calls, True))
+    decode_batch(engine, {1: [Arrival(0, REQUEST)], again: [arrival]})
+    assert num_steps() <= again < first

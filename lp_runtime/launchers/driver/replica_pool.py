@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from lp_runtime.config.settings import FailureConfig
-from lp_runtime.errors import LaunchError, ReplicaError
+from lp_runtime.errors import LaunchError
 from lp_runtime.launchers.wire.inbox import Inbox, InboxTable, Members, ReplicaLost
-from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, first_cause
+from lp_runtime.launchers.wire.messages import Failed, ModelLoaded, Origin, first_cause
 from lp_runtime.launchers.wire.sealed_request import seal
 from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.request.request import Request
@@ -27,11 +27,6 @@ CAUSE_GRACE_SECONDS = 0.5  # wait for further failures: the cause of one may arr
 LISTEN_SECONDS = 0.1  # limit of one `receive`, so that replicas started meanwhile are included in the next
 RETRY_SECONDS = 10.0  # after a process could not be started: memory or file descriptors may be short for a while
 PERIOD_SECONDS = 3600.0  # in which a replica is restarted at most failure.restarts times; then it may be again
-
-
-def _has_cause(failed: Failed) -> bool:
-    """Whether a failure names a cause: not an exit, and not the loss of another replica or shard."""
-    return failed.kind is not None and not issubclass(failed.kind, ReplicaError | LaunchError)
 
 
 class RestartAllowance:
@@ -137,7 +132,8 @@ class ReplicaPool:
         with self.changed:
             self.changed.wait_for(lambda: self._start_failures or not self._loading, timeout)
             if failures := self._start_failures:  # report the one that explains the others
-                self.changed.wait_for(lambda: any(map(_has_cause, failures.values())), CAUSE_GRACE_SECONDS)
+                known = failures.values()
+                self.changed.wait_for(lambda: any(each.origin is Origin.CAUSE for each in known), CAUSE_GRACE_SECONDS)
                 index = first_cause(failures)
                 failed = failures[index]
                 raise (failed.kind or LaunchError)(f"rank {index} failed at start: {failed.message}")
@@ -280,7 +276,7 @@ class ReplicaPool:
             elif isinstance(message, Failed):
                 if self._start_failures is not None:
                     known = self._start_failures.setdefault(index, message)  # the first one's reason is not the exit
-                    if _has_cause(message) and not _has_cause(known):  # of another shard
+                    if message.origin is Origin.CAUSE and known.origin is not Origin.CAUSE:  # of another shard
                         self._start_failures[index] = message
                 else:
                     self.lose(index, message.message, incarnation)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, first_line
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, ShardError, first_line
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
@@ -148,18 +149,28 @@ class Refused:
     kind: type[LookaheadError]
 
 
+class Origin(IntEnum):
+    """Kind of a failure, the one that explains the others first."""
+
+    CAUSE = 0  # an error of this process
+    EXIT = 1  # the end of a process, whose reason is not known
+    LOSS = 2  # another process is gone or cannot be met
+
+
 @dataclass(frozen=True)
 class Failed:
     """Last message of a replica: it cannot continue, and its process ends."""
 
     message: str
-    kind: type[LookaheadError] | None  # class of the error if it is a LookaheadError
+    kind: type[LookaheadError] | None = None  # class of the error if it is a LookaheadError
+    origin: Origin = Origin.EXIT
 
     @classmethod
     def from_error(cls, error: Exception) -> Failed:
+        origin = Origin.LOSS if isinstance(error, (ReplicaError, LaunchError, ShardError)) else Origin.CAUSE
         if isinstance(error, LookaheadError):
-            return cls(str(error), type(error))
-        return cls(f"{type(error).__name__}: {first_line(error)}", None)
+            return cls(str(error), type(error), origin)
+        return cls(f"{type(error).__name__}: {first_line(error)}", None, origin)
 
 
 Order = Join | Decode | Prefill
@@ -186,6 +197,5 @@ def decode_order(data: bytes) -> object:
 
 
 def first_cause(failures: dict[int, Failed]) -> int:
-    """Return the index of the replica whose failure caused the others; losing a peer is no cause."""
-    consequences = (ReplicaError, LaunchError)
-    return min(failures, key=lambda index: issubclass(failures[index].kind or object, consequences))
+    """Return the index of the replica whose failure caused the others."""
+    return min(failures, key=lambda index: failures[index].origin)

@@ -246,7 +246,8 @@ class FollowerServer:
             return
         except Exception as error:
             failed = Failed.from_error(error)
-            self._send(failed if failed.kind else Failed(f"shard {place.shard.shard}: {failed.message}", None))
+            named = failed.message if failed.kind else f"shard {place.shard.shard}: {failed.message}"
+            self._send(replace(failed, message=named))
 
 
 class _Answer:

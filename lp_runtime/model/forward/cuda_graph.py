@@ -134,6 +134,10 @@ class PassSet:
                 raise
         self._passes[size] = one
 
+    def drop(self, num_tokens: int) -> None:
+        """Forget the passes of this many tokens, whose memory is then free."""
+        self._passes = {size: one for size, one in self._passes.items() if size.num_tokens != num_tokens}
+
     def run(self, size: PassSize, parts: Sequence[Part]) -> torch.Tensor:
         """Feed parts in the pass of a size that has been made; return [n, V] logits of the wanted rows.
 

@@ -106,6 +106,7 @@ class FixedPasses:
                     if self._strict_tokens is not None or size <= MIN_LARGEST:
                         raise
                     self.max_tokens = self._all_sizes[self._all_sizes.index(size) - 1]
+                    self._made.drop(size)
                     torch.cuda.empty_cache()
                     log.warning("not enough memory for passes of %d tokens; trees of that size will be slower", size)
                     break

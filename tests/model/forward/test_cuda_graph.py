@@ -11,7 +11,9 @@ from support.stand_ins import KERNELS
 from support.thinned import thinned
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.model.checks import self_check
 from lp_runtime.model.checks.self_check import check_model
 from lp_runtime.model.forward import cuda_graph
 from lp_runtime.model.forward.fixed_passes import MAX_SEQUENCES, SIZES, FixedPasses
@@ -186,6 +188,19 @@ def test_self_check_passes_with_and_without_graphs(random_model):
     assert fixed.graphs and check_model(fixed.runner) < 1e-4
     fixed.runner.disable_graphs("a reason")
     assert fixed.graphs is None and check_model(fixed.runner) < 1e-4
+
+
+def test_batches_go_on_if_they_fail_only_with_graphs(random_model, monkeypatch):
+    def check(model: ModelRunner) -> float:
+        if model.graphs is not None:
+            model.refuses_batches = True
+            raise ModelError("a captured pass differs")
+        return check_model(model)
+
+    monkeypatch.setattr(self_check, "check_model", check)
+    _, fixed = pair(random_model)
+    assert self_check.check_model_or_disable_graphs(fixed.runner) < 1e-4
+    assert fixed.graphs is None and fixed.runner.supports_batching
 
 
 def test_failed_capture_falls_back_to_compile_off(tiny_model_dir, monkeypatch, caplog):
