@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.faults import LacksMemory
 from support.processes import PATIENCE, marked
+from support.thinned import thinned
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -67,15 +68,15 @@ class AfterToken(StoppingCriteria):
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_new_tokens": 40},
+        {"max_new_tokens": 24},
         {"max_length": 20},
         {},
-        {"max_new_tokens": 24, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
+        {"max_new_tokens": 14, "repetition_penalty": 1.1, "no_repeat_ngram_size": 3},
         {"max_new_tokens": 12, "bad_words_ids": [[7]], "min_new_tokens": 8},
-        {"max_new_tokens": 16, "logits_processor": [NoLineTwice()]},
-        {"max_new_tokens": 16, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
+        {"max_new_tokens": 12, "logits_processor": [NoLineTwice()]},
+        {"max_new_tokens": 10, "prefix_allowed_tokens_fn": lambda row, ids: range(row, 4096, 2)},
         {"max_new_tokens": 12, "encoder_repetition_penalty": 1.5},
-        {"generation_config": GenerationConfig(max_new_tokens=16, repetition_penalty=1.2)},
+        {"generation_config": GenerationConfig(max_new_tokens=10, repetition_penalty=1.2)},
         {"max_new_tokens": 20, "stopping_criteria": [AfterToken(7, 3)]},
         {"max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(2)]},  # below the prompt's length: one token
         {"max_new_tokens": 20, "eos_token_id": [199, 2263], "min_new_tokens": 5},
@@ -192,8 +193,10 @@ class AtLength(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.lengths.get(row[0].item(), 1000) for row in input_ids])
 
 
-@pytest.mark.parametrize("lengths", [{1: 6, 7: 10, 9: 8}, {1: 6, 9: 8}], ids=["ends", "limit"])
-@pytest.mark.parametrize("eos_token_id", [None, -1])
+@pytest.mark.parametrize(
+    ("eos_token_id", "lengths"),
+    thinned(2, [None, -1], [{1: 6, 7: 10, 9: 8}, {1: 6, 9: 8}]),  # all rows end, and one reaches the limit
+)
 def test_rows_ended_by_criterion_continue_or_are_padded_like_generate(model, monkeypatch, lengths, eos_token_id):
     monkeypatch.setattr(model.generation_config, "eos_token_id", eos_token_id)
     batch = torch.tensor([[1, 266, 9], [7, 8, 9], [9, 4, 5]])
@@ -266,12 +269,12 @@ def test_generate_does_not_pass_streamer_or_assistant_to_custom_generate(model, 
 
 
 def test_sampling_is_reproducible_and_matches_runtime(model, inputs, half_model_dir):
-    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 16, "eos_token_id": -1}
+    options = {"do_sample": True, "temperature": 0.9, "top_k": 0, "max_new_tokens": 10, "eos_token_id": -1}
     first = ours(model, **inputs, seed=7, **options)
     assert torch.equal(first, ours(model, **inputs, seed=7, W=0, N=2, G=0, **options))
     lookahead, sampling = LookaheadConfig(3, 3, 3), SamplingConfig(temperature=0.9, seed=7)
     with LookaheadRuntime(half_model_dir, lookahead=lookahead, device="cpu", dtype="float32") as runtime:
-        out = runtime.generate(PROMPT, 16, eos=False, sampling=sampling)
+        out = runtime.generate(PROMPT, 10, eos=False, sampling=sampling)
     assert first[0, inputs.input_ids.shape[1] :].tolist() == out.token_ids
     torch.manual_seed(3)
     sampled = ours(model, **inputs, **options)

@@ -69,12 +69,18 @@ def test_calls_share_graphs_until_model_changes(gpu, settings):
     assert len(Graph.captured) > num_before
 
 
+@pytest.fixture
+def one_layer(shallow_demo) -> ModelConfig:
+    """A model whose passes and checks are quick to simulate."""
+    return ModelConfig(path=str(shallow_demo(1)))
+
+
 @pytest.mark.parametrize("exactness", ["fast", pytest.param("strict", marks=pytest.mark.slow)])
-def test_step_waits_once_and_launches_only_graphs(gpu, settings, exactness, monkeypatch):
+def test_step_waits_once_and_launches_only_graphs(gpu, one_layer, exactness, monkeypatch):
     """A step after the prefill waits once and launches nothing outside of graphs."""
     monkeypatch.setattr(self_check, "STRICT_LENGTHS", (20,))
     monkeypatch.setattr(self_check, "LONG_STRICT_LENGTHS", ())
-    model, counts = load_model(settings, CUDA, "float32"), []
+    model, counts = load_model(one_layer, CUDA, "float32"), []
     lookahead = replace(LOOKAHEAD, prior="none")  # otherwise calls measure the vocabulary prior in separate passes
     options = {"exactness": exactness, "strict_tokens": 32, "lookahead": lookahead}
     expected = generate(model, 12, 24, **options)  # captures, and measures

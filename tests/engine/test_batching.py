@@ -41,7 +41,7 @@ def model() -> ModelRunner:
 @pytest.fixture(scope="module")
 def requests() -> dict[str, Request]:
     return {
-        name: Request(PROMPTS[number % len(PROMPTS)], settings, max_new_tokens=10 + 4 * number, **options)
+        name: Request(PROMPTS[number % len(PROMPTS)], settings, max_new_tokens=8 + 3 * number, **options)
         for number, (name, (settings, options)) in enumerate(CASES.items())
     }
 
@@ -70,7 +70,7 @@ def test_batched_outputs_match_requests_decoded_alone(model, requests, monkeypat
 def test_long_prompt_does_not_block_running_request(model, requests):
     """One chunk of 16 tokens is fed between two steps of the others, also for a resumed request."""
     running = replace(requests["plain"], max_new_tokens=24)
-    prompt = requests["sampled"].prompt_ids * 40
+    prompt = requests["sampled"].prompt_ids * 24
     long = replace(requests["sampled"], prompt_ids=prompt)
     alone = {"running": decode_alone(model, running)[0], "long": decode_alone(model, long)[0]}
     rest = replace(long, committed=tuple(alone["long"][:5]))

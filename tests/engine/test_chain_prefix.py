@@ -21,7 +21,7 @@ PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
 KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in layers with attention; in other layers; no attention
 MAX_BYTES = 1 << 30
 SETTINGS = LookaheadConfig(tokens=5, prior="none")
-NUM_NEW = 12  # tokens of an answer
+NUM_NEW = 6  # tokens of an answer
 
 
 def make_model(weights: PreTrainedModel, max_bytes: int = MAX_BYTES) -> ChainRunner:

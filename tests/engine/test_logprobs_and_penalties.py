@@ -32,7 +32,7 @@ def hf() -> PreTrainedModel:
     return random_model(seed=5, initializer_range=0.3)
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def runtime(hf, tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("model")
     hf.save_pretrained(folder)

@@ -21,6 +21,7 @@ from lp_runtime.request.request import Request
 
 PROMPT = (3, 5, 7, 11, 3, 5, 7)
 NUM_NEW = 24
+NUM_SHARED = 10  # tokens that two replicas decode
 SETTINGS = {
     "default": LookaheadConfig(),
     "5,3,5": LookaheadConfig(W=5, N=3, G=5),
@@ -112,7 +113,7 @@ def on_a_rank(group: Group) -> dict[str, tuple[list[int], bool]]:
     model = make_model()
     results = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, SHARED, 16, processors=(make(),))
+        request = Request(PROMPT, SHARED, NUM_SHARED, processors=(make(),))
         owned: set[bool] = set()
         events = engine_of(ModelRunner(model, 2048), group).run(
             request, observe=lambda nodes, step, rank, samples, owned=owned: owned.add(step.shares.num_owned[-1] > 0)
@@ -126,9 +127,9 @@ def test_replicas_agree_and_share_nodes_unless_processors_are_ordered(model):
     """If processors are ordered, one replica owns all nodes; otherwise the nodes are shared."""
     expected = {}
     for name, make in {**PICKLED, "bans": Bans}.items():
-        request = Request(PROMPT, SHARED, 16, processors=(make(),))
+        request = Request(PROMPT, SHARED, NUM_SHARED, processors=(make(),))
         tokens, _ = decode(model, request)
-        assert tokens == generated(model, make(), 16)
+        assert tokens == generated(model, make(), NUM_SHARED)
         expected[name] = tokens, name == "bans"
     assert run_ranks(on_a_rank, 2) == [expected, expected]
 

@@ -104,7 +104,7 @@ requests = st.builds(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None, derandomize=True)
 @given(requests, st.sampled_from([CHUNK, 2048]))
 def test_output_matches_generate_with_any_settings(models, kind, request, chunk):
     model = models[kind]
@@ -130,12 +130,11 @@ def test_rotary_factors_change_output_and_guesses_save_steps(models, kind):
 @pytest.mark.parametrize("kind", always("dynamic"))
 def test_resume_on_either_side_of_threshold_matches_generate(models, kind):
     model = models[kind]
-    request = Request(prompt_of(26), LOOKAHEAD, 30)
+    request = Request(prompt_of(26), LOOKAHEAD, 24)
     expected = generated(model, request)
-    runner = ModelRunner(model, CHUNK)
-    for num_left in (1, 5, 6, 7, 20):
-        for forgets in (True, False):  # on another replica, or on one whose slot holds the tokens
-            runner = ModelRunner(model, CHUNK) if forgets else runner
+    for num_left in (1, 6, 7, 20):
+        runner = ModelRunner(model, CHUNK)
+        for _ in range(2):  # on another replica, and on one whose slot holds the tokens
             rest, _ = decode(engine_of(runner), replace(request, committed=tuple(expected[:num_left])))
             assert expected[:num_left] + rest == expected
 

@@ -16,6 +16,7 @@ import threading
 import pytest
 from support.processes import PATIENCE, marked, start_cli, wait_until
 from support.serving import TEMPLATE
+from support.thinned import slow
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.entrypoints.cli import main
@@ -258,7 +259,7 @@ def test_finished_output_is_left_unchanged(job, complete, limit):
     assert job.output.read_bytes() == before
 
 
-@pytest.mark.parametrize("policy", [None, pytest.param("throughput"), pytest.param("fair", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", slow([None, "throughput", "fair"], [None, "fair"]))
 def test_two_replicas_give_the_same_lines(job, complete, policy):
     """With a policy other than the default, replicas decode several prompts at once."""
     expected = [(line["index"], line["token_ids"]) for line in complete.results()]
@@ -309,7 +310,7 @@ def test_run_resumes_after_the_process_was_killed(tmp_path, demo_model_dir, gpus
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("max_new_tokens=13", "max_new_tokens"),
+        pytest.param("max_new_tokens=13", "max_new_tokens", marks=pytest.mark.slow),
         ("lookahead.W=3", "lookahead"),
         pytest.param("gpus=2", "gpus", marks=pytest.mark.slow),
         pytest.param("eos=false", "eos", marks=pytest.mark.slow),

@@ -12,6 +12,7 @@ from support.forked import run_forked
 from support.processes import PATIENCE, marked
 
 from lp_runtime import LookaheadRuntime
+from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.entrypoints.cli import chat_main
 
 CHAT = "from lp_runtime.entrypoints.cli import chat_main; chat_main()"
@@ -48,19 +49,19 @@ def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedPr
 def test_chat_remembers_undoes_and_resets_turns(chat_dir, tmp_path, how):
     lines = "Write a loop.\n\nAnd a test.\n/undo\nAnd a class.\n/reset\n/help\nWrite a loop.\n/quit\nnever read\n"
     if how == "started":
-        result = run_chat(chat_dir, lines, "system=Be brief.", cwd=tmp_path)
+        result = run_chat(chat_dir, lines, "system=Be brief.", "max_new_tokens=6", cwd=tmp_path)
     else:
-        arguments = [f"model.path={chat_dir}", "max_new_tokens=12", "system=Be brief."]
+        arguments = [f"model.path={chat_dir}", "max_new_tokens=6", "system=Be brief."]
         result = run_forked(chat_main, arguments, cwd=tmp_path, text=lines)
     assert result.returncode == 0, result.stderr
-    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32") as runtime:
+    with LookaheadRuntime(chat_dir, device="cpu", dtype="float32", lookahead=PLAIN) as runtime:
 
         def answer(*turns: str) -> str:
             roles = ["system", *["user", "assistant"] * len(turns)]
             messages = [
                 {"role": role, "content": text} for role, text in zip(roles, ["Be brief.", *turns], strict=False)
             ]
-            return runtime.generate(messages=messages, max_new_tokens=12).text
+            return runtime.generate(messages=messages, max_new_tokens=6).text
 
         first = answer("Write a loop.")
         expected = [

@@ -149,19 +149,23 @@ def test_version_option_prints_the_versions(capsys):
     [
         ("lookahed.W=3", "unknown setting lookahed.W=3: did you mean lookahead.W?"),
         ("W=3", "unknown setting W=3: did you mean lookahead.W?"),
-        ("max_tokens=3", "unknown setting max_tokens=3: did you mean max_new_tokens?"),
+        pytest.param(
+            "max_tokens=3", "unknown setting max_tokens=3: did you mean max_new_tokens?", marks=pytest.mark.slow
+        ),
         ("lokahead=7b", "unknown setting lokahead=7b: did you mean lookahead?"),
         ("xyzzy=3", "unknown setting xyzzy=3: see --help"),
         ("lookahead=9b", "lookahead=9b: must be one of 13b, 34b, 7b, auto, jacobi, none"),
-        ("launcher=slurm", "launcher=slurm: must be one of auto, local, ray, torchrun"),
+        pytest.param(
+            "launcher=slurm", "launcher=slurm: must be one of auto, local, ray, torchrun", marks=pytest.mark.slow
+        ),
         ("model=hub", "model.path: is empty; must be a directory or a hub id"),
         ("+gpus=2", "+gpus=2: settings are written KEY=VALUE, without + or ~"),
         ("gpus", "gpus: settings are written KEY=VALUE, without + or ~"),
         ("lookahead.W=-1", "lookahead.W=-1: must be an integer >= 0"),
         ("lookahead.N=2.5", "lookahead.N=2.5: must be an integer >= 2"),
         ("lookahead.W=1,2", "lookahead.W=1,2: must be an integer >= 0"),
-        ("gpus=0", "gpus=0: must be an integer >= 1"),
-        ("gpus=two", "gpus=two: must be an integer >= 1"),
+        pytest.param("gpus=0", "gpus=0: must be an integer >= 1", marks=pytest.mark.slow),
+        pytest.param("gpus=two", "gpus=two: must be an integer >= 1", marks=pytest.mark.slow),
         ("eos=maybe", "eos=maybe: must be true or false"),
         ("launcher.timeout=soon", "launcher.timeout=soon: must be a number of seconds > 0 and <= 1000000"),
         ("prompt=", "prompt: is empty; it must have at least one character"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 from support.ranks import run_ranks
 from support.small_models import random_model
+from support.thinned import slow
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement, make_greedy_sampler
@@ -78,7 +79,7 @@ def test_candidates_match_plain_forward_pass(model):
     assert len(harvest(model, Group.alone(), 0)[0]) == 0
 
 
-@pytest.mark.parametrize("num_harvested", [len(PROMPT), 4])
+@pytest.mark.parametrize("num_harvested", slow([len(PROMPT), 4], [len(PROMPT)]))
 def test_replicas_get_same_candidates_as_single_replica(model, num_harvested):
     expected = harvest(model, Group.alone(), num_harvested)[0]
     for entries in run_ranks(harvest_on, 3, num_harvested):

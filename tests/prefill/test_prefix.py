@@ -11,7 +11,7 @@ from support.batches import FIXED, decode_batch
 from support.engines import engine_of
 from support.ranks import run_ranks
 from support.small_models import FAMILIES, random_model
-from support.thinned import thinned
+from support.thinned import slow, thinned
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -62,7 +62,7 @@ def decode(engine: Engine, model: ModelRunner, request: Request):
     return tokens, [p for each in outputs for p in each.logprobs or ()], report, model.num_prefilled_tokens - before
 
 
-@pytest.mark.parametrize("case", thinned(2, CASES))
+@pytest.mark.parametrize("case", thinned(4, CASES))
 def test_second_turn_feeds_only_new_tokens(plain_model, case):
     lookahead, options = CASES[case]
     model = make_model()
@@ -165,7 +165,7 @@ def test_prompt_with_prompt_logprobs_is_fed_in_full():
     assert report.cached_tokens == 0 and len(logprobs[0].prompt) == len(PROMPT) - 1
 
 
-@pytest.mark.parametrize("strict_tokens", [None, 16])
+@pytest.mark.parametrize("strict_tokens", slow([None, 16], [None]))
 def test_resumed_request_reads_cached_prefix(strict_tokens):
     model = make_model(strict_tokens=strict_tokens)
     engine, request = engine_of(model), Request(PROMPT, FIXED, 30)

@@ -52,7 +52,7 @@ def log_softmax(runtime):
     return of
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(url):
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
@@ -172,10 +172,10 @@ def test_chat_top_logprobs_are_sorted_and_equal_when_streamed(client):
 
 def test_penalties_and_min_tokens_take_effect(client, runtime):
     sampling = SamplingConfig(temperature=0, presence_penalty=1.5, frequency_penalty=2.0)
-    expected = runtime.generate(PROMPT, 32, sampling=sampling)
-    asked = body(max_tokens=32, presence_penalty=1.5, frequency_penalty=2.0)
+    expected = runtime.generate(PROMPT, 16, sampling=sampling)
+    asked = body(max_tokens=16, presence_penalty=1.5, frequency_penalty=2.0)
     assert client.completions.create(**asked).choices[0].text == expected.text
-    assert expected.text != client.completions.create(**body(max_tokens=32)).choices[0].text
+    assert expected.text != client.completions.create(**body(max_tokens=16)).choices[0].text
     done = client.completions.create(**body(max_tokens=64, extra_body={"min_tokens": 64}))
     assert done.usage.completion_tokens == 64
 
@@ -199,13 +199,14 @@ HARMLESS = {
 
 
 def test_fields_without_effect_are_accepted_and_unknown_ones_named(client, url, runtime, caplog):
-    plain = client.completions.create(**body()).choices[0].text
-    assert client.completions.create(**body(extra_body=HARMLESS)).choices[0].text == plain
+    asked = body(max_tokens=8)
+    plain = client.completions.create(**asked).choices[0].text
+    assert client.completions.create(**asked, extra_body=HARMLESS).choices[0].text == plain
     for _ in range(2):
-        done = client.completions.create(**body(extra_body={"brand_new": 1}))
+        done = client.completions.create(**asked, extra_body={"brand_new": 1})
         assert done.choices[0].text == plain
     assert caplog.text.count("brand_new") == 1, "named once"
-    two = client.completions.create(**body(n=2)).choices
+    two = client.completions.create(**asked, n=2).choices
     assert [choice.text for choice in two] == [plain, plain], "greedy"
     content = [{"type": "text", "text": "Write a loop.", "cache_control": {"type": "ephemeral"}}]
     chats = [
@@ -217,21 +218,21 @@ def test_fields_without_effect_are_accepted_and_unknown_ones_named(client, url, 
     assert chats[0].choices[0].message.content == chats[1].choices[0].message.content
     with served(runtime, strict_fields=True) as (strict, _):
         other = openai.OpenAI(base_url=f"{strict}/v1", api_key="none", max_retries=0)
-        assert other.completions.create(**body(extra_body=HARMLESS)).choices[0].text == plain
+        assert other.completions.create(**asked, extra_body=HARMLESS).choices[0].text == plain
         with pytest.raises(openai.BadRequestError, match="brand_new: is not a known field"):
             other.completions.create(**body(extra_body={"brand_new": 1}))
 
 
 def test_acceptance_is_reported(client, url):
-    answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=48, temperature=0, ignore_eos=True)
+    answer = post(f"{url}/v1/completions", prompt=PROMPT, max_tokens=32, temperature=0, ignore_eos=True)
     figures, details = answer["metrics"]["speculative_decoding"], answer["usage"]["completion_tokens_details"]
     assert details["accepted_prediction_tokens"] == details["rejected_prediction_tokens"] == 0, "nothing was predicted"
     fed = figures["num_draft_tokens"]
     assert fed > figures["num_accepted_draft_tokens"] > 0
-    assert figures["mean_acceptance_length"] == pytest.approx(48 / figures["num_spec_steps"])
+    assert figures["mean_acceptance_length"] == pytest.approx(32 / figures["num_spec_steps"])
     assert figures["draft_acceptance_rate"] == pytest.approx(figures["num_accepted_draft_tokens"] / fed)
     options = {"include_usage": True}
-    *_, last = client.completions.create(**body(max_tokens=48, stream=True, stream_options=options))
+    *_, last = client.completions.create(**body(max_tokens=32, stream=True, stream_options=options))
     assert last.model_extra["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
@@ -359,8 +360,8 @@ def test_special_tokens_in_user_text_are_split_only_on_request(url, client, toke
 
 def test_greedy_decoding_ignores_sampling_options(client):
     """Clients send their own defaults, and the demo model's default is greedy decoding."""
-    text = client.completions.create(**body()).choices[0].text
-    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 16}
+    text = client.completions.create(**body(max_tokens=8)).choices[0].text
+    asked = {"model": "demo", "prompt": PROMPT, "max_tokens": 8}
     for options in ({"seed": 5}, {"top_p": 0.9}, {"temperature": 1e-8}, {"temperature": 1.0, "top_p": 0, "seed": 3}):
         assert client.completions.create(**asked, **options).choices[0].text == text
     one, other = (client.completions.create(**body(temperature=1.0, seed=seed)).choices[0].text for seed in (-7, -8))

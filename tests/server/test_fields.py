@@ -108,7 +108,7 @@ def test_continuous_usage_stats_count_tokens_in_each_chunk(client):
 
 def test_thinking_can_be_turned_off(client, caplog):
     answers = [
-        chat(client, **fields)
+        chat(client, max_tokens=12, **fields)
         for fields in (
             {"enable_thinking": False},
             {"chat_template_kwargs": {"enable_thinking": False}},
@@ -117,10 +117,11 @@ def test_thinking_can_be_turned_off(client, caplog):
     ]
     assert len({answer.message.content for answer in answers}) == 1 and answers[0].message.content
     assert not hasattr(answers[0].message, "reasoning_content")
-    thinking = chat(client).message
+    thinking = chat(client, max_tokens=12).message
     assert thinking.reasoning_content and thinking.reasoning == thinking.reasoning_content
     for _ in range(2):
-        assert chat(client, chat_template_kwargs={"no_such_variable": 1}).message.reasoning == thinking.reasoning
+        message = chat(client, max_tokens=12, chat_template_kwargs={"no_such_variable": 1}).message
+        assert message.reasoning == thinking.reasoning
     assert caplog.text.count("no_such_variable") == 1, "named once"
 
 
@@ -140,18 +141,18 @@ def test_looping_chat_template_is_interrupted(client, monkeypatch):
 
 
 def test_thinking_token_budget_limits_reasoning(client, runtime, tokenizer):
-    plain = chat(client, max_tokens=60).message.reasoning
+    plain = chat(client, max_tokens=20).message.reasoning
     for num in (0, 1, 7):
-        message = chat(client, max_tokens=60, thinking_token_budget=num).message
+        message = chat(client, max_tokens=20, thinking_token_budget=num).message
         reasoning = getattr(message, "reasoning", "")
         assert message.content and plain.startswith(reasoning)
         assert len(tokenizer(reasoning, add_special_tokens=False).input_ids) <= num
 
 
 def test_stop_strings_do_not_apply_to_reasoning(client):
-    whole = chat(client, max_tokens=60, thinking_token_budget=12).message
+    whole = chat(client, max_tokens=32, thinking_token_budget=12).message
     stop = whole.reasoning[:2]
-    message = chat(client, max_tokens=60, thinking_token_budget=12, stop=[stop]).message
+    message = chat(client, max_tokens=32, thinking_token_budget=12, stop=[stop]).message
     assert message.reasoning == whole.reasoning
     assert message.content == whole.content.partition(stop)[0]
 

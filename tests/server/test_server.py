@@ -35,15 +35,26 @@ def runtime(small_model_that_chats):
         yield runtime
 
 
-@pytest.fixture(scope="module")
-def expected(runtime):
-    """Return generations by (prompt, sampled), made before the server starts."""
+def generated(runtime, prompts: list[str]) -> dict:
+    """Return generations by (prompt, sampled)."""
     made = {}
     for sampled in (False, True):
         sampling = SamplingConfig(**SAMPLED) if sampled else SamplingConfig(temperature=0.0)
-        for prompt in reference.PROMPTS:
+        for prompt in prompts:
             made[prompt, sampled] = runtime.generate(prompt, 32, eos=False, sampling=sampling, logprobs=True)
     return made
+
+
+@pytest.fixture(scope="module")
+def expected(runtime):
+    """Return generations of PROMPT, made before the server starts."""
+    return generated(runtime, [PROMPT])
+
+
+@pytest.fixture(scope="module")
+def expected_of_all(runtime):
+    """Return generations of all prompts."""
+    return generated(runtime, reference.PROMPTS)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +63,7 @@ def server(runtime, expected):
         yield url, scheduler
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(server):
     return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
 
@@ -79,7 +90,8 @@ def test_completions_match_generate(client, expected, sampled):
 
 
 @pytest.mark.slow
-def test_several_prompts_and_samples_are_returned_in_order(client, runtime, expected):
+def test_several_prompts_and_samples_are_returned_in_order(client, runtime, expected_of_all):
+    expected = expected_of_all
     done = client.completions.create(**body(prompt=reference.PROMPTS, temperature=0))
     assert [choice.text for choice in done.choices] == [expected[prompt, False].text for prompt in reference.PROMPTS]
     ids = load_tokenizer(runtime.config.model)(PROMPT).input_ids
@@ -160,7 +172,7 @@ def test_models_health_and_metrics_routes_answer(client, server):
 
 
 @pytest.mark.slow
-def test_concurrent_clients_get_correct_texts(server, expected):
+def test_concurrent_clients_get_correct_texts(server, expected_of_all):
     def ask(number: int) -> bool:
         sampled, prompt = bool(number % 2), reference.PROMPTS[number % 3]
         client = openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0)
@@ -170,7 +182,7 @@ def test_concurrent_clients_get_correct_texts(server, expected):
         else:
             chunks = client.completions.create(**body(prompt=prompt, stream=True, **options))
             text = "".join(chunk.choices[0].text for chunk in chunks)
-        return text == expected[prompt, sampled].text
+        return text == expected_of_all[prompt, sampled].text
 
     with ThreadPoolExecutor(24) as pool:
         assert all(pool.map(ask, range(24)))
@@ -269,16 +281,16 @@ def test_server_max_new_tokens_limits_answers(runtime):
             client.completions.create(**body(max_tokens=-1))
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_request_is_refused_after_the_queue_timeout(runtime, stream):
+def test_request_is_refused_after_the_queue_timeout(runtime):
     with served(runtime, queue_timeout=0.01) as (url, scheduler):
         client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
         slow = runtime.request(PROMPT, LONG, eos=False, lookahead=LookaheadConfig(0, 2, 0))
         running = scheduler.submit(slow)  # has no deadline
         wait_until(lambda: scheduler.num_running == 1)
-        with pytest.raises(openai.InternalServerError, match="did not begin before its deadline") as caught:
-            client.completions.create(**body(stream=stream))
-        assert caught.value.status_code == 503
+        for stream in (False, True):
+            with pytest.raises(openai.InternalServerError, match="did not begin before its deadline") as caught:
+                client.completions.create(**body(stream=stream))
+            assert caught.value.status_code == 503
         running.cancel()
 
 

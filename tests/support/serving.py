@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import socket
 import tempfile
@@ -30,6 +31,14 @@ TOOLS_TEMPLATE = (
 )
 
 
+class QuickServer(HttpServer):
+    """A server that notices within 0.01 s, instead of 0.1 s, that it shall end."""
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            await asyncio.sleep(0.01)
+
+
 @contextmanager
 def served(
     runtime: LookaheadRuntime,
@@ -55,7 +64,7 @@ def served(
         config = ServeConfig(model=runtime.config.model, served_name="demo", host="0.0.0.0", **settings)
         routes = Server(runtime, scheduler, config, tracing, ping_seconds)
         listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-        server = HttpServer(routes, scheduler, config)
+        server = QuickServer(routes, scheduler, config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
@@ -90,7 +99,7 @@ def answering(text: str) -> Iterator[str]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()

@@ -52,12 +52,12 @@ def url(runtime):
         yield url
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(url):
     return anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def other(url):
     """Return the openai client, for comparison."""
     return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)

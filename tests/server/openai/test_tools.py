@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jsonschema
@@ -96,10 +97,14 @@ def test_required_and_named_tools_are_called(client):
     assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
+@functools.cache
+def demo_tokenizer():
+    return load_tokenizer(ModelConfig(str(DEMO_MODEL)))
+
+
 def steered(*texts):
     """Return request fields that make the tokens of some texts far likelier than others."""
-    tokenizer = load_tokenizer(ModelConfig(str(DEMO_MODEL)))
-    return {"logit_bias": {str(token): 60 for text in texts for token in tokenizer(text).input_ids}}
+    return {"logit_bias": {str(token): 60 for text in texts for token in demo_tokenizer()(text).input_ids}}
 
 
 def test_tools_combine_with_response_format(client):
