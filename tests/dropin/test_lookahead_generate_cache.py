@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from support.causal_configs import small_config
@@ -69,6 +71,7 @@ def test_cache_of_padded_row_matches_row_decoded_alone(model, side):
         assert not mine.keys[1, :, [place for place in range(3 + NUM_NEW) if place not in places]].any()
 
 
+@functools.cache  # a model is checked and measured once
 def stateful(name):
     """Return (model whose layers carry states, name of its argument for a cache)."""
     model = small_model(small_config(name), seed=1)
