@@ -179,6 +179,12 @@ def small_demo_dir(shallow_demo) -> Path:
     return shallow_demo(2)
 
 
+@pytest.fixture(scope="session")
+def one_layer_demo_dir(shallow_demo) -> Path:
+    """The demo model with the last one of its six layers, for tests of processes and messages."""
+    return shallow_demo(1)
+
+
 # Outputs that every launcher must reproduce. They are here because pytest imports a folder's own conftest.py before
 # `pytest_configure` when it is given the folder, and Triton must not be imported before that.
 

@@ -15,24 +15,37 @@ from support.serving import served
 from transformers import AutoModelForCausalLM
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.config import settings
 
 PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
 
 
+@pytest.fixture
+def small_demo(small_demo_dir, monkeypatch) -> None:
+    """Let examples decode with a small demo model by default."""
+    monkeypatch.setattr(settings, "DEMO_MODEL", small_demo_dir)
+
+
 @pytest.mark.parametrize(
-    ("W", "N", "G"), [(5, 3, 5), (7, 5, 7), (1, 2, 1), pytest.param(15, 5, 15, marks=pytest.mark.slow)]
+    ("W", "N", "G"),
+    [
+        (7, 5, 7),
+        (1, 2, 1),
+        pytest.param(5, 3, 5, marks=pytest.mark.slow),
+        pytest.param(15, 5, 15, marks=pytest.mark.slow),
+    ],
 )
 def test_lookahead_in_150_lines_takes_same_steps_as_engine(tiny_model_dir, W, N, G):
     example = load_example("lookahead_in_150_lines")
     model = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     forward = example.make_forward(model)
-    settings = LookaheadConfig(W, N, G, drafter="paper", acceptance="guesses")
-    with LookaheadRuntime(str(tiny_model_dir), lookahead=settings, device="cpu", dtype="float32") as runtime:
+    lookahead = LookaheadConfig(W, N, G, drafter="paper", acceptance="guesses")
+    with LookaheadRuntime(str(tiny_model_dir), lookahead=lookahead, device="cpu", dtype="float32") as runtime:
         for prompt in PROMPTS:
-            lookahead = example.Lookahead(forward, prompt, W, N, G)
-            tokens = lookahead.generate(20)
+            ours = example.Lookahead(forward, prompt, W, N, G)
+            tokens = ours.generate(20)
             generation = runtime.generate(prompt, max_new_tokens=20, eos=False)
-            assert (tokens, lookahead.num_steps) == (generation.token_ids, generation.steps)
+            assert (tokens, ours.num_steps) == (generation.token_ids, generation.steps)
 
 
 def test_minimal_example_reports_64_tokens(capsys):
@@ -45,7 +58,7 @@ def test_lookahead_in_150_lines_reports_64_tokens_of_demo_model(capsys):
     assert "64 tokens in " in capsys.readouterr().out
 
 
-def test_streaming_example_prints_all_prompts_and_cancels_one(capsys):
+def test_streaming_example_prints_all_prompts_and_cancels_one(capsys, small_demo):
     example = load_example("streaming")
     example.main()
     out = capsys.readouterr().out
@@ -57,7 +70,7 @@ def test_drop_in_example_reports_same_tokens_as_generate(capsys, small_demo_dir)
     assert "the same tokens: yes" in capsys.readouterr().err
 
 
-def test_structured_output_example_follows_schema_and_choice(capsys):
+def test_structured_output_example_follows_schema_and_choice(capsys, small_demo):
     example = load_example("structured_output")
     example.main()
     in_json, word = capsys.readouterr().out.splitlines()
@@ -72,7 +85,7 @@ def test_server_client_example_reports_tokens_and_statistics(capsys, small_demo_
     assert "48 tokens" in err and "'mean_acceptance_length': " in err
 
 
-def test_batch_with_resume_example_completes_truncated_output(capsys, tmp_path):
+def test_batch_with_resume_example_completes_truncated_output(capsys, small_demo, tmp_path):
     example, prompts, output = load_example("batch_with_resume"), tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in ("def f(", "class A", "import ")))
     example.main(prompts, output)

@@ -330,7 +330,7 @@ def test_strict_passes_of_any_size_replay_one_graph(gpu, expected, monkeypatch):
     ("name", "launches"),
     [
         ("greedy", {"copy_": 1, "graph": 1}),  # one copy to the device: the inputs
-        ("fixed", {"copy_": 1, "graph": 1}),
+        pytest.param("fixed", {"copy_": 1, "graph": 1}, marks=pytest.mark.slow),
         ("sampled", {"copy_": 2, "graph": 1, "find_cut": 1, "sample_and_pack": 1}),  # and the noise's positions
     ],
 )

@@ -32,13 +32,13 @@ CPU = torch.device("cpu")
 FIXED = ["lookahead.W=5", "lookahead.N=4", "lookahead.G=5", "lookahead.prior=none", "cache_dir=null"]
 
 
-def test_report_contains_all_methods(tmp_path, capsys, small_demo_dir):
+def test_report_contains_all_methods(tmp_path, capsys, one_layer_demo_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "def add(a, b):"}\n{"text": "import os"}\n{"text": "never read"}\n')
     out = tmp_path / "out"
     bench_main(
         [
-            f"model.path={small_demo_dir}",
+            f"model.path={one_layer_demo_dir}",
             f"prompts={prompts}:text",
             "limit=2",
             "rounds=2",
@@ -136,13 +136,13 @@ def test_conversations_are_decoded_to_their_end_and_reported_by_task(tmp_path, c
         [3, 1],
     ),
 )
-def test_critical_path_matches_the_engine(lookahead, num_replicas, small_demo_dir):
-    model = ModelRunner(load_model(ModelConfig(path=str(small_demo_dir)), CPU, "float32"), 2048)
+def test_critical_path_matches_the_engine(lookahead, num_replicas, one_layer_demo_dir):
+    model = ModelRunner(load_model(ModelConfig(path=str(one_layer_demo_dir)), CPU, "float32"), 2048)
     calibration = Calibration(model, Group.alone(), None)
-    request = Request((5, 6, 7, 5, 6), lookahead, 24)
+    request = Request((5, 6, 7, 5, 6), lookahead, 16)
     *_, report = Engine(model, Group.alone(), calibration).run(request)
     assert isinstance(report, Report)
-    plain = Request(request.prompt_ids, LookaheadConfig(W=0, N=2, G=0, drafter="paper"), 24)
+    plain = Request(request.prompt_ids, LookaheadConfig(W=0, N=2, G=0, drafter="paper"), 16)
     *outputs, _ = Engine(model, Group.alone()).run(plain)
     path = CriticalPathRunner(model, calibration, num_replicas).run(request)
     assert path.token_ids == [token for output in outputs for token in output.token_ids]
@@ -170,11 +170,11 @@ def test_commit_matches_the_checkout():
     assert head.startswith(commit().removesuffix("-dirty"))
 
 
-def test_too_long_prompt_is_refused(tmp_path, capsys, small_demo_dir):
+def test_too_long_prompt_is_refused(tmp_path, capsys, one_layer_demo_dir):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"text": "import os"}\n' + json.dumps({"text": "x = 1\n" * 3000}) + "\n")
     with pytest.raises(SystemExit) as exit_status:
-        bench_main([f"model.path={small_demo_dir}", f"prompts={prompts}:text", *FIXED])
+        bench_main([f"model.path={one_layer_demo_dir}", f"prompts={prompts}:text", *FIXED])
     assert exit_status.value.code == 2
     assert "the prompt is too long" in capsys.readouterr().err
 
@@ -234,8 +234,8 @@ def test_methods_that_a_recurrent_model_cannot_run_are_left_out(tmp_path, capsys
 
 
 @pytest.mark.slow
-def test_stop_strings_of_a_model_are_ignored_by_all_methods(tmp_path, capsys, small_demo_dir):
-    folder = shutil.copytree(small_demo_dir, tmp_path / "model")
+def test_stop_strings_of_a_model_are_ignored_by_all_methods(tmp_path, capsys, one_layer_demo_dir):
+    folder = shutil.copytree(one_layer_demo_dir, tmp_path / "model")
     config = json.loads((folder / "generation_config.json").read_text())
     (folder / "generation_config.json").write_text(json.dumps(config | {"stop_strings": ["e", " ", "\n"]}))
     methods = ["methods=[hf,plain,default]", "degrees=[1]", "exchange_us=[0]"]

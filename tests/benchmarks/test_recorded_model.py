@@ -22,7 +22,7 @@ FULL = LookaheadConfig(W=5, N=5, G=0, budget=16, prior="none")
 
 
 @pytest.fixture
-def make_bench(tmp_path, monkeypatch):
+def make_bench(one_layer_demo_dir, tmp_path, monkeypatch):
     """Return a function that makes a Bench of two prompts and records model outputs in one folder."""
     monkeypatch.syspath_prepend(str(FOLDER))
     from studies.drafting_bench import Bench
@@ -31,7 +31,13 @@ def make_bench(tmp_path, monkeypatch):
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def add(a, b):\n", "import os\n")))
 
     def make() -> Bench:
-        args = {"model": None, "prompts": [f"{prompts}:text"], "limit": 9, "each": 9, "max_new_tokens": 24}
+        args = {
+            "model": str(one_layer_demo_dir),
+            "prompts": [f"{prompts}:text"],
+            "limit": 9,
+            "each": 9,
+            "max_new_tokens": 24,
+        }
         return Bench(argparse.Namespace(**args, eos=False, chat=False, record=tmp_path / "kept"))
 
     yield make

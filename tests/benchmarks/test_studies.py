@@ -94,11 +94,13 @@ def one_rank_of_torchrun(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "study"), RUNS)
-def test_study_runs(name, study, places, tmp_path, quick_processes, request):
+def test_study_runs(name, study, places, one_layer_demo_dir, tmp_path, quick_processes, request):
     if study == "tensor_parallel":
         request.getfixturevalue("one_rank_of_torchrun")
     made = command(name)
     arguments = [places.get(each, each) for each in shlex.split(STUDIES[name][study])]
+    if "--prompts" in arguments:
+        arguments += ["--model", str(one_layer_demo_dir)]
     with pytest.raises(SystemExit) as ended:
         made.run_command(name, made.__doc__, made.STUDIES, [study, *arguments, "--output", str(tmp_path)])
     assert ended.value.code == STATUS.get((name, study), 0)
@@ -114,9 +116,9 @@ def test_study_runs(name, study, places, tmp_path, quick_processes, request):
         ("speed.py", "prediction"),
     ],
 )
-def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places, tmp_path, small_demo_dir):
+def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places, tmp_path, one_layer_demo_dir):
     """Their outputs agree, and no stop string of the model ends them early."""
-    folder = shutil.copytree(small_demo_dir, tmp_path / "model")
+    folder = shutil.copytree(one_layer_demo_dir, tmp_path / "model")
     defaults = {"do_sample": True, "temperature": 5.0, "stop_strings": ["a", "e", " ", "\n"]}
     (folder / "generation_config.json").write_text(json.dumps(defaults))
     made = command(name)
@@ -127,11 +129,12 @@ def test_greedy_studies_are_greedy_with_a_model_that_samples(name, study, places
 
 
 @pytest.mark.parametrize("num_studies", [2, pytest.param(None, marks=pytest.mark.slow)])
-def test_drafting_studies_run(places, tmp_path, num_studies):
+def test_drafting_studies_run(places, one_layer_demo_dir, tmp_path, num_studies):
     made = command("drafting.py")
     names = [each.__name__ for each in made.STUDIES][:num_studies]
     places_of_results = ["--prompts", places["FILE:prompt"], "records", "--output", str(tmp_path)]
-    made.main([*names, *places_of_results, "--limit", "1", "--max-new-tokens", "2"])
+    model = ["--model", str(one_layer_demo_dir)]
+    made.main([*names, *places_of_results, *model, "--limit", "1", "--max-new-tokens", "2"])
     written = list(tmp_path.glob("*.json"))
     assert {file.stem for file in written} == set(names)
     assert all("2 prompts (prompts, records)" in json.loads(file.read_text())["about"] for file in written)

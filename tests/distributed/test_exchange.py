@@ -179,7 +179,7 @@ def test_incomplete_group_raises_one_line_error():
     store = host_store("127.0.0.1", 0, 1.0)
     with (
         pytest.raises(LaunchError, match="rank 0 of 2 could not join") as caught,
-        process_group(ReplicaContext(0, 2, host="127.0.0.1", port=store.port), CPU, GroupOptions(1.0), store),
+        process_group(ReplicaContext(0, 2, host="127.0.0.1", port=store.port), CPU, GroupOptions(0.1), store),
     ):
         pass
     assert len(str(caught.value).splitlines()) == 1

@@ -14,7 +14,7 @@ from support.faults import LacksMemory
 from support.processes import own_replicas
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, RequestError
-from lp_runtime.config.settings import FailureConfig, LauncherConfig, RuntimeConfig
+from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.request.output import Report
 
@@ -24,10 +24,11 @@ MIDDLE = 15  # new tokens after which memory runs out
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[LookaheadRuntime]:
+def runtime(one_layer_demo_dir) -> Iterator[LookaheadRuntime]:
     """Yield a runtime of three replicas that are not restarted if they are lost."""
     failure = FailureConfig(timeout=60.0, restarts=0)
-    config = RuntimeConfig(gpus=3, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+    model = ModelConfig(str(one_layer_demo_dir))
+    config = RuntimeConfig(model, gpus=3, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:
         yield runtime
 
@@ -131,13 +132,14 @@ EXCHANGE = "Exchange.start = harmed(Exchange.start, lambda call, self, *rest: ca
 
 
 @contextmanager
-def harmed(harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
+def harmed(model_dir: Path, harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
     """Yield a runtime whose replicas have a fault, and check that none is lost or restarted."""
     (folder / "sitecustomize.py").write_text(HARM.format(harm=harm))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
         launcher = LauncherConfig(own_process=True)
-        config = RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, launcher=launcher)
+        model = ModelConfig(str(model_dir))
+        config = RuntimeConfig(model, gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, launcher=launcher)
         with LookaheadRuntime.from_config(config) as runtime:
             before = dict(runtime.launcher.process_ids)
             yield runtime
@@ -147,8 +149,8 @@ def harmed(harm: str, folder: Path, gpus: int) -> Iterator[LookaheadRuntime]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpus", [1, 2])
-def test_out_of_memory_in_prefill_uses_up_no_restarts(expected, gpus, tmp_path, started_replicas):
-    with harmed(LONG_PROMPTS, tmp_path, gpus) as runtime:
+def test_out_of_memory_in_prefill_uses_up_no_restarts(one_layer_demo_dir, expected, gpus, tmp_path, started_replicas):
+    with harmed(one_layer_demo_dir, LONG_PROMPTS, tmp_path, gpus) as runtime:
         for _ in range(5):
             with pytest.raises(RequestError, match=r"not enough memory on cpu for this request: a prompt of \d{3} "):
                 runtime.generate("one two three four five " * 80, 8)
@@ -156,8 +158,10 @@ def test_out_of_memory_in_prefill_uses_up_no_restarts(expected, gpus, tmp_path, 
 
 
 @pytest.mark.slow
-def test_request_continues_after_out_of_memory_in_the_exchange(expected, tmp_path, started_replicas):
+def test_request_continues_after_out_of_memory_in_the_exchange(
+    one_layer_demo_dir, expected, tmp_path, started_replicas
+):
     """The group breaks, and a new group of the same replicas continues the request."""
-    with harmed(EXCHANGE, tmp_path, 2) as runtime:
+    with harmed(one_layer_demo_dir, EXCHANGE, tmp_path, 2) as runtime:
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False)
         assert (out.token_ids, out.losses) == (expected, 0)

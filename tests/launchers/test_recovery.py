@@ -28,7 +28,7 @@ from lp_runtime import (
     SamplingConfig,
 )
 from lp_runtime.config.lookahead import PLAIN
-from lp_runtime.config.settings import FailureConfig, LauncherConfig, RuntimeConfig
+from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.launchers.wire.messages import Decode
 from lp_runtime.request.output import Report
@@ -39,9 +39,10 @@ LENGTH = 80
 GATED = 40  # new tokens; eight steps of these prompts commit fewer
 
 
-def start(gpus: int, timeout: float = 60.0, restarts: int = 3, **settings) -> LookaheadRuntime:
+def start(model_dir: Path, gpus: int, timeout: float = 60.0, restarts: int = 3) -> LookaheadRuntime:
     failure = FailureConfig(timeout=timeout, restarts=restarts)
-    config = RuntimeConfig(gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure, **settings)
+    model = ModelConfig(str(model_dir))
+    config = RuntimeConfig(model, gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     return LookaheadRuntime.from_config(config)
 
 
@@ -86,9 +87,9 @@ def kill(*pids: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> dict:
+def undisturbed(one_layer_demo_dir) -> dict:
     """Return generations without a loss, with log-probabilities, greedy and sampled."""
-    with start(1) as runtime:
+    with start(one_layer_demo_dir, 1) as runtime:
         return {name: decode(runtime, sampling=each, logprobs=True) for name, each in SAMPLINGS.items()}
 
 
@@ -105,9 +106,9 @@ def assert_same(out, expected) -> None:
 
 
 @pytest.fixture(scope="module")
-def shared_runtime():
+def shared_runtime(one_layer_demo_dir):
     """Yield a runtime with three replicas that tests may kill."""
-    with start(3, timeout=4.0, restarts=100) as runtime:
+    with start(one_layer_demo_dir, 3, timeout=4.0, restarts=100) as runtime:
         yield runtime
 
 
@@ -120,7 +121,12 @@ def runtime(shared_runtime):
 
 @pytest.mark.parametrize(
     ("victim", "at", "name"),
-    [(0, 4, "greedy"), (2, 6, "sampled"), pytest.param(0, 1, "sampled", marks=pytest.mark.slow)],
+    [
+        (0, 4, "sampled"),
+        pytest.param(0, 1, "sampled", marks=pytest.mark.slow),
+        pytest.param(2, 6, "sampled", marks=pytest.mark.slow),
+        pytest.param(0, 4, "greedy", marks=pytest.mark.slow),
+    ],
 )
 def test_request_continues_after_a_replica_is_killed(undisturbed, runtime, victim, at, name, caplog):
     options = {"sampling": SAMPLINGS[name], "logprobs": True, "request_id": "mine"}
@@ -159,20 +165,20 @@ def test_constrained_request_continues_after_a_replica_is_killed(runtime, victim
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
-def test_last_replica_finishes_the_request_after_a_kill(undisturbed, how, request):
+def test_last_replica_finishes_the_request_after_a_kill(undisturbed, one_layer_demo_dir, how, request):
     if how == "started":
         request.getfixturevalue("started_replicas")
     before = own_replicas()
-    with start(2, restarts=0) as runtime:
+    with start(one_layer_demo_dir, 2, restarts=0) as runtime:
         out = decode(runtime, lambda: kill(replicas_of(runtime)[0]))
         assert_same(out, undisturbed["greedy"])
         assert_same(decode(runtime), undisturbed["greedy"])
     assert own_replicas() == before
 
 
-def test_request_fails_after_all_replicas_are_lost_one_by_one(undisturbed):
+def test_request_fails_after_all_replicas_are_lost_one_by_one(undisturbed, one_layer_demo_dir):
     before = own_replicas()
-    with start(2, restarts=0) as runtime:
+    with start(one_layer_demo_dir, 2, restarts=0) as runtime:
         pids = replicas_of(runtime)
         tokens = []
         with pytest.raises(ReplicaError) as caught, gate(num_prompt(runtime)) as held:
@@ -209,12 +215,13 @@ def test_request_succeeds_after_a_replica_is_killed_while_idle(undisturbed, runt
 
 
 @pytest.mark.slow
-def test_restarted_lone_replica_needs_neither_corpus_nor_draft_file(tmp_path):
+def test_restarted_lone_replica_needs_neither_corpus_nor_draft_file(one_layer_demo_dir, tmp_path):
     """They are read at the start; what has become of them since ends no request."""
     corpus, drafts = tmp_path / "text.py", tmp_path / "drafts.npz"
     corpus.write_text("def train(model):\n")
     lookahead = LookaheadConfig(7, 5, 7, prior="none", corpus=str(corpus), draft_tables=str(drafts))
     config = RuntimeConfig(
+        ModelConfig(str(one_layer_demo_dir)),
         device="cpu",
         dtype="float32",
         lookahead=lookahead,
@@ -326,11 +333,11 @@ if "replica_process" in " ".join(sys.orig_argv):
     ],
 )
 def test_replica_with_a_failed_or_diverged_step_is_lost(
-    undisturbed, harm, rank, gpus, reason, tmp_path, monkeypatch, started_replicas
+    undisturbed, one_layer_demo_dir, harm, rank, gpus, reason, tmp_path, monkeypatch, started_replicas
 ):
     (tmp_path / "sitecustomize.py").write_text(HARM.format(step=6, rank=rank, gpus=gpus, harm=harm))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with start(gpus) as runtime:
+    with start(one_layer_demo_dir, gpus) as runtime:
         out = decode(runtime, logprobs=True)
         assert_same(out, undisturbed["greedy"])
         assert out.losses == 1
@@ -362,9 +369,9 @@ def test_refused_requests_lose_no_replica(undisturbed, runtime, monkeypatch):
 
 
 @pytest.mark.slow
-def test_processor_with_a_tensor_reaches_the_replicas(started_replicas):
+def test_processor_with_a_tensor_reaches_the_replicas(one_layer_demo_dir, started_replicas):
     """The tensor is sent by value, as a replica cannot access the memory of the caller's process."""
-    with start(2, restarts=0) as runtime:
+    with start(one_layer_demo_dir, 2, restarts=0) as runtime:
         first = runtime.generate(reference.PROMPTS[1], 4, eos=False)
         processors = [SuppressTokensLogitsProcessor(first.token_ids[:1])]
         out = runtime.generate(reference.PROMPTS[1], 4, eos=False, processors=processors)

@@ -97,7 +97,7 @@ rules_strategy = st.builds(
 prompt_strategy = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(prompt_strategy, rules_strategy, st.integers(0, 50))
 def test_output_is_greedy_text_for_any_W_N_G(prompt, rules, seed):
     state, proposals, outputs = decode(prompt, rules, seed)

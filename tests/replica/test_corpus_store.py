@@ -11,7 +11,7 @@ import pytest
 from support.ranks import run_ranks
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
-from lp_runtime.config.settings import DEMO_MODEL, ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.replica.corpus_store import CorpusStore, KnownCorpus, open_corpus
@@ -158,13 +158,13 @@ def test_replicas_open_same_corpus_or_none(folder):
     assert two[2] == "lookahead.corpus=/no: /no: no such file or folder"
 
 
-def test_text_in_corpus_takes_fewer_steps(tmp_path):
+def test_text_in_corpus_takes_fewer_steps(one_layer_demo_dir, tmp_path):
     """The corpus is the answer of an earlier run, sampled so that it repeats nothing; the output is equal."""
     settings = {"tokens": 16, "draft_tables": "request"}
 
     def answer(corpus: str | None):
         with LookaheadRuntime(
-            str(DEMO_MODEL), device="cpu", dtype="float32", lookahead=LookaheadConfig(corpus=corpus, **settings)
+            str(one_layer_demo_dir), device="cpu", dtype="float32", lookahead=LookaheadConfig(corpus=corpus, **settings)
         ) as runtime:
             if corpus:
                 with pytest.raises(ConfigError, match="of a request it must be the runtime's own"):

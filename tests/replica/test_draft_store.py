@@ -85,12 +85,16 @@ def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, nam
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"
 
 
-def load_again(group, file: str, is_start: bool) -> int | str:
-    """Return the stamp of the tables that a rank loads, or the error."""
-    try:
-        return DraftStore(Path(file), 1 << 16, 300).load(group, is_start).stamp
-    except ConfigError as error:
-        return str(error)
+def load_again(group, file: str) -> list[int | str]:
+    """Return the stamps of the tables that a rank loads at the start and after a restart, or the errors."""
+
+    def load(is_start: bool) -> int | str:
+        try:
+            return DraftStore(Path(file), 1 << 16, 300).load(group, is_start).stamp
+        except ConfigError as error:
+            return str(error)
+
+    return [load(is_start) for is_start in (True, False)]
 
 
 def test_file_keeps_the_tables_that_have_learned_most(tmp_path):
@@ -99,12 +103,12 @@ def test_file_keeps_the_tables_that_have_learned_most(tmp_path):
         much.next_stamp()
     for tables in (much, little):
         store.save(tables)
-    assert run_ranks(load_again, 2, str(store.path), True) == [3, 3]
+    assert run_ranks(load_again, 2, str(store.path)) == [[3, 3]] * 2
 
 
 def test_damaged_file_is_refused_at_start_and_replaced_after_a_restart(tmp_path):
     file = tmp_path / "tables"
     file.write_bytes(b"damaged")
-    one, other = run_ranks(load_again, 2, str(file), True)
+    (one, first), (other, second) = run_ranks(load_again, 2, str(file))
     assert one == other and one.endswith("it is not saved draft tables; give another path, or delete it")
-    assert run_ranks(load_again, 2, str(file), False) == [0, 0]
+    assert first == second == 0

@@ -12,6 +12,7 @@ import random
 import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from held_runtime import HeldRuntime, first_delta
@@ -47,12 +48,11 @@ CASES: list[Case] = [
 LONG_CASES: list[Case] = [(prompt, LONG, sampling) for prompt in range(2) for sampling in range(2)]
 
 
-def start(gpus: int) -> LookaheadRuntime:
+def start(model_dir: Path, gpus: int) -> LookaheadRuntime:
     failure = FailureConfig(timeout=5.0, restarts=100)
+    model = ModelConfig(str(model_dir), prefill_chunk=8)
     return LookaheadRuntime.from_config(
-        RuntimeConfig(
-            ModelConfig(prefill_chunk=8), gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure
-        )
+        RuntimeConfig(model, gpus=gpus, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     )
 
 
@@ -84,8 +84,8 @@ def rest_of(job: Job) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def team():
-    with start(GPUS) as runtime:
+def team(small_demo_dir):
+    with start(small_demo_dir, GPUS) as runtime:
         yield runtime
 
 
@@ -103,9 +103,9 @@ def held(runtime):
 
 
 @pytest.fixture(scope="module")
-def single():
+def single(small_demo_dir):
     """One replica, in this process."""
-    with start(1) as runtime:
+    with start(small_demo_dir, 1) as runtime:
         yield runtime
 
 
@@ -240,10 +240,9 @@ def test_generate_many_and_streams_match_requests_decoded_alone(alone, runtime):
 
 
 @pytest.mark.slow
-def test_batch_is_resumed_after_restart_of_single_replica_process(alone_long):
-    config = RuntimeConfig(
-        gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=LauncherConfig(own_process=True)
-    )
+def test_batch_is_resumed_after_restart_of_single_replica_process(alone_long, small_demo_dir):
+    model, launcher = ModelConfig(str(small_demo_dir)), LauncherConfig(own_process=True)
+    config = RuntimeConfig(model, gpus=1, device="cpu", dtype="float32", lookahead=SLOW, launcher=launcher)
     cases = LONG_CASES[:3]
     with one_core(), LookaheadRuntime.from_config(config) as runtime:
         held = HeldRuntime(runtime)
@@ -395,9 +394,9 @@ def test_async_deltas_match_requests_decoded_alone(alone, runtime):
         asyncio.run(main(scheduler))
 
 
-def test_requests_fail_at_once_when_no_replica_is_left():
-    failure = FailureConfig(restarts=0)
-    config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=SLOW, failure=failure)
+def test_requests_fail_at_once_when_no_replica_is_left(small_demo_dir):
+    model, failure = ModelConfig(str(small_demo_dir)), FailureConfig(restarts=0)
+    config = RuntimeConfig(model, gpus=2, device="cpu", dtype="float32", lookahead=SLOW, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:
         held = HeldRuntime(runtime)
         with Scheduler(held) as scheduler:
@@ -420,10 +419,10 @@ def test_unknown_policy_is_refused():
 
 
 @pytest.mark.slow
-def test_request_moves_from_busy_replica_to_idle_one(alone, alone_long):
+def test_request_moves_from_busy_replica_to_idle_one(alone, alone_long, small_demo_dir):
     """The busy replica is a process that is stopped: it sends nothing, and is not taken for lost either."""
-    failure = FailureConfig(timeout=1000.0, heartbeat=1000.0)
-    config = RuntimeConfig(gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
+    model, failure = ModelConfig(str(small_demo_dir)), FailureConfig(timeout=1000.0, heartbeat=1000.0)
+    config = RuntimeConfig(model, gpus=2, device="cpu", dtype="float32", lookahead=FIXED, failure=failure)
     with LookaheadRuntime.from_config(config) as runtime:
         held = HeldRuntime(runtime)
         with Scheduler(held, policy="throughput", max_batch=8) as scheduler:

@@ -58,7 +58,7 @@ MISMEASURED = {
 MIN_SHARE_PERCENT_MISMEASURED = 90
 
 
-@pytest.mark.parametrize("curve", CURVES)
+@pytest.mark.parametrize("curve", ["CPU", pytest.param("slow CPU", marks=pytest.mark.slow), "GPU"])
 def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
     texts, vocabulary = load_texts()
     times, best = times_of(curve), best_of(curve)

@@ -29,7 +29,7 @@ def has_close_elements(numbers: List[float], threshold: float) -> bool:
 ]
 
 
-def greedy(model_dir: Path, prompts: list[str] = PROMPTS) -> list[list[int]]:
+def greedy(model_dir: Path, prompts: list[str] = PROMPTS, max_new_tokens: int = MAX_NEW_TOKENS) -> list[list[int]]:
     """Return the new token ids of greedy `generate` in float32, without a stop at end-of-sequence tokens."""
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
@@ -41,10 +41,10 @@ def greedy(model_dir: Path, prompts: list[str] = PROMPTS) -> list[list[int]]:
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             min_new_tokens=None,
-            max_new_tokens=MAX_NEW_TOKENS,
+            max_new_tokens=max_new_tokens,
             eos_token_id=-1,  # no token
             pad_token_id=0,
         )
         outs.append(out[0, ids.shape[1] :].tolist())
-        assert len(outs[-1]) == MAX_NEW_TOKENS
+        assert len(outs[-1]) == max_new_tokens
     return outs

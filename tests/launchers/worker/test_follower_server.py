@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from support import reference
@@ -26,23 +27,23 @@ FIXED = LookaheadConfig(W=5, N=3, G=5, draft_tables="request")
 LENGTH = 16
 
 
-def start(gpus: int, num_shards: int, timeout: float = 60.0, **settings) -> LookaheadRuntime:
+def start(model_dir: Path, gpus: int, num_shards: int, **settings) -> LookaheadRuntime:
     config = RuntimeConfig(
-        gpus=gpus, gpus_per_replica=num_shards, device="cpu", dtype="float32", failure=FailureConfig(timeout=timeout),
-        **{"lookahead": FIXED} | settings,
+        ModelConfig(str(model_dir)), gpus=gpus, gpus_per_replica=num_shards, device="cpu", dtype="float32",
+        failure=FailureConfig(timeout=60.0), **{"lookahead": FIXED} | settings,
     )  # fmt: skip
     return LookaheadRuntime.from_config(config)
 
 
 @pytest.fixture(scope="module")
-def expected(greedy) -> list[list[int]]:
-    return [tokens[:LENGTH] for tokens in greedy]
+def expected(small_demo_dir) -> list[list[int]]:
+    return reference.greedy(small_demo_dir, max_new_tokens=LENGTH)
 
 
 @pytest.fixture(scope="module")
-def shared_runtime():
+def shared_runtime(small_demo_dir):
     """Yield a runtime with two replicas of two shards, which tests may kill."""
-    with start(4, 2) as runtime:
+    with start(small_demo_dir, 4, 2) as runtime:
         yield runtime
 
 
@@ -69,12 +70,13 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def sampled() -> list[int]:
+def sampled(small_demo_dir) -> list[int]:
     """Return sampled tokens of one replica of two shards, whose step sizes depend on measurements.
 
     The replica supports batches.
     """
-    with nothing_left(), start(2, 2, lookahead=LookaheadConfig(draft_tables="request")) as runtime:
+    lookahead = LookaheadConfig(draft_tables="request")
+    with nothing_left(), start(small_demo_dir, 2, 2, lookahead=lookahead) as runtime:
         assert (runtime.num_replicas, runtime.info.supports_batching) == (1, True)
         out = runtime.generate(reference.PROMPTS[1], LENGTH, eos=False, sampling=reference.SAMPLING)
     return out.token_ids
@@ -137,10 +139,10 @@ def test_submit_accepts_only_gpus_of_whole_replicas(runtime, expected):
 
 @pytest.mark.slow
 def test_strict_output_does_not_depend_on_the_number_of_replicas(tiny_model_dir):
-    options = {"exactness": "strict", "strict_tokens": 16, "model": ModelConfig(path=str(tiny_model_dir))}
+    options = {"exactness": "strict", "strict_tokens": 16}
     outs = []
     for gpus in (2, 4):
-        with start(gpus, 2, **options) as runtime:
+        with start(tiny_model_dir, gpus, 2, **options) as runtime:
             out = runtime.generate(
                 [1, 2, 3], 24, eos=False, sampling=SamplingConfig(temperature=1.0, seed=5), logprobs=True
             )
@@ -168,9 +170,9 @@ def test_contradictory_settings_are_refused(settings, message):
     assert message in str(caught.value)
 
 
-def test_shards_that_do_not_divide_the_heads_are_refused_in_one_line():
+def test_shards_that_do_not_divide_the_heads_are_refused_in_one_line(small_demo_dir):
     with nothing_left(), pytest.raises(ModelError) as caught:
-        start(4, 4)
+        start(small_demo_dir, 4, 4)
     assert "gpus_per_replica=4: llama: num_key_value_heads=2: must be a multiple of gpus_per_replica" in str(
         caught.value
     )
