@@ -21,9 +21,9 @@ PROMPTS = ([5, 17, 3, 5, 17, 9, 5, 17], list(range(20, 40)), [7, 8] * 10)
 
 
 @pytest.fixture
-def small_demo(small_demo_dir, monkeypatch) -> None:
+def small_demo(one_layer_demo_dir, monkeypatch) -> None:
     """Let examples decode with a small demo model by default."""
-    monkeypatch.setattr(settings, "DEMO_MODEL", small_demo_dir)
+    monkeypatch.setattr(settings, "DEMO_MODEL", one_layer_demo_dir)
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_streaming_example_prints_all_prompts_and_cancels_one(capsys, small_demo
     assert all(prompt in out for prompt in example.PROMPTS) and out.count("(cancelled)") == 1
 
 
-def test_drop_in_example_reports_same_tokens_as_generate(capsys, small_demo_dir):
-    load_example("drop_in").main(str(small_demo_dir))
+def test_drop_in_example_reports_same_tokens_as_generate(capsys, one_layer_demo_dir):
+    load_example("drop_in").main(str(one_layer_demo_dir))
     assert "the same tokens: yes" in capsys.readouterr().err
 
 
@@ -78,8 +78,8 @@ def test_structured_output_example_follows_schema_and_choice(capsys, small_demo)
     assert word in ("yes", "no")
 
 
-def test_server_client_example_reports_tokens_and_statistics(capsys, small_demo_dir):
-    with LookaheadRuntime(small_demo_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
+def test_server_client_example_reports_tokens_and_statistics(capsys, one_layer_demo_dir):
+    with LookaheadRuntime(one_layer_demo_dir, device="cpu", dtype="float32") as runtime, served(runtime) as (url, _):
         load_example("server_client").main(url)
     err = capsys.readouterr().err
     assert "48 tokens" in err and "'mean_acceptance_length': " in err

@@ -85,30 +85,40 @@ def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, nam
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"
 
 
-def load_again(group, file: str) -> list[int | str]:
-    """Return the stamps of the tables that a rank loads at the start and after a restart, or the errors."""
+def load_twice(group, *files: str) -> list[list[int | str]]:
+    """Return the stamps of the tables that a rank loads from each file, or the errors.
 
-    def load(is_start: bool) -> int | str:
+    Each file is loaded at the start, and after a restart.
+    """
+
+    def load(file: str, is_start: bool) -> int | str:
         try:
             return DraftStore(Path(file), 1 << 16, 300).load(group, is_start).stamp
         except ConfigError as error:
             return str(error)
 
-    return [load(is_start) for is_start in (True, False)]
+    return [[load(file, is_start) for is_start in (True, False)] for file in files]
 
 
-def test_file_keeps_the_tables_that_have_learned_most(tmp_path):
-    store, much, little = DraftStore(tmp_path / "tables", 1 << 16, 300), DraftTables(1 << 16), DraftTables(1 << 16)
+@pytest.fixture(scope="module")
+def loaded_by_ranks(tmp_path_factory) -> list[list[list[int | str]]]:
+    """Return what each of two ranks loads, twice: from a file that two runtimes saved, and from a damaged one."""
+    folder = tmp_path_factory.mktemp("drafts")
+    store, damaged = DraftStore(folder / "tables", 1 << 16, 300), folder / "damaged"
+    much, little = DraftTables(1 << 16), DraftTables(1 << 16)
     for _ in range(3):
         much.next_stamp()
     for tables in (much, little):
         store.save(tables)
-    assert run_ranks(load_again, 2, str(store.path)) == [[3, 3]] * 2
+    damaged.write_bytes(b"damaged")
+    return run_ranks(load_twice, 2, str(store.path), str(damaged))
 
 
-def test_damaged_file_is_refused_at_start_and_replaced_after_a_restart(tmp_path):
-    file = tmp_path / "tables"
-    file.write_bytes(b"damaged")
-    (one, first), (other, second) = run_ranks(load_again, 2, str(file))
+def test_file_keeps_the_tables_that_have_learned_most(loaded_by_ranks):
+    assert [saved for saved, _ in loaded_by_ranks] == [[3, 3]] * 2
+
+
+def test_damaged_file_is_refused_at_start_and_replaced_after_a_restart(loaded_by_ranks):
+    (one, first), (other, second) = (damaged for _, damaged in loaded_by_ranks)
     assert one == other and one.endswith("it is not saved draft tables; give another path, or delete it")
     assert first == second == 0
