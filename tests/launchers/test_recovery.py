@@ -151,11 +151,11 @@ def test_constrained_request_continues_after_a_replica_is_killed(runtime, victim
     """The others continue the text of one token per step: their constraints are at the same token."""
     options = {"constraint": ConstraintConfig(json_schema=WORDS), "sampling": SAMPLINGS[name]}
     prompt = reference.PROMPTS[1]
-    expected = runtime.generate(prompt, 2 * LENGTH, lookahead=PLAIN, **options)
+    expected = runtime.generate(prompt, 3 * LENGTH, lookahead=PLAIN, **options)
     assert len(json.loads(expected.text)) == 12
     assert len(expected.token_ids) > GATED
     with gate(num_prompt(runtime)) as held:
-        stream = runtime.stream(prompt, 2 * LENGTH, processors=[held], **options)
+        stream = runtime.stream(prompt, 3 * LENGTH, processors=[held], **options)
         for number, _ in enumerate(stream):
             if number == at:
                 kill(replicas_of(runtime)[victim])
