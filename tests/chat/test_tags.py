@@ -116,6 +116,7 @@ def test_bad_schemas_are_refused(schema, message):
     ],
 )
 def test_literal_arguments_are_parsed_as_json(name, text, expected):
+    form = ChatFormat("", name)
     for texts in ([text], list(text), *([text[:place], text[place:]] for place in range(len(text)))):
-        ((_, arguments),) = parts_of(ChatFormat("", name).parser(True, ""), texts)[2]
+        ((_, arguments),) = parts_of(form.parser(True, ""), texts)[2]
         assert json.dumps(arguments) == json.dumps(expected), texts

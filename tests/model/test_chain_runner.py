@@ -7,6 +7,7 @@ from support.causal_configs import small_config
 from support.causal_types import small_model
 from support.chain_models import RECURRENT, model_of
 from support.small_models import random_model
+from support.thinned import slow
 
 from lp_runtime.errors import ModelError
 from lp_runtime.lookahead.tree import TokenTree
@@ -70,7 +71,11 @@ def test_check_detects_slots_that_are_not_cleared(monkeypatch):
         check_chains(ChainRunner(model_of("qwen3_next"), 7))
 
 
-@pytest.fixture(params=["qwen3_next", "falcon_h1", "deepseek_v32"])
+HELD = ("qwen3_next", "falcon_h1", "deepseek_v32")
+MOST_HELD = slow(HELD, ["falcon_h1"])
+
+
+@pytest.fixture(params=HELD)
 def held(request) -> tuple[ChainRunner, CacheSlot, list[int]]:
     """Return a runner, a slot that holds 12 of a text's 30 tokens, and the text.
 
@@ -109,6 +114,7 @@ def test_resume_reuses_the_tokens_in_the_slot(held):
     assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
+@pytest.mark.parametrize("held", MOST_HELD, indirect=True)
 def test_resume_of_another_sequence_starts_over(held):
     runner, slot, text = held
     other = text[::-1]
@@ -131,6 +137,7 @@ def test_stored_prefix_survives_reuse_of_its_slot(held):
     assert difference_of(last_logits(runner, slot, text), plain_logits(runner, text)) < 1e-5
 
 
+@pytest.mark.parametrize("held", MOST_HELD, indirect=True)
 def test_uncommitted_share_does_not_change_the_slot(held):
     runner, slot, text = held
     tree = TokenTree(text[12:15], max_depth=0)

@@ -27,13 +27,17 @@ from lp_runtime.model.hf.config import attention_settings, of_text_model
 from lp_runtime.model.runner import ModelRunner
 
 
+BATCHED = ("qwen2", "qwen3", "phi3")  # always run in test_batched_cache.py with our attention
+
+
 def kinds() -> list[object]:
     """Return (architecture, attention) pairs; sdpa and eager always run with every third architecture."""
-    return [
-        pytest.param((name, attention), marks=pytest.mark.slow if (place + number) % 3 and attention != "own" else ())
+    pairs = [
+        ((name, attention), name in BATCHED if attention == "own" else (place + number) % 3 > 0)
         for place, name in enumerate(ARCHITECTURES)
         for number, attention in enumerate(("sdpa", "eager", "own"))
     ]
+    return [pytest.param(pair, marks=pytest.mark.slow if is_slow else ()) for pair, is_slow in pairs]
 
 
 @pytest.fixture(scope="module", params=kinds(), ids="-".join)

@@ -198,10 +198,10 @@ def constrained_calls(name: str, is_parallel: bool, num: int, seed: int = 1) -> 
     return wrong, counts
 
 
-def cut_answers(name: str) -> list[list[str]]:
-    """Return the recorded answer of a format cut at each place, and at all of them."""
+def cut_answers(name: str, start: int = 0, step: int = 1) -> list[list[str]]:
+    """Return the recorded answer of a format cut at each place, or at each `step`-th from `start`; and at all places."""
     answer = SAMPLES[name].answer
-    return [[answer[:place], answer[place:]] for place in range(len(answer) + 1)] + [list(answer)]
+    return [[answer[:place], answer[place:]] for place in range(start, len(answer) + 1, step)] + [list(answer)]
 
 
 def read_recorded(name: str, form: ChatFormat, texts: Sequence[str]) -> Any:

@@ -51,7 +51,7 @@ def test_text_is_held_back_only_while_it_can_change(kind):
     """
     tokenizer, waiting = tokenizer_of(kind), REPLACEMENT + " 'nvr" * ("cleaned" in kind)
     source = RandomTokens(tokenizer, random.Random(kind))
-    for prompt, new in [([], source.text()[:6]), (source.prompt(), source.tokens()[:6])]:
+    for prompt, new in [([], source.text()[:4]), (source.prompt(), source.tokens()[:4])]:
         detokenizer, shown = Detokenizer(tokenizer, prompt), ""
         for num, token in enumerate(new, 1):
             shown += detokenizer.add([token])

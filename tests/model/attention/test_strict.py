@@ -49,8 +49,8 @@ def test_tail_table_lists_the_keys_of_each_path():
 
 
 @pytest.mark.parametrize("dtype", thinned(3, [HALF[0], HALF[1], torch.float32]))
-def test_strict_logits_equal_single_token_steps_bitwise(demo_model_dir, dtype):
-    model = load_model(ModelConfig(path=str(demo_model_dir)), CPU, "float32").to(dtype)
+def test_strict_logits_equal_single_token_steps_bitwise(small_demo_dir, dtype):
+    model = load_model(ModelConfig(path=str(small_demo_dir)), CPU, "float32").to(dtype)
     text = [(7 * i * i) % 4096 for i in range(8)]
     others = [[(11 * i * j + 5) % 4096 for i in range(1, 2 + j)] for j in range(5)]  # with the text, several passes
     differed = 0
@@ -90,9 +90,9 @@ def test_families_are_strict_or_refused(family):
     check_model(tree_model)
     prompt = tuple(torch.randint(0, 64, (30,), generator=torch.Generator().manual_seed(0)).tolist())
     for sampling in (SamplingConfig(), SamplingConfig(temperature=0.9, seed=0)):
-        expected = decode(tree_model, Request(prompt, PLAIN, 12, sampling=sampling))
+        expected = decode(tree_model, Request(prompt, PLAIN, 8, sampling=sampling))
         for lookahead in (LookaheadConfig(5, 4, 5), LookaheadConfig(15, 5, 15)):
-            assert decode(tree_model, Request(prompt, lookahead, 12, sampling=sampling)) == expected
+            assert decode(tree_model, Request(prompt, lookahead, 8, sampling=sampling)) == expected
 
 
 @pytest.mark.slow

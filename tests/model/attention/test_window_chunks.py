@@ -7,7 +7,7 @@ import torch
 from support.batches import FIXED, decode_alone
 from support.one_slot import OneSlot
 from support.small_models import FAMILIES, random_model
-from support.thinned import thinned
+from support.thinned import slow, thinned
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lp_runtime.lookahead.tree import TokenTree
@@ -63,7 +63,7 @@ def test_attend_window_matches_dense_softmax(dtype, groups, length, window, monk
             )
 
 
-@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("family", slow(WINDOWED, ("mixtral", "phi3", "starcoder2")))  # windows in all layers, as in Mistral
 def test_windowed_model_matches_generate(family):
     """Prompts have several chunks: the first is longer than the window, and one has a single token."""
     name, settings = FAMILIES[family]

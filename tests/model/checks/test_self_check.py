@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.thinned import slow
 from support.versions import needs_transformers
 
 from lp_runtime.errors import ModelError
@@ -84,7 +85,7 @@ BEYOND = [  # models whose attention changes beyond a number of keys or a place 
 
 
 @pytest.mark.parametrize(("name", "settings", "where"), BEYOND, ids=lambda value: value if type(value) is str else "")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", slow(range(3), (1, 2)))
 def test_model_that_is_wrong_beyond_a_length_is_refused(random_model, monkeypatch, name, settings, where, seed):
     """The check by model type is disabled, so that only the self-check can find the error."""
     monkeypatch.setattr("lp_runtime.model.runner.check_family", lambda model: None)

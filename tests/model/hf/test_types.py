@@ -7,8 +7,9 @@ from support.causal_configs import DEFAULT, small_config, variants_of
 from support.causal_types import outcome_of, small_model
 from support.versions import needs_rotary_by_length, needs_transformers
 
-from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.replica.loading import prepare_model
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.model.modules.packed_linear import pack_linears
+from lp_runtime.replica import loading
 
 EXACT = [
     ("bart", DEFAULT),
@@ -33,9 +34,8 @@ REFUSED = [
 ]
 # Beyond a threshold, attention depends on a token's place in the input or on the number of keys.
 THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
-ON_CPU = RuntimeConfig(device="cpu", cache_dir=None)
-NEW_TOKENS = 20
-PROMPT_TOKENS = (1, 30, 80)  # the shortest; decoded across 40 tokens, and across 96: thresholds of TYPES
+NEW_TOKENS = 12
+PROMPT_TOKENS = (1, 34, 90)  # the shortest; decoded across 40 tokens, and across 96: thresholds of TYPES
 
 
 @pytest.fixture(autouse=True)
@@ -56,8 +56,10 @@ def test_type_with_offset_positions_matches_generate():
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v2", "longcat_flash", "minicpm3"])
-def test_latent_attention_is_packed_and_batched(model_type):
-    model, _ = prepare_model(small_model(small_config(model_type)), ON_CPU, torch.device("cpu"))
+def test_latent_attention_is_packed_and_batched(model_type, monkeypatch):
+    monkeypatch.setattr(loading, "pack_fastest", lambda model: pack_linears(model) and "oneDNN")  # not measured
+    config = RuntimeConfig(device="cpu", cache_dir=None)
+    model, _ = loading.prepare_model(small_model(small_config(model_type)), config, torch.device("cpu"))
     assert model.supports_batching
 
 
@@ -65,7 +67,8 @@ def test_latent_attention_is_packed_and_batched(model_type):
 def test_config_that_asks_for_router_logits_is_accepted(model_type):
     config = small_config(model_type)
     config.output_router_logits = True
-    prepare_model(small_model(config), ON_CPU, torch.device("cpu"))
+    on_cpu = RuntimeConfig(model=ModelConfig(packing="off"), device="cpu")
+    loading.prepare_model(small_model(config), on_cpu, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(("model_type", "variant"), REFUSED)
@@ -77,7 +80,7 @@ def test_unsupported_type_is_refused_in_one_line(model_type, variant):
 @pytest.mark.parametrize(("model_type", "variant"), THRESHOLDS)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_type_with_length_threshold_is_exact_or_refused(model_type, variant, seed):
-    outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=(30,), seed=seed)
+    outcome = outcome_of(model_type, variants_of(model_type)[variant], prompts=PROMPT_TOKENS[1:2], seed=seed)
     assert outcome.kind in ("exact", "refused"), outcome.reason
 
 

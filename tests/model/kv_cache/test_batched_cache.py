@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from support.thinned import thinned
+from support.thinned import slow, thinned
 from support.trees import (
     ARCHITECTURES,
     assert_close,
@@ -15,7 +15,7 @@ from support.trees import (
     random_tree,
 )
 
-from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.model.attention.mask import MaskForm
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -40,7 +40,11 @@ def begin(model: ModelRunner, lengths, rng: random.Random) -> list[tuple[CacheSl
     return slots
 
 
-@pytest.mark.parametrize(("model", "apart"), thinned(2, ARCHITECTURES, [False, True]), indirect=["model"])
+# These always run in test_runner.py with our attention.
+ALONE = ("mistral", "qwen2-sliding", "gpt_neox")
+
+
+@pytest.mark.parametrize(("model", "apart"), thinned(2, slow(ARCHITECTURES, ALONE), [False, True]), indirect=["model"])
 def test_batched_texts_match_each_text_alone(model, apart):
     rng = random.Random(3)
     tree_model = ModelRunner(model, 2048, own_attention=True)
@@ -83,5 +87,5 @@ def test_forward_batch_works_without_batching_support(settings, random_model):
 
 
 def test_demo_model_supports_batching():
-    model, _ = ready_model(RuntimeConfig(dtype="float32"), torch.device("cpu"))
+    model, _ = ready_model(RuntimeConfig(model=ModelConfig(packing="off"), dtype="float32"), torch.device("cpu"))
     assert model.supports_batching

@@ -59,25 +59,25 @@ def test_model_without_a_layer_list_is_refused(random_model):
         parts_of(model)
 
 
-def test_two_stage_replica_matches_generate(demo_model_dir):
-    """Both stages run on a CPU, in this process."""
-    expected = reference.greedy(demo_model_dir)
-    config = ModelConfig(path=str(demo_model_dir), parallelism="pipeline")
+def test_two_stage_replica_matches_generate(small_demo_dir):
+    """Both stages, of a layer each, run on a CPU, in this process."""
+    expected = reference.greedy(small_demo_dir)
+    config = ModelConfig(path=str(small_demo_dir), parallelism="pipeline")
     with LookaheadRuntime(config, 2, device="cpu", dtype="float32", gpus_per_replica=2) as runtime:
         assert (runtime.gpus_per_replica, runtime.num_replicas) == (2, 1)
         for prompt, tokens in zip(reference.PROMPTS, expected, strict=True):
             assert runtime.generate(prompt, reference.MAX_NEW_TOKENS, eos=False).token_ids == tokens
 
 
-def test_hooks_between_stages_do_not_change_results(demo_model_dir):
+def test_hooks_between_stages_do_not_change_results(small_demo_dir):
     """accelerate's hooks, which move inputs between GPUs, are present and do not change results."""
-    config = ModelConfig(path=str(demo_model_dir))
+    config = ModelConfig(path=str(small_demo_dir))
     devices = device_map_of(parts_of(without_memory(config, "float32")), [CPU, CPU])
     hooked = dispatch_model(load_model(config, CPU, "float32"), devices, force_hooks=True)
     assert all(hasattr(layer, "_hf_hook") for layer in hooked.model.layers)
     check_model(ModelRunner(hooked, 512, own_attention=True))
     prompt = torch.arange(300, 312)[None]
-    plain = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(small_demo_dir, dtype=torch.float32)
     options = {"max_new_tokens": 8, "do_sample": False}
     assert torch.equal(hooked.generate(prompt, **options), plain.generate(prompt, **options))
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.small_models import DYNAMIC, LONG, ROPE_THRESHOLD
+from support.thinned import slow
 from support.versions import needs_rotary_by_length
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -24,6 +25,7 @@ MODELS = {
     "longrope": ("Llama", LONG, RotaryLengths(32, 2)),
     "re-feeding": ("Phi3", LONG, RotaryLengths(32, 2, refeeds=True)),
 }
+MOST = slow(MODELS, ["longrope"])  # it has the model of the first and the rotation of the last
 RANGE = {"initializer_range": 0.3}
 X = torch.zeros(1)
 
@@ -69,6 +71,7 @@ def test_rotary_forward_runs_on_fake_tensors(kind):
         assert cos.shape == (1, 4, 8)
 
 
+@pytest.mark.parametrize("kind", MOST, indirect=True)
 def test_view_leaves_the_model_unchanged(kind):
     model, lengths = kind
     before = {name: module for name, module in model.named_modules()}
@@ -90,6 +93,7 @@ def test_replacement_ignores_earlier_use_of_the_module(kind):
         assert all(map(torch.equal, model.model.rotary_emb(X, places), used.model.rotary_emb(X, places)))
 
 
+@pytest.mark.parametrize("kind", MOST, indirect=True)
 def test_second_runner_does_not_wrap_rotary_modules_twice(kind):
     model, lengths = kind
     runners = [ModelRunner(model, 8), ModelRunner(model, 8)]
