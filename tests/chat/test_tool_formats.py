@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import jsonschema
 import pytest
 import xgrammar
 from support.constrained_texts import texts_of
+from support.thinned import slow
 from support.tool_answers import (
     TOOLS,
     constrained_calls,
@@ -26,6 +28,7 @@ from lp_runtime.chat import formats
 from lp_runtime.chat.chat_format import ChatFormat, ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 
+NUM_STARTS = 3  # of the places where recorded answers are cut
 NUM_RANDOM = 5  # answers per format and test; tests/support/tool_answers.py draws more
 
 
@@ -35,21 +38,31 @@ def test_settings_name_every_format():
     assert set(SAMPLES) == set(formats.FORMATS)
 
 
+@functools.cache
+def format_of(name: str) -> ChatFormat:
+    """Return the format that is recognized from a sample's template. It has no state."""
+    return ChatFormat(SAMPLES[name].template.text)
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_template_is_recognized(name):
-    assert ChatFormat(SAMPLES[name].template.text).tool_format == name
+    assert format_of(name).tool_format == name
 
 
-@pytest.mark.parametrize("name", SAMPLES)
-def test_recorded_answer_is_parsed_whole_and_in_chunks(name):
-    sample, form = SAMPLES[name], ChatFormat(SAMPLES[name].template.text)
-    for texts in ([sample.answer], *cut_answers(name)):
-        assert read_recorded(name, form, texts) == sample.parts, texts
+@pytest.mark.parametrize(
+    "start", [pytest.param(start, marks=[pytest.mark.slow] if start else []) for start in range(NUM_STARTS)]
+)
+@pytest.mark.parametrize(("place", "name"), [*enumerate(SAMPLES)])
+def test_recorded_answer_is_parsed_whole_and_in_chunks(place, name, start):
+    """Two chunks are cut at every third place: each format begins at another one."""
+    sample = SAMPLES[name]
+    for texts in ([sample.answer], *cut_answers(name, (place + start) % NUM_STARTS, NUM_STARTS)):
+        assert read_recorded(name, format_of(name), texts) == sample.parts, texts
 
 
 @pytest.mark.parametrize("name", SAMPLES)
 def test_rendered_history_is_parsed_into_its_calls(name):
-    calls, form = SAMPLES[name].parts[2], ChatFormat(SAMPLES[name].template.text)
+    calls, form = SAMPLES[name].parts[2], format_of(name)
     assert parts_of(form.parser(tools_of(calls), ""), [history_of(name, form, calls)])[2] == calls
 
 
@@ -88,7 +101,7 @@ BUILT_IN = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+@pytest.mark.parametrize("name", slow(BUILT_IN, ("deepseek_v31", "deepseek_v4")))  # like v3 and v3.2
 def test_calls_in_xgrammar_formats_are_parsed(name):
     shown = TOOLS
     tag = xgrammar.get_model_structural_tag(BUILT_IN[name], shown, "required", "disabled", parallel_tool_calls=False)
@@ -99,7 +112,11 @@ def test_calls_in_xgrammar_formats_are_parsed(name):
             assert len(calls) == 1 and not content.strip() and follows_schemas(calls), text
 
 
-@pytest.mark.parametrize("name", SAMPLES)
+# Formats with the style and the place of marks of another one.
+ALIKE = ("seed_oss", "deepseek_v31", "deepseek_v4", "mistral_id", "nemotron", "phi4_mini")
+
+
+@pytest.mark.parametrize("name", slow(SAMPLES, ALIKE))
 def test_constraint_allows_either_calls_or_text(name):
     """Random text under a constraint for calls or text is only calls or only text, and both occur."""
     form, num_calls = ChatFormat("", name, "none"), 0

@@ -199,7 +199,7 @@ def constrained_calls(name: str, is_parallel: bool, num: int, seed: int = 1) -> 
 
 
 def cut_answers(name: str, start: int = 0, step: int = 1) -> list[list[str]]:
-    """Return the recorded answer of a format cut at each place, or at each `step`-th from `start`; and at all places."""
+    """Return the recorded answer of a format cut at each `step`-th place from `start` on, and at all places."""
     answer = SAMPLES[name].answer
     return [[answer[:place], answer[place:]] for place in range(start, len(answer) + 1, step)] + [list(answer)]
 

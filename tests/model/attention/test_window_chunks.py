@@ -63,7 +63,9 @@ def test_attend_window_matches_dense_softmax(dtype, groups, length, window, monk
             )
 
 
-@pytest.mark.parametrize("family", slow(WINDOWED, ("mixtral", "phi3", "starcoder2")))  # windows in all layers, as in Mistral
+@pytest.mark.parametrize(
+    "family", slow(WINDOWED, ("mixtral", "phi3", "starcoder2"))
+)  # windows in all layers, as in Mistral
 def test_windowed_model_matches_generate(family):
     """Prompts have several chunks: the first is longer than the window, and one has a single token."""
     name, settings = FAMILIES[family]

@@ -5,6 +5,7 @@ import torch
 from support import causal_types
 from support.causal_configs import DEFAULT, small_config, variants_of
 from support.causal_types import outcome_of, small_model
+from support.thinned import slow
 from support.versions import needs_rotary_by_length, needs_transformers
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
@@ -30,7 +31,7 @@ REFUSED = [
     pytest.param("jamba", DEFAULT, marks=pytest.mark.slow),
     ("mamba", DEFAULT),
     ("openai-gpt", DEFAULT),
-    ("prophetnet", DEFAULT),
+    pytest.param("prophetnet", DEFAULT, marks=pytest.mark.slow),  # refused in test_chain_runner.py, too
 ]
 # Beyond a threshold, attention depends on a token's place in the input or on the number of keys.
 THRESHOLDS = [("doge", "keep_window_size=40"), ("llama4_text", "floor_scale=40")]
@@ -55,7 +56,7 @@ def test_type_with_offset_positions_matches_generate():
     assert outcome.kind == "exact", outcome.reason
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v2", "longcat_flash", "minicpm3"])
+@pytest.mark.parametrize("model_type", slow(["deepseek_v2", "longcat_flash", "minicpm3"], ["longcat_flash"]))
 def test_latent_attention_is_packed_and_batched(model_type, monkeypatch):
     monkeypatch.setattr(loading, "pack_fastest", lambda model: pack_linears(model) and "oneDNN")  # not measured
     config = RuntimeConfig(device="cpu", cache_dir=None)

@@ -287,7 +287,7 @@ def test_cpu_kernels_match_torch(name, monkeypatch):
 
 def test_fusing_can_be_turned_off(tiny_model_dir):
     for fusing in ("auto", "off"):
-        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing))
+        config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir), fusing=fusing, packing="off"))
         model, _ = loading.ready_model(config, torch.device("cpu"))
         assert bool(blocks_of(model.model)) == (fusing == "auto")
 
