@@ -14,10 +14,10 @@ import torch
 
 
 def _patch_once() -> None:
-    """Make Triton's interpreter replace the functions of `triton.language` once per process, and look up dtypes once.
+    """Make Triton's interpreter replace the functions of `triton.language` once per process.
 
-    It does the former in each launch and in each call of a device function, and restores them after the launch. That
-    takes 40% of the time of small kernels.
+    It does so in each launch and in each call of a device function, and restores them after the launch. That takes 40%
+    of the time of small kernels. NumPy's dtypes are looked up once, too.
     """
     from triton.runtime import interpreter
 

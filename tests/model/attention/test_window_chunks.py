@@ -21,6 +21,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 WINDOW = 8  # tokens; the sliding window of all models below
 CHUNK = 12
 WINDOWED = ("mistral", "mixtral", "qwen2", "gemma3", "phi3", "gpt_oss", "starcoder2", "exaone4")
+LIKE_MISTRAL = ("mixtral", "phi3", "starcoder2")  # a window in each layer
 
 
 class Watch(TorchDispatchMode):
@@ -63,9 +64,7 @@ def test_attend_window_matches_dense_softmax(dtype, groups, length, window, monk
             )
 
 
-@pytest.mark.parametrize(
-    "family", slow(WINDOWED, ("mixtral", "phi3", "starcoder2"))
-)  # windows in all layers, as in Mistral
+@pytest.mark.parametrize("family", slow(WINDOWED, LIKE_MISTRAL))
 def test_windowed_model_matches_generate(family):
     """Prompts have several chunks: the first is longer than the window, and one has a single token."""
     name, settings = FAMILIES[family]
