@@ -47,5 +47,5 @@ def _patch_once() -> None:
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    with contextlib.suppress(ImportError):  # on systems without Triton
+    with contextlib.suppress(ImportError, AttributeError):  # no Triton, or another interpreter, which is slower
         _patch_once()
