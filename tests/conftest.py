@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 import site
@@ -66,6 +67,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Exclude imported objects from garbage collection: see lp_runtime/utils/startup.py."""
     gc.freeze()
     gc.enable()
+    # In each phase of each test, pytest adds its handlers to every logger that does not propagate: 57 of them.
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.name.startswith("torch"):
+            logger.propagate = True
     if hasattr(session.config, "workerinput") and forks_replicas():
         join_server(*session.config.workerinput["fork_server"])
         wait_for_server()  # otherwise each worker would compile the same code

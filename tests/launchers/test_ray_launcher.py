@@ -177,7 +177,7 @@ def test_actor_reports_why_it_cannot_use_its_gpus(monkeypatch):
         raise LaunchError(reason)
 
     monkeypatch.setattr(ray_launcher.Booking, "placement_here", refuse)
-    assert list(ReplicaActor(RuntimeConfig()).serve()) == [[Failed(reason, LaunchError)]]
+    assert list(ReplicaActor(RuntimeConfig()).serve()) == [[Failed.from_error(LaunchError(reason))]]
 
 
 def test_actor_that_ends_silently_is_reported_as_failed(monkeypatch):
@@ -194,7 +194,7 @@ def test_actor_that_ends_silently_is_reported_as_failed(monkeypatch):
     host = RayHost(module, RuntimeConfig(gpus=1, device="cpu"))
     host.start_process(0)
     assert host.receive(0.0) == []
-    assert host.receive(0.0) == [(0, Failed("its actor ended (StopIteration)", None))]
+    assert host.receive(0.0) == [(0, Failed("its actor ended (StopIteration)"))]
     assert host.receive(0.0) == []
 
 

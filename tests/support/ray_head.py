@@ -41,7 +41,7 @@ def head_node(
 ) -> Iterator[Head]:
     """Start a node on its own ports and in its own folder; its processes are killed at the end.
 
-    Only jobs need the dashboard, whose ten processes take several seconds of CPU time to start.
+    Only jobs need the dashboard and the monitors, whose processes take several seconds of CPU time to start.
     """
     folder = tempfile.mkdtemp(prefix="lpr", dir="/tmp")  # short: Ray puts sockets in it
     port, dashboard, client, agent = free_ports(4)  # Ray's defaults may be in use by another cluster
@@ -51,6 +51,8 @@ def head_node(
         command += [f"--dashboard-agent-listen-port={agent}", "--num-cpus=2", "--num-gpus=0"]
         command += ["--disable-usage-stats", "--object-store-memory=100000000"]
         command += [f"--include-dashboard={str(has_dashboard).lower()}"]
+        if not has_dashboard:
+            command += ["--include-log-monitor=false", "--no-monitor"]
         with open(f"{folder}/head.log", "w") as log:
             head = subprocess.Popen(command, env=mark.environment, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
         try:
