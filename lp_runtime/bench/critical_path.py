@@ -87,8 +87,8 @@ class LocalRequest(RunningRequest):
 
     def harvest(self, num_prompt: int) -> PromptHarvest:
         """Return what collects all candidates here. Real replicas each collect a part, in less time."""
-        num_harvested = min(self.decoder.num_harvested, num_prompt)
-        return PromptHarvest(self._model, self.slot, num_prompt, num_harvested, self.decoder.sampler, Group.alone())
+        decoder = self.decoder
+        return PromptHarvest(self._model, self.slot, num_prompt, decoder.num_harvested, decoder.sampler, Group.alone())
 
     def agree_to_cancel(self, step: Step, num_left: int, error: LookaheadError | None) -> bool:
         if error is not None:

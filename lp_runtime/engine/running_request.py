@@ -194,8 +194,8 @@ class RunningRequest:
         return self.harvest(len(prompt)) if self.decoder.num_harvested else PromptFeeder(self._model, self.slot)
 
     def harvest(self, num_prompt: int) -> PromptHarvest:
-        num_harvested = min(self.decoder.num_harvested, num_prompt)
-        return PromptHarvest(self._model, self.slot, num_prompt, num_harvested, self.decoder.sampler, self._group)
+        decoder = self.decoder
+        return PromptHarvest(self._model, self.slot, num_prompt, decoder.num_harvested, decoder.sampler, self._group)
 
     def _feed(self, feeder: PromptFeeder, chunk: Sequence[int]) -> None:
         feeder.feed(chunk)

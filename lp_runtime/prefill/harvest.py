@@ -28,7 +28,7 @@ class PromptHarvest(PromptFeeder):
 
     Args:
         num_prompt: P, those that are to be fed.
-        num_harvested: n, 0 to P.
+        num_harvested: n; P if that is less.
         group: the replicas that share the request's steps; rank p % R computes the candidates of token p.
     """
 
@@ -42,7 +42,7 @@ class PromptHarvest(PromptFeeder):
         group: Group,
     ):
         super().__init__(model, slot)
-        self._num_prompt, self._first = num_prompt, num_prompt - num_harvested
+        self._num_prompt, self._first = num_prompt, max(0, num_prompt - num_harvested)
         self._sampler, self._group = sampler, group
         self._num_fed = 0
         self._packed: list[torch.Tensor] = []  # candidates of this replica's tokens, on its device
