@@ -18,7 +18,7 @@ from lp_runtime.calibration.step_meter import StepMeasurement
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
-from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.decoder import Decoder, DrafterSetup
 from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.engine.engine import Engine
@@ -278,6 +278,4 @@ class Bench:
         rules = DecodingRules(request.max_new_tokens, request.eos_token_ids)
         num_nodes = drafter.max_nodes + drafter.max_committed
         budget = StepBudget(assumed_times(degree, num_nodes), False, None)
-        return Decoder(
-            DecodingState(request.prompt_ids, rules, drafter), budget, replace(sampler, num_top_k=drafter.num_top_k)
-        )
+        return Decoder(DecodingState(request.prompt_ids, rules, drafter), DrafterSetup(drafter, budget, None), sampler)

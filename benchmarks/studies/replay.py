@@ -110,14 +110,11 @@ class SettledEngine(Engine):
     def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return a decoder whose budget starts from the initial costs; arguments are those of Engine."""
         decoder = super().open_decoder(request, sampler, stop, tag)
-        is_auto = request.lookahead.is_auto
-        if not is_auto:
-            return decoder
-        learned = LearnedCosts.initial(self._num_replicas)
-        times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
-        budget = StepBudget(times, is_auto, decoder.budget.limit, learned)
-        parts = (decoder.state, budget, decoder.sampler, decoder.draft_tables)
-        return Decoder(*parts, num_harvested=decoder.num_harvested)
+        if request.lookahead.is_auto:
+            learned = LearnedCosts.initial(self._num_replicas)
+            times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
+            decoder.budget = StepBudget(times, True, decoder.budget.limit, learned)
+        return decoder
 
 
 class ReplayDevice:

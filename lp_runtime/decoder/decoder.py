@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.partition.partition import Shares
-from lp_runtime.lookahead.drafter import VerificationResult
+from lp_runtime.lookahead.drafter import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingState, Proposal
 from lp_runtime.lookahead.tree import TokenTree
@@ -71,35 +72,60 @@ class Gathered(NamedTuple):
     times_are_late: bool = False
 
 
+class DrafterSetup(NamedTuple):
+    """What a decoder drafts with; without draft tables unless the drafter is `full`."""
+
+    drafter: Drafter
+    budget: StepBudget
+    draft_tables: DraftTables | None
+
+
 class Decoder:
-    """The state, step budget and sampler of one request.
+    """The state, drafter, step budget and sampler of one request.
 
     Args:
+        setup: its drafter is the state's.
         num_followers: replicas that own no node, in addition to those of the budget. Processors of an ordered sampler
             are called on one replica only.
         num_harvested: number of trailing prompt tokens whose top-k candidates the drafter learns.
         is_traced: whether outputs name the rank and the source of each token.
+        lacks_drafter: whether `use` will be called with the request's own drafter.
     """
 
     def __init__(
         self,
         state: DecodingState,
-        budget: StepBudget,
+        setup: DrafterSetup,
         sampler: Sampler,
-        draft_tables: DraftTables | None = None,
         num_followers: int = 0,
         num_harvested: int = 0,
         is_traced: bool = False,
+        lacks_drafter: bool = False,
     ):
         self.state = state
-        self.drafter = state.drafter
-        self.budget = budget
-        self.sampler = sampler
-        self.draft_tables = draft_tables
+        self.drafter, self.budget = setup.drafter, setup.budget
+        self.draft_tables = setup.draft_tables
+        self.sampler = replace(sampler, num_top_k=setup.drafter.num_top_k)
         self.num_harvested = num_harvested
+        self.lacks_drafter = lacks_drafter
+        self._num_without = 0  # steps before the state had the request's own drafter
         self._num_followers = num_followers
         self._is_traced = is_traced
         self._unlearned: tuple | None = None  # what the budget has yet to observe of the last step
+
+    def use(self, setup: DrafterSetup) -> None:
+        """Draft in the way given from the next step on."""
+        self.learn_costs()
+        self.drafter, self.budget = setup.drafter, setup.budget
+        self.draft_tables = setup.draft_tables
+        self.sampler = replace(self.sampler, num_top_k=setup.drafter.num_top_k)
+        self.state.use(setup.drafter)
+        self._num_without, self.lacks_drafter = self.state.num_steps, False
+
+    @property
+    def num_steps_without_drafter(self) -> int:
+        """Steps of a request that lacked its drafter; 0 if it had it from the start."""
+        return self.state.num_steps if self.lacks_drafter else self._num_without
 
     @property
     def max_owned(self) -> int:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 
 from lp_runtime.calibration.calibration import Calibration
-from lp_runtime.config.lookahead import UNMEASURED_STEP_TOKENS, LookaheadConfig, max_depth
+from lp_runtime.config.lookahead import PLAIN, UNMEASURED_STEP_TOKENS, LookaheadConfig, max_depth
 from lp_runtime.constraints.grammar_guide import Grammars
-from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.decoder import Decoder, DrafterSetup
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.drafter_factory import check_chain_settings, make_drafter
 from lp_runtime.decoder.harvest_size import num_to_harvest
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
 from lp_runtime.model.capacity import STEP_TOKENS
 from lp_runtime.model.runner import ModelRunner
@@ -42,17 +42,55 @@ class DecoderFactory:
         self._draft_pool, self._grammars = draft_pool, grammars
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
-    def make(self, request: Request, sampler: Sampler, stop: Stop | None, tag: int) -> Decoder:
+    def make(
+        self, request: Request, sampler: Sampler, stop: Stop | None, tag: int, lacks_drafter: bool = False
+    ) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
-        `stop` is a condition in addition to the request's own. `tag` names kept draft tables to use; 0 for empty ones.
+        Args:
+            stop: a condition in addition to the request's own.
+            tag: of kept draft tables to use; 0 for empty ones.
+            lacks_drafter: whether to feed one token per step until `Decoder.use` is called.
         """
-        settings, calibration = request.lookahead, self._calibration
         group, model = self._group, self._model
-        # Ordered processors are called on one replica only. The others own no node: they are followers.
-        num_replicas = 1 if sampler.is_ordered else group.size
+        setup = self._set_up(request, sampler, tag, PLAIN if lacks_drafter else request.lookahead)
+        drafter = setup.drafter
+        try:
+            guide = None
+            if self._grammars and request.constraint:
+                guide = self._grammars.guide(request.constraint, request.text_context)
+            rules = DecodingRules(
+                request.max_new_tokens,
+                request.eos_token_ids,
+                repr(request.lookahead),
+                request.sampling_key,
+                model.rotary_lengths.refed_at,
+            )
+            state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, group.is_alone, guide)
+            num_harvested = num_to_harvest(request, drafter, model, self._calibration, group.size)
+            num_followers = group.size - self._num_owners(sampler)
+            return Decoder(state, setup, sampler, num_followers, num_harvested, request.trace, lacks_drafter)
+        except BaseException:
+            self._release(setup.draft_tables, tag, request)
+            raise
+
+    def set_up_drafter(self, request: Request, sampler: Sampler, tag: int) -> DrafterSetup:
+        """Return what a decoder made with `lacks_drafter` drafts with later; see `make`."""
+        return self._set_up(request, sampler, tag, request.lookahead)
+
+    def _num_owners(self, sampler: Sampler) -> int:
+        """Return how many replicas own nodes. The others are followers: ordered processors are called on one only."""
+        return 1 if sampler.is_ordered else self._group.size
+
+    def _release(self, tables: DraftTables | None, tag: int, request: Request) -> None:
+        if tables is not None:
+            self._draft_pool.release(tables, tag, request.draft_scope)
+
+    def _set_up(self, request: Request, sampler: Sampler, tag: int, settings: LookaheadConfig) -> DrafterSetup:
+        calibration, model = self._calibration, self._model
+        num_replicas = self._num_owners(sampler)
         if chains := model.feeds_chains:
-            check_chain_settings(settings, num_replicas < group.size)
+            check_chain_settings(settings, num_replicas < self._group.size)
         limit = step_limit(settings, calibration)
         tables = self._draft_pool.acquire(settings.draft_tables_bytes, tag) if settings.drafter == "full" else None
         try:
@@ -70,21 +108,9 @@ class DecoderFactory:
             kind = settings.is_auto, sampler.noise is None, num_replicas
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
             budget = (ChainBudget if chains else StepBudget)(times, settings.is_auto, limit, learned)
-            guide = None
-            if self._grammars and request.constraint:
-                guide = self._grammars.guide(request.constraint, request.text_context)
-            drafting, refed_at = repr(settings), model.rotary_lengths.refed_at
-            rules = DecodingRules(
-                request.max_new_tokens, request.eos_token_ids, drafting, request.sampling_key, refed_at
-            )
-            state = DecodingState(request.prompt_ids, rules, drafter, stop, request.committed, group.is_alone, guide)
-            num_harvested = num_to_harvest(request, drafter, model, calibration, group.size)
-            sampler = replace(sampler, num_top_k=drafter.num_top_k)
-            num_followers = group.size - num_replicas
-            return Decoder(state, budget, sampler, tables, num_followers, num_harvested, is_traced=request.trace)
+            return DrafterSetup(drafter, budget, tables)
         except BaseException:
-            if tables is not None:
-                self._draft_pool.release(tables, tag, request.draft_scope)
+            self._release(tables, tag, request)
             raise
 
 

@@ -49,6 +49,11 @@ from lp_runtime.utils.jit import compile_in_turns
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 
+def never_compiling() -> bool:
+    """Default of `is_compiling`: no other process compiles."""
+    return False
+
+
 class Engine:
     """Decodes requests on one replica. All replicas of a group must get the same ones in the same order.
 
@@ -75,9 +80,21 @@ class Engine:
         self.draft_pool = draft_pool or DraftPool()
         self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
+        self._is_compiling = never_compiling
+        self._unprepared: LookaheadConfig | None = None  # settings to prepare when the drafter has been compiled
 
-    def prepare(self, settings: LookaheadConfig) -> None:
-        """Measure and compile now what a request with these settings would have to wait for."""
+    def prepare(self, settings: LookaheadConfig, is_compiling: Callable[[], bool] = never_compiling) -> None:
+        """Measure and compile now what a request with these settings would have to wait for.
+
+        While `is_compiling` is true, another process compiles the drafter `full`. Requests are then decoded without it,
+        one token per step, and the rest is prepared when it is false. Only a lone replica can do that.
+        """
+        self._is_compiling = is_compiling
+        self._unprepared = settings if settings.drafter == "full" and is_compiling() else None
+        if self._unprepared is None:
+            self._prepare(settings)
+
+    def _prepare(self, settings: LookaheadConfig) -> None:
         is_full, is_shared = settings.drafter == "full", not self._group.is_alone
         chains = [compile_chains] if self._model.feeds_chains else []
         exchange = [compile_exchange] if is_shared else []
@@ -93,7 +110,8 @@ class Engine:
 
     def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
-        return self._decoders.make(request, sampler, stop, tag)
+        lacks_drafter = request.lookahead.drafter == "full" and not self._is_drafter_ready()
+        return self._decoders.make(request, sampler, stop, tag, lacks_drafter)
 
     def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
         """Release a decoder's draft tables; see `DraftPool.release`."""
@@ -247,6 +265,7 @@ class Engine:
 
         Yields outputs of earlier steps while the device works on this one.
         """
+        self._give_drafters(batch)  # only while drafters are being compiled
         steps = self._propose(batch)  # token trees and who feeds what: pure, equal on every replica
         logits = self._forward(batch, steps)  # the only expensive call
         samples = self._sample(batch, steps, logits)
@@ -255,6 +274,20 @@ class Engine:
         yield from self._deliver_previous(delivery)
         gathered = self._finish_exchange(batch, steps, samples, delivery)
         return self._advance(batch, steps, gathered)  # accept, commit, learn: pure, equal on every replica
+
+    def _is_drafter_ready(self) -> bool:
+        """Return whether requests may have the drafter `full`; prepare it if it has just been compiled."""
+        if self._unprepared is not None and not self._is_compiling():
+            settings, self._unprepared = self._unprepared, None
+            self._prepare(settings)
+        return self._unprepared is None
+
+    def _give_drafters(self, batch: list[RunningRequest]) -> None:
+        """Give requests that began without a drafter theirs, once it is compiled; see `prepare`."""
+        if self._is_drafter_ready():
+            for running in batch:
+                if running.decoder.lacks_drafter:
+                    running.use(self._decoders.set_up_drafter(running.request, running.decoder.sampler, running.tag))
 
     def _propose(self, batch: list[RunningRequest]) -> list[Step]:
         for running in batch:

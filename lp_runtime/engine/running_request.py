@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from lp_runtime.decoder.decoder import Decoder, Gathered, Samples
+from lp_runtime.decoder.decoder import Decoder, DrafterSetup, Gathered, Samples
 from lp_runtime.decoder.shared_error import shared_error
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome
@@ -91,16 +91,28 @@ class RunningRequest:
         self.slot = slot
         self.timer = StepTimer()
         self._model = model
-        self._group = peers.group
-        self._times_are_late = peers.times_are_late
+        self._peers, self._group = peers, peers.group
         self._prefix = prefix
         self._callbacks = callbacks
-        self._exchange = peers.make_exchange(peers.group, decoder.max_owned, decoder.sampler.width)
+        self._exchange = self._make_exchange()
         self._started = time.perf_counter()
         self._ended_by = 0  # bits of the control word
         self._num_fed = 0.0  # tokens, mean over replicas, summed over the steps after the prefill
         self._num_extra_passes = 0  # forward passes beyond one per step
         self._prefill_seconds = 0.0
+
+    def _make_exchange(self) -> Exchange:
+        return self._peers.make_exchange(self._group, self.decoder.max_owned, self.decoder.sampler.width)
+
+    def use(self, setup: DrafterSetup) -> None:
+        """Draft in the way given from the next step on."""
+        self.decoder.use(setup)
+        self._exchange = self._make_exchange()
+
+    @property
+    def tag(self) -> int:
+        """Tag of the kept draft tables that the request continues with; 0 for none."""
+        return self._prefix.tag
 
     @property
     def is_finished(self) -> bool:
@@ -245,7 +257,7 @@ class RunningRequest:
             values, control = self._no_values(step), control | FAILED
         else:
             values = samples.values
-        self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._times_are_late))
+        self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._peers.times_are_late))
 
     def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
         """Wait for the samples of all replicas; if any replica has failed, return the same error on all.
@@ -269,7 +281,7 @@ class RunningRequest:
     def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
         """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
         times = StepTimer.unpacked(outcome.clocks)
-        gathered = self.decoder.unpack(step, outcome.values, *times, self._times_are_late)
+        gathered = self.decoder.unpack(step, outcome.values, *times, self._peers.times_are_late)
         if self._callbacks.observe:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:
@@ -300,6 +312,7 @@ class RunningRequest:
             pool=drafter.pool_statistics(),
             seed=self.request.sampling.seed,
             cached_tokens=self._prefix.num_read,
+            steps_without_drafter=self.decoder.num_steps_without_drafter,
         )
 
     def keep_prefix(self) -> int:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lp_runtime.distributed.partition.partition import compile_partition
+from lp_runtime.kernels.numba_loops import compile_loops
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter, compile_growth, compile_learning
+from lp_runtime.model.attention.mask_rows import compile_masks
+from lp_runtime.model.forward.inputs import compile_layout
 from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
+
+
+def pass_compilers() -> list[Callable[[], None]]:
+    """Return the compilers that a request on a CPU needs even without a drafter."""
+    return [compile_loops, compile_layout, compile_masks, compile_budget]
 
 
 def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
@@ -15,4 +23,4 @@ def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
     drafting = [compile_growth, compile_learning] if is_full else []
     sharing = [compile_capacity, compile_partition] if is_shared else []
     whole = [compile_drafter] if is_full else []  # the last one: it calls the first two
-    return [*drafting, *sharing, compile_budget, compile_sampler, *whole]
+    return [*drafting, *sharing, compile_sampler, *whole]

@@ -90,11 +90,11 @@ def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Import the slow modules that commands need, and run the command."""
     from lp_runtime.replica.compile_ahead import compiling_ahead
 
-    with nullcontext() if started_by_torchrun() else compiling_ahead(config):
+    with nullcontext() if started_by_torchrun() else compiling_ahead(config) as compiler:
         with no_garbage_collection():
             hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command
-        run_command(config, is_leader)
+        run_command(config, is_leader, compiler)
 
 
 def _check_working_directory() -> None:

@@ -22,6 +22,7 @@ from lp_runtime.entrypoints.output_file import check_output
 from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
+from lp_runtime.replica.compile_ahead import CompileProcess
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.http.settings import check_serve, listen
 from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_prompts
@@ -29,8 +30,12 @@ from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_pr
 Work = Callable[[LookaheadRuntime], None]
 
 
-def run_command(config: RuntimeConfig, is_leader: bool) -> None:
-    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
+def run_command(config: RuntimeConfig, is_leader: bool, compiler: CompileProcess | None) -> None:
+    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader.
+
+    `compiler` is the process that compiles ahead; None without one. Benchmarks wait for it first, and commands that
+    print answers wait last.
+    """
     turn_off_tf32()
     if parts := _without_runtime(config):
         for part in parts if is_leader else ():
@@ -38,9 +43,13 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
+    if compiler is not None and isinstance(config, BenchConfig):
+        compiler.wait("code that is measured")
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
             work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
+    if compiler is not None and not isinstance(config, ServeConfig):  # a server runs on meanwhile
+        compiler.wait("the drafter for the next command, once per machine; Ctrl-C skips it")
 
 
 def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from lp_runtime.errors import first_line
-from lp_runtime.utils.jit import bound, compiled, compiles
+from lp_runtime.kernels.numba_loops import compile_loops, loops
+from lp_runtime.utils.jit import compiles
 
 log = logging.getLogger(__name__)
 
 MAX_SIZE = 1 << 17  # elements of an input; above this, torch's threads are faster
-ORDER_IS_FREE = frozenset({"reassoc", "contract", "nsz"})  # fastmath flags: sums may be reordered and so vectorized
 
 
 def supports(states: torch.Tensor) -> bool:
@@ -40,7 +39,7 @@ def norm(states: torch.Tensor, weight: np.ndarray, epsilon: float) -> torch.Tens
     """Return the RMS norm over the last dimension, [..., E] float32: x w / sqrt(mean(x^2) + epsilon)."""
     rows = states.numpy()
     normed = np.empty_like(rows)
-    _kernels()[0](rows.reshape(-1, len(weight)), weight, epsilon, normed.reshape(-1, len(weight)))
+    loops()[0](rows.reshape(-1, len(weight)), weight, epsilon, normed.reshape(-1, len(weight)))
     return torch.from_numpy(normed)
 
 
@@ -52,7 +51,7 @@ def add_and_norm(
     total, normed = np.empty_like(rows), np.empty_like(rows)
     shape = (-1, len(weight))
     arrays = (each.reshape(shape) for each in (rows, added.numpy(), total, normed))
-    _kernels()[1](*arrays, weight, epsilon)
+    loops()[1](*arrays, weight, epsilon)
     return torch.from_numpy(total), torch.from_numpy(normed)
 
 
@@ -76,7 +75,7 @@ def rotate_and_write(
     _, num_tokens, _, size = query.shape
     assert start + num_tokens <= keys.shape[2]
     rotated = np.empty((1, sizes[0], num_tokens, size), np.float32)
-    _kernels()[2](query, key, value, cos, sin, *first, *sizes, start, rotated, keys, values)
+    loops()[2](query, key, value, cos, sin, *first, *sizes, start, rotated, keys, values)
     return torch.from_numpy(rotated)
 
 
@@ -97,21 +96,11 @@ def _can_run() -> bool:
     return True
 
 
-@functools.cache
-def _kernels() -> tuple[Callable, Callable, Callable]:
-    """Return the kernels, bound to types: Numba's dispatch would take longer than some of the calls."""
-    row, rows, tokens, heads = (np.zeros((1,) * num, np.float32) for num in range(1, 5))
-    return (
-        bound(_norm, rows, row, 0.0, rows),
-        bound(_add_and_norm, *[rows] * 4, row, 0.0),
-        bound(_rotate_and_write, *[heads] * 3, *[tokens] * 2, *[0] * 6, *[heads] * 3),
-    )
-
-
 @compiles
 def _try_kernels() -> None:
     """Compile the kernels, or load them from disk, and raise ArithmeticError if a result is wrong."""
-    _kernels.cache_clear()
+    compile_loops()
+    loops.cache_clear()
     ones = np.ones(2, np.float32)
     normed = norm(torch.tensor([[3.0, 4.0]]), ones, 0.0)
     added = add_and_norm(torch.tensor([[1.0, 2.0]]), torch.tensor([[2.0, 2.0]]), ones, 0.0)
@@ -127,66 +116,3 @@ def _try_kernels() -> None:
     right = torch.cat([expected, sums, expected, torch.tensor([-2.0, 1.0, -4.0, 3.0, 5.0, 6.0])])
     if not torch.allclose(ours, right):
         raise ArithmeticError(f"{ours.tolist()} instead of {right.tolist()}")
-
-
-@compiled(fastmath=ORDER_IS_FREE)
-def _norm(states: np.ndarray, weight: np.ndarray, epsilon: float, normed: np.ndarray) -> None:
-    """Write to `normed`, [T, E], the rows of `states`, [T, E], normalized and multiplied by `weight`, [E]."""
-    size = states.shape[1]
-    for token in range(states.shape[0]):
-        total = np.float32(0.0)
-        for place in range(size):
-            total += states[token, place] * states[token, place]
-        factor = np.float32(1.0 / np.sqrt(total / size + epsilon))
-        for place in range(size):
-            normed[token, place] = states[token, place] * factor * weight[place]
-
-
-@compiled(fastmath=ORDER_IS_FREE)
-def _add_and_norm(
-    states: np.ndarray, added: np.ndarray, total: np.ndarray, normed: np.ndarray, weight: np.ndarray, epsilon: float
-) -> None:
-    """Write to `total` the sum of `states` and `added`, and to `normed` its normalization: [T, E] each."""
-    for token in range(states.shape[0]):
-        for place in range(states.shape[1]):
-            total[token, place] = states[token, place] + added[token, place]
-    _norm(total, weight, epsilon, normed)
-
-
-@compiled(fastmath=ORDER_IS_FREE)
-def _rotate_and_write(
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
-    cos: np.ndarray,
-    sin: np.ndarray,
-    first_query: int,
-    first_key: int,
-    first_value: int,
-    num_queries: int,
-    num_keys: int,
-    start: int,
-    rotated: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-) -> None:
-    half = query.shape[3] // 2
-    for token in range(query.shape[1]):
-        at = start + token
-        for head in range(num_queries):
-            source = first_query + head
-            for low in range(half):
-                high = low + half
-                x, y = query[0, token, source, low], query[0, token, source, high]
-                rotated[0, head, token, low] = x * cos[0, token, low] - y * sin[0, token, low]
-                rotated[0, head, token, high] = y * cos[0, token, high] + x * sin[0, token, high]
-        for head in range(num_keys):  # not a function shared with the loop above: that took twice as long, unvectorized
-            source = first_key + head
-            for low in range(half):
-                high = low + half
-                x, y = key[0, token, source, low], key[0, token, source, high]
-                keys[0, head, at, low] = x * cos[0, token, low] - y * sin[0, token, low]
-                keys[0, head, at, high] = y * cos[0, token, high] + x * sin[0, token, high]
-            source = first_value + head
-            for place in range(2 * half):
-                values[0, head, at, place] = value[0, token, source, place]

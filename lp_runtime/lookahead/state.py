@@ -163,13 +163,18 @@ class DecodingState:
         request = repr((self.tokens, rules, sorted(self.rules.eos_token_ids)))
         return Proposal(TokenTree(self.tokens[-1:], max_depth=0), request.encode())
 
+    def use(self, drafter: Drafter) -> None:
+        """Draft with another drafter, which has not begun a request, from the next step on."""
+        drafter.begin(self.tokens[:-1])
+        drafter.advance_prefill(self.tokens, VerificationResult(self.tokens[-1:]))
+        self.drafter = drafter
+
     def _resume(self, committed: Sequence[int]) -> None:
         """Commit tokens of an earlier attempt, and count all but the last as cached."""
         for token in committed:
             self._commit([token])
         assert len(self.new_tokens) == len(committed)
-        self.drafter.begin(self.tokens[:-1])
-        self.drafter.advance_prefill(self.tokens, VerificationResult(self.tokens[-1:]))
+        self.use(self.drafter)
         self.num_steps = 1  # the forward pass that caches the tokens again
         self.num_cached = len(self.tokens) - 1
         self._chain(self.propose_prefill())

@@ -29,6 +29,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache
 from lp_runtime.replica.compile_ahead import compile_steps
 from lp_runtime.replica.corpus_store import KnownCorpus
+from lp_runtime.replica.early_start import EarlyStart
 from lp_runtime.replica.loading import choose_device, ready_follower, ready_model
 from lp_runtime.replica.pass_memory import measure_pass_bytes
 from lp_runtime.replica.profiler import check_folder
@@ -86,6 +87,7 @@ class LoadedModel:
     sleeps: bool = False
     corpus: KnownCorpus = field(default_factory=KnownCorpus)
     is_start: bool = True
+    early_start: EarlyStart | None = None
 
 
 def load_replica(
@@ -110,7 +112,8 @@ def load_replica(
         warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # one per machine reports
     progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
-    if config.lookahead.drafter == "full":
+    early_start = EarlyStart.of(config)
+    if config.lookahead.drafter == "full" and early_start is None:
         compile_steps(is_shared=config.num_replicas > 1)
     model, self_check = ready_model(config, device, progress, place, batches)
     end = eos_token_ids(model.model)
@@ -136,7 +139,8 @@ def load_replica(
         supports_batching=model.supports_batching and not config.profile,
         cache_bytes_per_token=model.cache_bytes_per_token,
     )
-    return LoadedModel(model, info, Measured(), progress, must_sleep(num_local, owns_device))
+    sleeps = must_sleep(num_local, owns_device)
+    return LoadedModel(model, info, Measured(), progress, sleeps, early_start=early_start)
 
 
 def _sample_once(model: ModelRunner, sampler: Sampler) -> None:

@@ -22,7 +22,7 @@ from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.engine import Engine, never_compiling
 from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
@@ -63,7 +63,8 @@ class Replica:
         exchange = partial(Exchange, sleeps=loaded.sleeps)
         self._engine = Engine(model, group, calibration, draft_pool, times_are_late, exchange, grammars)
         loaded.progress.begin("measuring step times and the vocabulary prior")
-        self._engine.prepare(config.lookahead)
+        early = loaded.early_start
+        self._engine.prepare(config.lookahead, never_compiling if early is None else early.is_compiling)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request in step with the other replicas of the group; see Engine.run.

@@ -65,6 +65,7 @@ class Report:
         pool: the n-gram pool at the end; None if the drafter has none.
         seed: seed of the sample; None if decoding was greedy.
         cached_tokens: prompt tokens whose keys and values came from the prefix cache.
+        steps_without_drafter: steps of one token each, while the drafter was still being compiled; see Engine.prepare.
         losses: replicas lost during the request; times, tokens and counts then only cover the part after the last loss.
     """
 
@@ -79,6 +80,7 @@ class Report:
     pool: PoolStatistics | None
     seed: int | None
     cached_tokens: int = 0
+    steps_without_drafter: int = 0
     losses: int = 0
 
     @classmethod

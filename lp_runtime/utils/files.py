@@ -18,6 +18,18 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def is_locked(path: Path) -> bool:
+    """Return whether another process holds a lock file; False if it cannot be opened."""
+    try:
+        with open(path, "a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write a file atomically: complete or unchanged if the process dies. Creates missing parent folders."""
     path.parent.mkdir(parents=True, exist_ok=True)

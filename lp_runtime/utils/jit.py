@@ -9,7 +9,6 @@ CPU that the code is compiled for, so machines with different CPUs can share a c
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import functools
 import hashlib
 import re
@@ -29,7 +28,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
-from lp_runtime.utils.files import locked
+from lp_runtime.utils.files import is_locked, locked
 
 Int = int | np.int64  # the same type in compiled code
 
@@ -213,16 +212,7 @@ def _compile_lock(compiler: Callable) -> Iterator[None]:
 
 
 def _is_compiling(compiler: Callable) -> bool:
-    if not _cache_folders:
-        return False
-    try:
-        with open(_lock_path(compiler), "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+    return bool(_cache_folders) and is_locked(_lock_path(compiler))
 
 
 def _lock_path(compiler: Callable) -> Path:

@@ -15,7 +15,7 @@ from support.thinned import thinned
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.decoder import sampler_factory
-from lp_runtime.decoder.decoder import Decoder, Samples
+from lp_runtime.decoder.decoder import Decoder, DrafterSetup, Samples
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.transport.group import Group
@@ -209,11 +209,10 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
     results = []
     for rank in range(2):
         learned = LearnedCosts.initial(2)
-        decoder = Decoder(
-            DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), PromptLookupDrafter(4)),
-            StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, None, learned),
-            Sampler(TreeProcessors([], CPU), None),
-        )
+        drafter = PromptLookupDrafter(4)
+        budget = StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, None, learned)
+        state = DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), drafter)
+        decoder = Decoder(state, DrafterSetup(drafter, budget, None), Sampler(TreeProcessors([], CPU), None))
         group = Group(rank, 2, CPU)
         prefix = PromptPrefix(None, request, group, DraftPool(None))
         peers = Peers(group, Exchange, times_are_late=False)

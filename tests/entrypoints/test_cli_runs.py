@@ -208,17 +208,15 @@ def test_disabled_numba_jit_is_refused(own_folder):
 
 @pytest.mark.slow
 def test_compile_process_runs_only_with_an_empty_cache(own_folder, tiny_model_dir, tmp_path):
+    command = [f"model.path={tiny_model_dir}", "ids=true", IDS]
     with marked(NUMBA_CACHE_DIR=str(tmp_path / "numba")) as mark:
-        driver = start_cli(
-            f"model.path={tiny_model_dir}", "ids=true", IDS, cwd=own_folder, environment=mark.environment
-        )
+        driver = start_cli(*command, cwd=own_folder, environment=mark.environment)
         wait_until(lambda: any("compile_ahead" in command_line(pid) for pid in mark.alive()))
-        driver.communicate(timeout=PATIENCE)
+        first, _ = driver.communicate(timeout=PATIENCE)
         assert driver.returncode == 0
         mark.assert_gone()
-        driver = start_cli(
-            f"model.path={tiny_model_dir}", "ids=true", IDS, cwd=own_folder, environment=mark.environment
-        )
+        driver = start_cli(*command, cwd=own_folder, environment=mark.environment)
         while driver.poll() is None:
             assert not any("compile_ahead" in command_line(pid) for pid in mark.alive())
-        driver.communicate()
+        again, errors = driver.communicate()
+        assert again == first and b"compil" not in errors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from lp_runtime.kernels import numba_cpu
+from lp_runtime.kernels import numba_cpu, numba_loops
 from lp_runtime.kernels.numba_cpu import MAX_SIZE, add_and_norm, array_of, norm, rotate_and_write, supports
 from lp_runtime.utils import jit
 
@@ -17,7 +17,7 @@ from lp_runtime.utils import jit
 @pytest.fixture
 def fresh():
     """Make the kernels be compiled and checked again, both now and after the test."""
-    caches = (numba_cpu._can_run, numba_cpu._try_kernels, numba_cpu._kernels)
+    caches = (numba_cpu._can_run, numba_cpu._try_kernels, numba_loops.loops)
     for cache in caches:
         cache.cache_clear()
     yield

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lp_runtime.model.attention.mask import ancestor_mask
+from lp_runtime.model.attention.mask_rows import ancestor_mask
 from lp_runtime.model.forward.inputs import InputLayout
 from lp_runtime.model.kv_cache.cache import TreeCache
 

@@ -18,7 +18,7 @@ import torch
 
 from lp_runtime.calibration.vocabulary_prior import NO_CANDIDATES
 from lp_runtime.config.lookahead import MAX_DEPTH
-from lp_runtime.decoder.decoder import Decoder
+from lp_runtime.decoder.decoder import Decoder, DrafterSetup
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
@@ -92,7 +92,7 @@ def open_recorded(text: RecordedText, max_nodes: int, vocabulary: np.ndarray, bu
     """
     drafter = BestFirstDrafter(max_nodes, DraftTables(DRAFT_TABLES_BYTES), vocabulary, None, MAX_DEPTH)
     state = DecodingState(text.prompt, DecodingRules(text.length), drafter, is_alone=True)
-    return Decoder(state, budget, greedy_sampler())
+    return Decoder(state, DrafterSetup(drafter, budget, None), greedy_sampler())
 
 
 def decode_recorded(text: RecordedText, decoder: Decoder, times: np.ndarray) -> int:

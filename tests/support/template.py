@@ -21,7 +21,7 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter
-from lp_runtime.model.attention.mask import compile_masks
+from lp_runtime.model.attention.mask_rows import compile_masks
 from lp_runtime.model.forward.inputs import compile_layout
 from lp_runtime.replica.replica import start_replica
 from lp_runtime.request.request import Request

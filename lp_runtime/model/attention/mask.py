@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from lp_runtime.model.attention.mask_rows import additive_mask, ancestor_mask, compile_masks
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.attention.tree_attention import chunk_mask
-from lp_runtime.utils.jit import compiled, compiles
 from lp_runtime.utils.tensors import tensor_on
 
 FULL, SLIDING, CHUNKED = KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -30,50 +30,6 @@ class MaskForm(Enum):
     BOOLEAN = "boolean"  # [1, 1, T, S] bool, True where a token sees a key
     ADDITIVE = "additive"  # [1, 1, T, S] in the model's dtype, added to the scores
     TREE_ONLY = "tree only"  # [1, 1, T, T] additive, for the tree's own keys; BOOLEAN if a layer hides committed tokens
-
-
-def ancestor_mask(parents: Sequence[int] | np.ndarray) -> np.ndarray:
-    """Return [T, T] bool: row i is True at i and at the ancestors of i."""
-    mask = np.empty((len(parents), len(parents)), dtype=np.bool_)
-    _mark_ancestors(np.array(parents, dtype=np.int64), mask)
-    return mask
-
-
-@compiles
-def compile_masks() -> None:
-    ancestor_mask([-1, 0])
-    additive_mask([-1, 0], 1, -1.0)
-
-
-@compiled
-def _mark_ancestors(parents, mask):
-    for node in range(len(parents)):
-        parent = parents[node]
-        for other in range(parent + 1):
-            mask[node, other] = mask[parent, other]
-        for other in range(parent + 1, len(parents)):
-            mask[node, other] = False
-        mask[node, node] = True
-
-
-def additive_mask(parents: Sequence[int] | np.ndarray, num_cached: int, lowest: float) -> np.ndarray:
-    """Return [T, S] float32 to add to scores: `lowest` at hidden keys; 0 at committed, ancestors and self."""
-    mask = np.empty((len(parents), num_cached + len(parents)), dtype=np.float32)
-    _mark_hidden(np.asarray(parents, dtype=np.int64), num_cached, lowest, mask)
-    return mask
-
-
-@compiled
-def _mark_hidden(parents, num_cached, lowest, mask):
-    for node in range(len(parents)):
-        parent, after_parent = parents[node], num_cached + parents[node] + 1
-        for column in range(num_cached):
-            mask[node, column] = 0
-        for column in range(num_cached, after_parent):
-            mask[node, column] = mask[parent, column]
-        for column in range(after_parent, mask.shape[1]):
-            mask[node, column] = lowest
-        mask[node, num_cached + node] = 0
 
 
 class MaskBuilder:

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lp_runtime.model.attention.mask import MaskBuilder, MaskForm, ancestor_mask
+from lp_runtime.model.attention.mask import MaskBuilder, MaskForm
+from lp_runtime.model.attention.mask_rows import ancestor_mask
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.attention.tree_attention import window_of
 

@@ -11,7 +11,7 @@ import torch
 from support.thinned import thinned
 
 from lp_runtime.model.attention import tree_attention as module
-from lp_runtime.model.attention.mask import ancestor_mask
+from lp_runtime.model.attention.mask_rows import ancestor_mask
 from lp_runtime.model.attention.parts import attend, attend_masked
 from lp_runtime.model.attention.tree_attention import chunk_mask, tree_attention
 
