@@ -88,12 +88,12 @@ def forked_replicas() -> Iterator[Callable]:
     `started_replicas` and `started_compilers` undo this. Yields the function that starts a replica for users.
     """
     from lp_runtime.constraints import compile_process
-    from lp_runtime.launchers import spawn
+    from lp_runtime.replica import process_start
 
-    start_process = spawn.start_process
+    start_process = process_start.start_process
     with pytest.MonkeyPatch.context() as patch:
         if forks_replicas():
-            patch.setattr(spawn, "start_process", ForkedReplica)
+            patch.setattr(process_start, "start_process", ForkedReplica)
             forking = SimpleNamespace(Popen=ForkedCompiler, DEVNULL=subprocess.DEVNULL)
             patch.setattr(compile_process, "subprocess", forking)
         yield start_process
@@ -111,9 +111,9 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def started_replicas(monkeypatch, forked_replicas) -> None:
     """Start replicas as for users, without forking; they can import the processors of tests/support."""
-    from lp_runtime.launchers import spawn
+    from lp_runtime.replica import process_start
 
-    monkeypatch.setattr(spawn, "start_process", forked_replicas)
+    monkeypatch.setattr(process_start, "start_process", forked_replicas)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
 
 

@@ -127,6 +127,10 @@ class ClientConfig(RuntimeConfig):
     api_key_file: Optional[str] = None  # noqa: UP045
     """File that holds the API key for the server at `url`."""
 
+    @property
+    def has_runtime(self) -> bool:
+        return self.url is None
+
     def _check_server(self) -> None:
         """Raise ConfigError if a server setting lacks `url`, or a setting would have no effect with `url`."""
         if self.url is None:
@@ -290,6 +294,10 @@ class BenchConfig(ClientConfig):
             raise ConfigError(f"turns={self.turns}: not with url")
 
     @property
+    def has_runtime(self) -> bool:
+        return self.url is None and self.splits is None
+
+    @property
     def stops_at_eos(self) -> bool:
         """Whether decoding stops at the end-of-sequence token: `eos`, or else `chat`."""
         return self.chat if self.eos is None else self.eos
@@ -298,3 +306,7 @@ class BenchConfig(ClientConfig):
 @dataclass
 class DoctorConfig(RuntimeConfig):
     """Settings of lp-doctor: those of the runtime to check on this machine."""
+
+    @property
+    def has_runtime(self) -> bool:
+        return False

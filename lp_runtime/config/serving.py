@@ -121,6 +121,10 @@ class ServeConfig(RuntimeConfig):
             self.lookahead = self.lookahead.with_drafts_of_one_request()
 
     @property
+    def has_runtime(self) -> bool:
+        return self.server == "uvicorn"
+
+    @property
     def may_batch(self) -> bool:
         return self.policy != "latency" and self.max_batch > 1
 

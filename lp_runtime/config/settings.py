@@ -254,6 +254,11 @@ class RuntimeConfig:
         return False
 
     @property
+    def has_runtime(self) -> bool:
+        """Whether the command with these settings has a runtime in its process."""
+        return True
+
+    @property
     def num_gpus(self) -> int:
         """Number of GPUs, or processes on CPUs, by the settings; under torchrun, WORLD_SIZE decides instead."""
         return self.gpus or self.replica_gpus

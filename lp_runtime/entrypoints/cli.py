@@ -13,7 +13,7 @@ import os
 import platform
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
 from typing import NoReturn
@@ -89,8 +89,13 @@ def _run(name: str, usage: str, schema: type[RuntimeConfig], arguments: list[str
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Import the slow modules that commands need, and run the command."""
     from lp_runtime.replica.compile_ahead import compiling_ahead
+    from lp_runtime.replica.process_start import starting_ahead
 
-    with nullcontext() if started_by_torchrun() else compiling_ahead(config) as compiler:
+    with ExitStack() as stack:
+        compiler = None
+        if config.has_runtime and not started_by_torchrun():
+            compiler = stack.enter_context(compiling_ahead(config))
+            stack.enter_context(starting_ahead(config))
         with no_garbage_collection():
             hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command

@@ -37,8 +37,8 @@ def run_command(config: RuntimeConfig, is_leader: bool, compiler: CompileProcess
     print answers wait last.
     """
     turn_off_tf32()
-    if parts := _without_runtime(config):
-        for part in parts if is_leader else ():
+    if not config.has_runtime:
+        for part in _parts_without_runtime(config) if is_leader else ():
             part(config)
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
@@ -52,19 +52,16 @@ def run_command(config: RuntimeConfig, is_leader: bool, compiler: CompileProcess
         compiler.wait("the drafter for the next command, once per machine; Ctrl-C skips it")
 
 
-def _without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:
-    """Return the parts of a command that needs no runtime in this process; none if it needs one."""
+def _parts_without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:
+    """Return the parts of a command that has no runtime in this process."""
     if isinstance(config, DoctorConfig):
         return (examine,)
-    if isinstance(config, ServeConfig) and config.server == "ray_serve":
+    if isinstance(config, ServeConfig):
         return check_serve, _serve_on_ray  # the Serve replica has the runtime
-    if isinstance(config, ChatConfig) and config.url is not None:
+    if isinstance(config, ChatConfig):
         return (chat_with_server,)
-    if isinstance(config, BenchConfig) and config.url is not None:
-        return (put_under_load,)
-    if isinstance(config, BenchConfig) and config.splits is not None:
-        return check_bench, measure_splits
-    return ()
+    assert isinstance(config, BenchConfig)
+    return (put_under_load,) if config.url is not None else (check_bench, measure_splits)
 
 
 def _serve_on_ray(config: ServeConfig) -> None:

@@ -6,6 +6,7 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.base import Launcher
+from lp_runtime.replica.process_start import kill_unused
 
 
 def launch(config: RuntimeConfig) -> Launcher:
@@ -37,4 +38,7 @@ def launch(config: RuntimeConfig) -> Launcher:
         return LocalLauncher(config)
     from lp_runtime.launchers.spawn import SpawnLauncher
 
-    return SpawnLauncher(config)
+    try:
+        return SpawnLauncher(config)
+    finally:
+        kill_unused()

@@ -1,8 +1,4 @@
-"""Launcher of replicas as child processes, one per shard, run by worker/replica_process.py.
-
-These are plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module,
-so a script needs no main guard. A child exits when its pipe closes, however the driver died.
-"""
+"""Launcher of replicas as child processes, one per shard, run by worker/replica_process.py; see process_start.py."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.connection import Connection, wait
 
 import torch
 
@@ -28,7 +24,7 @@ from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, encode_order
 from lp_runtime.launchers.worker.process_host import Placement, ProcessHost
-from lp_runtime.utils.startup import python_command
+from lp_runtime.replica.process_start import next_process
 
 LOOPBACK = "127.0.0.1"
 MAX_MEETINGS = 100  # latest groups whose files are removed at close, if members were killed while they joined
@@ -62,12 +58,6 @@ class ReplicaPipe:
             self.pipe.close()
 
 
-def start_process(pipe: Connection) -> subprocess.Popen:
-    command = python_command("lp_runtime.launchers.worker.replica_process", str(pipe.fileno()))
-    # A new session: Ctrl-C reaches only the driver, which then stops the replicas.
-    return subprocess.Popen(command, pass_fds=[pipe.fileno()], stdin=subprocess.DEVNULL, start_new_session=True)
-
-
 class SpawnHost(ProcessHost):
     """Replicas as child processes."""
 
@@ -97,9 +87,7 @@ class SpawnHost(ProcessHost):
     def start_process(self, index: int) -> None:
         segment = self._segments[index] = new_segment_name()
         for number in self.numbers(index):
-            ours, theirs = Pipe()
-            with theirs:
-                self.processes[number] = start_process(theirs)
+            self.processes[number], ours = next_process()
             pipe = self._pipes[number] = ReplicaPipe(ours)
             shard = ShardPlace(number % self.num_shards, self.num_shards, segment, self._config.failure.timeout)
             place = Placement(number * self._num_stages, self._num_processes, shard=shard)

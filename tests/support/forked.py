@@ -159,7 +159,7 @@ def start_forked(
 def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: str, environment: dict[str, str]) -> None:
     import torch
 
-    from lp_runtime.launchers import spawn
+    from lp_runtime.replica import process_start
 
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -170,7 +170,7 @@ def _be_command(main: Callable, arguments: tuple, files: Sequence[Path], cwd: st
         with open(file, mode) as opened:
             os.dup2(opened.fileno(), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
-    spawn.start_process = ForkedReplica
+    process_start.start_process = ForkedReplica
     # A fork loses torch's thread pool. The first call makes a new one, and fails if two threads make it at once.
     torch.set_num_threads(torch.get_num_threads())
     try:
