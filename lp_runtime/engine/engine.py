@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -18,7 +21,7 @@ from lp_runtime.decoder.decoder_factory import DecoderFactory
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.decoder.step import Step
-from lp_runtime.distributed.exchange import Exchange, compile_exchange
+from lp_runtime.distributed.exchange import Exchange, compile_exchange, gather_rows
 from lp_runtime.distributed.partition.chains import compile_chains
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival, Batch
@@ -32,6 +35,7 @@ from lp_runtime.engine.running_request import (
     RunningRequest,
     capacity_of,
     never_cancel,
+    never_compiling,
 )
 from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
@@ -47,11 +51,6 @@ from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
 from lp_runtime.utils.jit import compile_in_turns
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
-
-
-def never_compiling() -> bool:
-    """Default of `is_compiling`: no other process compiles."""
-    return False
 
 
 class Engine:
@@ -80,21 +79,27 @@ class Engine:
         self.draft_pool = draft_pool or DraftPool()
         self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
-        self._is_compiling = never_compiling
         self._unprepared: LookaheadConfig | None = None  # settings to prepare when the drafter has been compiled
 
     def prepare(self, settings: LookaheadConfig, is_compiling: Callable[[], bool] = never_compiling) -> None:
         """Measure and compile now what a request with these settings would have to wait for.
 
-        While `is_compiling` is true, another process compiles the drafter `full`. Requests are then decoded without it,
-        one token per step, and the rest is prepared when it is false. Only a lone replica can do that.
+        While `is_compiling` is true, another process compiles the drafter `full` for this replica. Requests are then
+        decoded without it, one token per step, until it is false on all replicas.
         """
-        self._is_compiling = is_compiling
-        self._unprepared = settings if settings.drafter == "full" and is_compiling() else None
-        if self._unprepared is None:
-            self._prepare(settings)
+        self._peers = replace(self._peers, is_compiling=is_compiling)
+        self._unprepared = settings
+        if settings.drafter != "full" or not self._any_is_compiling():
+            self._finish_preparing()
 
-    def _prepare(self, settings: LookaheadConfig) -> None:
+    def _any_is_compiling(self) -> bool:
+        """Return whether any replica's drafter is still being compiled; equal on all replicas."""
+        return bool(gather_rows(np.array([self._peers.is_compiling()], np.int64), self._group).any())
+
+    def _finish_preparing(self) -> None:
+        settings, self._unprepared = self._unprepared, None
+        if settings is None:
+            return
         is_full, is_shared = settings.drafter == "full", not self._group.is_alone
         chains = [compile_chains] if self._model.feeds_chains else []
         exchange = [compile_exchange] if is_shared else []
@@ -110,7 +115,10 @@ class Engine:
 
     def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
-        lacks_drafter = request.lookahead.drafter == "full" and not self._is_drafter_ready()
+        lacks_drafter = request.lookahead.drafter == "full" and self._unprepared is not None
+        if lacks_drafter and not self._any_is_compiling():
+            self._finish_preparing()
+            lacks_drafter = False
         return self._decoders.make(request, sampler, stop, tag, lacks_drafter)
 
     def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
@@ -275,19 +283,12 @@ class Engine:
         gathered = self._finish_exchange(batch, steps, samples, delivery)
         return self._advance(batch, steps, gathered)  # accept, commit, learn: pure, equal on every replica
 
-    def _is_drafter_ready(self) -> bool:
-        """Return whether requests may have the drafter `full`; prepare it if it has just been compiled."""
-        if self._unprepared is not None and not self._is_compiling():
-            settings, self._unprepared = self._unprepared, None
-            self._prepare(settings)
-        return self._unprepared is None
-
     def _give_drafters(self, batch: list[RunningRequest]) -> None:
         """Give requests that began without a drafter theirs, once it is compiled; see `prepare`."""
-        if self._is_drafter_ready():
-            for running in batch:
-                if running.decoder.lacks_drafter:
-                    running.use(self._decoders.set_up_drafter(running.request, running.decoder.sampler, running.tag))
+        for running in batch:
+            if running.may_draft:
+                self._finish_preparing()
+                running.use(self._decoders.set_up_drafter(running.request, running.decoder.sampler, running.tag))
 
     def _propose(self, batch: list[RunningRequest]) -> list[Step]:
         for running in batch:

@@ -35,7 +35,7 @@ from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
-CANCEL, TIME_IS_UP, FAILED = 1, 2, 4  # bits of the exchange's control word
+CANCEL, TIME_IS_UP, FAILED, COMPILING = 1, 2, 4, 8  # bits of the exchange's control word
 
 # Called in every step, before the stop condition: (nodes that the accepted tokens follow, step, rank of this replica,
 # what this replica sampled). The last step may commit fewer tokens than it accepted.
@@ -49,17 +49,25 @@ def never_cancel() -> bool:
     return False
 
 
+def never_compiling() -> bool:
+    """Default of `Peers.is_compiling`: everything is compiled."""
+    return False
+
+
 @dataclass(frozen=True)
 class Peers:
     """The replicas that share the steps of requests, and how they exchange results.
 
-    `times_are_late`: report a pass's duration with the next step; required on all replicas if any of them runs on a
-    GPU.
+    Attributes:
+        times_are_late: report a pass's duration with the next step; required on all replicas if any of them runs on a
+            GPU.
+        is_compiling: whether another process still compiles the drafter `full` for this replica.
     """
 
     group: Group
     make_exchange: MakeExchange
     times_are_late: bool
+    is_compiling: Callable[[], bool] = never_compiling
 
 
 @dataclass(frozen=True)
@@ -96,7 +104,7 @@ class RunningRequest:
         self._callbacks = callbacks
         self._exchange = self._make_exchange()
         self._started = time.perf_counter()
-        self._ended_by = 0  # bits of the control word
+        self._agreed = COMPILING if decoder.lacks_drafter else 0  # control word of the last exchange
         self._num_fed = 0.0  # tokens, mean over replicas, summed over the steps after the prefill
         self._num_extra_passes = 0  # forward passes beyond one per step
         self._prefill_seconds = 0.0
@@ -110,13 +118,18 @@ class RunningRequest:
         self._exchange = self._make_exchange()
 
     @property
+    def may_draft(self) -> bool:
+        """Whether the request lacks its drafter, and all replicas have agreed in the last step that it is compiled."""
+        return self.decoder.lacks_drafter and not self._agreed & COMPILING
+
+    @property
     def tag(self) -> int:
         """Tag of the kept draft tables that the request continues with; 0 for none."""
         return self._prefix.tag
 
     @property
     def is_finished(self) -> bool:
-        return self.decoder.state.finish_reason is not None or self._ended_by != 0
+        return self.decoder.state.finish_reason is not None or self._agreed & (CANCEL | TIME_IS_UP) != 0
 
     # Out of memory.
 
@@ -165,7 +178,7 @@ class RunningRequest:
         resume = Resume(self._model, self.request, self.slot, self.decoder.sampler, self._group)
         capacity = capacity_of(self.request, self.decoder)
         if not (yield from resume.in_step(capacity, self._callbacks.should_cancel, self.attempt)):
-            self._ended_by = CANCEL
+            self._agreed = CANCEL
         return None
 
     def _prefill(self) -> Generator[None, None, StepOutput | None]:
@@ -179,7 +192,7 @@ class RunningRequest:
             error = error or _error_of(self.attempt(partial(self._feed, feeder, chunk)))
             yield
             if self.agree_to_cancel(step, num_left, error):
-                self._ended_by = CANCEL
+                self._agreed = CANCEL
                 return None
         logits = self.attempt(lambda: StepLogits(feeder.feed(last))) if error is None else error
         samples = self.sample(step, logits)
@@ -268,7 +281,7 @@ class RunningRequest:
         if isinstance(samples, LookaheadError) or outcome.control & FAILED:
             return shared_error(samples if isinstance(samples, LookaheadError) else None, self._group)
         # A lone replica asks only now: see `start_exchange`.
-        self._ended_by = outcome.control | (self._control() if self._group.is_alone else 0)
+        self._agreed = outcome.control | (self._control() if self._group.is_alone else 0)
         return self.unpack(step, samples, outcome)
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:
@@ -294,7 +307,10 @@ class RunningRequest:
         max_time, rank = self.request.max_time, self._group.rank
         # Only rank 0's clock decides, so that all replicas stop at the same step.
         is_late = max_time is not None and time.perf_counter() - self._started > max_time
-        return CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0)
+        is_compiling = self.decoder.lacks_drafter and self._peers.is_compiling()
+        return (
+            CANCEL * self._callbacks.should_cancel() | TIME_IS_UP * (is_late and rank == 0) | COMPILING * is_compiling
+        )
 
     def report(self) -> Report:
         state, drafter = self.decoder.state, self.decoder.drafter
@@ -302,7 +318,7 @@ class RunningRequest:
         num_bytes = 0 if self._group.is_alone else self._exchange.bytes_sent
         return Report(
             num_steps=state.num_steps + self._num_extra_passes,
-            finish_reason=state.finish_reason or ("cancelled" if self._ended_by & CANCEL else "time"),
+            finish_reason=state.finish_reason or ("cancelled" if self._agreed & CANCEL else "time"),
             step_tokens=self._num_fed / num_tree_steps if num_tree_steps else 0.0,
             seconds=time.perf_counter() - self._started,
             prefill_seconds=self._prefill_seconds,

@@ -93,9 +93,10 @@ def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
 
     with ExitStack() as stack:
         compiler = None
-        if config.has_runtime and not started_by_torchrun():
-            compiler = stack.enter_context(compiling_ahead(config))
-            stack.enter_context(starting_ahead(config))
+        if config.has_runtime:
+            compiler = stack.enter_context(compiling_ahead(config, is_shared=started_by_torchrun()))
+            if not started_by_torchrun():
+                stack.enter_context(starting_ahead(config))
         with no_garbage_collection():
             hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command

@@ -53,17 +53,17 @@ class CompileProcess:
 
 
 @contextlib.contextmanager
-def compiling_ahead(config: RuntimeConfig) -> Iterator[CompileProcess | None]:
+def compiling_ahead(config: RuntimeConfig, is_shared: bool = False) -> Iterator[CompileProcess | None]:
     """Compile code for this machine's replicas in a second process, which ends with the `with` block.
 
     It is not started if the code is cached on disk or is being compiled, if Ray runs the replicas, or with a drafter
-    other than `full`.
+    other than `full`. `is_shared`: whether several replicas share each step, whatever the settings say.
     """
     process = None
     if config.lookahead.drafter == "full" and config.launcher.name != "ray" and not _is_compiled():
         with contextlib.suppress(OSError), open(_lock_file(), "a") as lock:  # not if another process holds the lock
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            process = CompileProcess(lock, is_shared=config.num_gpus > 1)
+            process = CompileProcess(lock, is_shared=is_shared or config.num_gpus > 1)
     try:
         yield process
     finally:

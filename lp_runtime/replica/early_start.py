@@ -1,4 +1,4 @@
-"""Start of a lone replica while another process still compiles the drafter; see compile_ahead.py."""
+"""Start of a replica while another process still compiles the drafter; see compile_ahead.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class EarlyStart:
     @classmethod
     def of(cls, config: RuntimeConfig) -> EarlyStart | None:
         """Return one if requests may begin before the drafter is compiled, and it is being compiled."""
-        may_begin = config.num_replicas == 1 and config.exactness == "fast" and config.lookahead.drafter == "full"
+        may_begin = config.exactness == "fast" and config.lookahead.drafter == "full"
         return cls() if may_begin and is_compiling_ahead() else None
 
     def is_compiling(self) -> bool:

@@ -22,8 +22,8 @@ from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
-from lp_runtime.engine.engine import Engine, never_compiling
-from lp_runtime.engine.running_request import never_cancel
+from lp_runtime.engine.engine import Engine
+from lp_runtime.engine.running_request import never_cancel, never_compiling
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
 from lp_runtime.replica.corpus_store import open_corpus

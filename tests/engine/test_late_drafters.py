@@ -10,6 +10,7 @@ from support import constrained
 from support.batches import FIXED, KEEPING, decode_alone, decode_batch
 from support.chain_models import CHUNK_TOKENS, model_of, request_of
 from support.engines import engine_of
+from support.ranks import run_ranks
 from support.small_models import random_model
 from support.stateful import EveryThird
 
@@ -52,7 +53,7 @@ def compiled_after(num_calls: int) -> Callable[[], bool]:
 
 
 def engine_without_drafter(model: ModelRunner, num_calls: int = NUM_WITHOUT + 1) -> Engine:
-    """Return an engine that asks when it prepares, when a request begins, and before each step after its prompt."""
+    """Return an engine that asks when it prepares, when a request begins, and in each step of each request."""
     engine = engine_of(model)
     engine.prepare(AUTO, compiled_after(num_calls))
     return engine
@@ -82,11 +83,29 @@ def test_requests_of_a_batch_get_their_drafters(model):
     requests = {number: Request(prompt, AUTO, NUM_NEW) for number, prompt in enumerate(PROMPTS)}
     long = Request(PROMPTS[0] * 12, AUTO, NUM_NEW)  # its prompt is still being fed when the drafter is ready
     arriving = {1: [Arrival(number, request) for number, request in requests.items()], 4: [Arrival("long", long)]}
-    actual = decode_batch(engine_without_drafter(model), arriving)
+    actual = decode_batch(engine_without_drafter(model, num_calls=24), arriving)
     for key, request in {**requests, "long": long}.items():
         tokens, _, report = actual[key]
         assert tokens == decode_alone(model, request)[0]
         assert 0 < report.steps_without_drafter < report.num_steps < NUM_NEW
+
+
+def decode_on_ranks(group: Group) -> list[tuple[list[int], int, int]]:
+    """Decode a request twice, on a rank whose drafter is compiled after a number of steps that depends on the rank."""
+    engine = Engine(ModelRunner(random_model(seed=5, initializer_range=0.3), 16), group)
+    engine.prepare(FIXED, compiled_after((5, NUM_WITHOUT + 1, 0)[group.rank]))
+    results = [decode(engine, Request(PROMPTS[0], FIXED, NUM_NEW)) for _ in range(2)]
+    return [(tokens, report.num_steps, report.steps_without_drafter) for tokens, report in results]
+
+
+@pytest.mark.parametrize("num_replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_replicas_begin_to_draft_in_the_same_step(model, num_replicas):
+    expected, _, _ = decode_alone(model, Request(PROMPTS[0], FIXED, NUM_NEW))
+    first, *others = run_ranks(decode_on_ranks, num_replicas)
+    assert all(other == first for other in others)
+    assert [tokens for tokens, _, _ in first] == [expected] * 2
+    assert [num_without for _, _, num_without in first] == [NUM_WITHOUT, 0]
+    assert all(num_steps < NUM_NEW for _, num_steps, _ in first)
 
 
 def test_request_that_ends_first_had_no_drafter(model):
