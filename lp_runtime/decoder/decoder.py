@@ -73,7 +73,7 @@ class Gathered(NamedTuple):
 
 
 class DrafterSetup(NamedTuple):
-    """What a decoder drafts with; without draft tables unless the drafter is `full`."""
+    """A drafter, and what a decoder needs with it; draft tables only of the drafter `full`."""
 
     drafter: Drafter
     budget: StepBudget

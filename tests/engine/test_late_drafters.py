@@ -1,4 +1,4 @@
-"""Requests that begin while another process still compiles their drafter get it later, and have unchanged outputs."""
+"""Requests that begin before their drafter is compiled get it between two steps, and their texts stay the same."""
 
 from __future__ import annotations
 
