@@ -35,7 +35,6 @@ from lp_runtime.engine.running_request import (
     RunningRequest,
     capacity_of,
     never_cancel,
-    never_compiling,
 )
 from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
@@ -81,16 +80,17 @@ class Engine:
         self._plain_kinds: set[Hashable] = set()
         self._unprepared: LookaheadConfig | None = None  # settings to prepare when the drafter has been compiled
 
-    def prepare(self, settings: LookaheadConfig, is_compiling: Callable[[], bool] = never_compiling) -> None:
+    def prepare(self, settings: LookaheadConfig, is_compiling: Callable[[], bool] | None = None) -> None:
         """Measure and compile now what a request with these settings would have to wait for.
 
-        While `is_compiling` is true, another process compiles the drafter `full` for this replica. Requests are then
-        decoded without it, one token per step, until it is false on all replicas.
+        With `is_compiling`, which all replicas must give or none, requests are decoded without the drafter `full`, one
+        token per step, until it is false on all replicas. It is true while another process compiles the drafter.
         """
-        self._peers = replace(self._peers, is_compiling=is_compiling)
         self._unprepared = settings
-        if settings.drafter != "full" or not self._any_is_compiling():
+        if is_compiling is None:
             self._finish_preparing()
+        else:
+            self._peers = replace(self._peers, is_compiling=is_compiling)
 
     def _any_is_compiling(self) -> bool:
         """Return whether any replica's drafter is still being compiled; equal on all replicas."""

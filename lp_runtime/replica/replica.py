@@ -44,7 +44,14 @@ UNLIMITED_TOKENS = 1 << 40  # encodes an unknown capacity in the gather; above a
 class Replica:
     """A loaded and checked model that is connected to its peers. Created by `join_group`."""
 
-    def __init__(self, config: RuntimeConfig, loaded: LoadedModel, group: Group, times_are_late: bool):
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        loaded: LoadedModel,
+        group: Group,
+        times_are_late: bool,
+        is_compiling: Callable[[], bool] | None,
+    ):
         model = loaded.model
         self.group = group
         self.info = loaded.info
@@ -63,8 +70,7 @@ class Replica:
         exchange = partial(Exchange, sleeps=loaded.sleeps)
         self._engine = Engine(model, group, calibration, draft_pool, times_are_late, exchange, grammars)
         loaded.progress.begin("measuring step times and the vocabulary prior")
-        early = loaded.early_start
-        self._engine.prepare(config.lookahead, never_compiling if early is None else early.is_compiling)
+        self._engine.prepare(config.lookahead, is_compiling)
 
     def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
         """Decode one request in step with the other replicas of the group; see Engine.run.
@@ -163,8 +169,9 @@ def join_group(
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         model = loaded.model
         gpu = gpu_number(model.device) if context.owns_device and model.device.type == "cuda" else 0
-        known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu])
-        capacities, are_late, are_captured, gpus = gather_rows(known, group).T
+        is_compiling = never_compiling if loaded.early_start is None else loaded.early_start.is_compiling
+        known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu, is_compiling()])
+        capacities, are_late, are_captured, gpus, are_compiling = gather_rows(known, group).T
         check_one_each(gpus.tolist())
         if config.exactness == "strict" and model.graphs is not None and not are_captured.all():
             reason = "another replica cannot capture its passes"
@@ -178,7 +185,8 @@ def join_group(
             supports_batching=supports_batching,
             not_captured=not_captured(model, are_late, are_captured),
         )
-        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()))
+        awaited = is_compiling if are_compiling.any() else None
+        yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()), awaited)
 
 
 @contextmanager

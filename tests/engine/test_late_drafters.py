@@ -52,8 +52,8 @@ def compiled_after(num_calls: int) -> Callable[[], bool]:
     return lambda: next(calls, False)
 
 
-def engine_without_drafter(model: ModelRunner, num_calls: int = NUM_WITHOUT + 1) -> Engine:
-    """Return an engine that asks when it prepares, when a request begins, and in each step of each request."""
+def engine_without_drafter(model: ModelRunner, num_calls: int = NUM_WITHOUT) -> Engine:
+    """Return an engine that asks when a request begins, and in each step of each request."""
     engine = engine_of(model)
     engine.prepare(AUTO, compiled_after(num_calls))
     return engine
@@ -93,7 +93,7 @@ def test_requests_of_a_batch_get_their_drafters(model):
 def decode_on_ranks(group: Group) -> list[tuple[list[int], int, int]]:
     """Decode a request twice, on a rank whose drafter is compiled after a number of steps that depends on the rank."""
     engine = Engine(ModelRunner(random_model(seed=5, initializer_range=0.3), 16), group)
-    engine.prepare(FIXED, compiled_after((5, NUM_WITHOUT + 1, 0)[group.rank]))
+    engine.prepare(FIXED, compiled_after((5, NUM_WITHOUT, 0)[group.rank]))
     results = [decode(engine, Request(PROMPTS[0], FIXED, NUM_NEW)) for _ in range(2)]
     return [(tokens, report.num_steps, report.steps_without_drafter) for tokens, report in results]
 
@@ -127,7 +127,7 @@ def test_constrained_request_gets_its_drafter():
     request = Request((3, 5, 7), AUTO, NUM_NEW, frozenset({constrained.EOS}), constraint=constraint)
     expected, _, _ = constrained.decode(runner, request, Group.alone())
     engine = Engine(runner, Group.alone(), grammars=constrained.grammars())
-    engine.prepare(AUTO, compiled_after(4))
+    engine.prepare(AUTO, compiled_after(3))
     tokens, report = decode(engine, request)
     assert tokens == expected and report.steps_without_drafter == 3
 
