@@ -41,23 +41,22 @@ check_gpu_machine() {
     fi
 }
 
-# Compile ahead for the first command: drafting code, by two processes that share the work, and the imports of commands
-# or tests.
-compile_first_use() (
+# Compile the drafter for the first command. It needs numba only, so it runs while pip installs the rest.
+compile_drafter() (
+    cd "$root"
+    exec "$python" -c 'from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
+) >/dev/null 2>&1
+
+# Import what commands or tests import, so that the first one finds byte code.
+import_once() (
     cd "$root"
     unset PYTHONDONTWRITEBYTECODE
-    exec >/dev/null 2>&1
-    trap 'kill $(jobs -p) || true' EXIT # background jobs do not get an interrupt
-    compile='from lp_runtime.replica.compile_ahead import compile_steps; compile_steps(is_shared=True)'
     if [[ ",$extras," == *,test,* ]]; then
-        "$python" -m pytest --collect-only -q &
+        "$python" -m pytest --collect-only -q
     else
-        "$python" -c 'import lp_runtime.entrypoints.cli, lp_runtime.replica.replica, transformers.models.llama.modeling_llama' &
+        "$python" -c 'import lp_runtime.entrypoints.cli, lp_runtime.replica.replica, transformers.models.llama.modeling_llama'
     fi
-    "$python" -c "$compile" &
-    "$python" -c "$compile" &
-    wait
-)
+) >/dev/null 2>&1
 
 fingerprint="$(cat "$root/pyproject.toml" "$root/constraints.txt" <(printf '%s' "$root") | cksum)"
 stamp() { printf '%s/.lp_runtime-%s' "$venv" "${1:-base}"; }
@@ -101,8 +100,13 @@ pip=("$python" -m pip --disable-pip-version-check install -qq --no-compile --con
 say "installing torch and lp_runtime${extras:+ with $extras} into $venv (the first time this takes some minutes)"
 # The pip of Python 3.11 takes a minute more to choose the versions. If no newer one can be had, go on with it.
 "${pip[@]}" --upgrade pip 2>/dev/null || true
+"${pip[@]}" numba pyyaml
+compile_drafter &
+compiler=$!
+trap 'kill "$compiler" 2>/dev/null || true' EXIT # background jobs do not get an interrupt
 "${pip[@]}" torch
 "${pip[@]}" --editable "$root${extras:+[$extras]}"
-compile_first_use
+import_once || true
+wait "$compiler" || true
 check_gpu_machine
 printf '%s\n' "$fingerprint" >"$(stamp "$extras")"
