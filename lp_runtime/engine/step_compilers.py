@@ -14,13 +14,16 @@ from lp_runtime.sizing.budget import compile_budget, compile_capacity
 
 
 def pass_compilers() -> list[Callable[[], None]]:
-    """Return the compilers that a request on a CPU needs even without a drafter."""
-    return [compile_loops, compile_layout, compile_masks, compile_budget]
+    """Return the compilers that a forward pass on a CPU needs."""
+    return [compile_loops, compile_layout, compile_masks]
 
 
 def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
-    """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need."""
+    """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need.
+
+    The first one is needed even without drafts.
+    """
     drafting = [compile_growth, compile_learning] if is_full else []
     sharing = [compile_capacity, compile_partition] if is_shared else []
     whole = [compile_drafter] if is_full else []  # the last one: it calls the first two
-    return [*drafting, *sharing, compile_sampler, *whole]
+    return [compile_budget, *drafting, *sharing, compile_sampler, *whole]

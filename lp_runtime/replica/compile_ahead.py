@@ -41,8 +41,9 @@ class CompileProcess:
 
     def wait(self, what: str) -> None:
         """Help to compile until everything is compiled, and say what for; Ctrl-C ends that early."""
-        if self._process.poll() is None:
-            print(f"compiling {what}", file=sys.stderr, flush=True)
+        if self._process.poll() is not None:
+            return
+        print(f"compiling {what}", file=sys.stderr, flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             compile_steps(self._is_shared)
             self._process.wait()
