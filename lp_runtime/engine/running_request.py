@@ -115,7 +115,8 @@ class RunningRequest:
     def use(self, setup: DrafterSetup) -> None:
         """Draft in the way given from the next step on."""
         self.decoder.use(setup)
-        self._exchange = self._make_exchange()
+        bytes_sent, self._exchange = self._exchange.bytes_sent, self._make_exchange()
+        self._exchange.bytes_sent = bytes_sent
 
     @property
     def may_draft(self) -> bool:

@@ -13,16 +13,13 @@ from lp_runtime.sampling.packing import compile_sampler
 from lp_runtime.sizing.budget import compile_budget, compile_capacity
 
 
-def pass_compilers() -> list[Callable[[], None]]:
-    """Return the compilers that a forward pass on a CPU needs."""
-    return [compile_loops, compile_layout, compile_masks]
+def first_compilers(is_shared: bool) -> list[Callable[[], None]]:
+    """Return the compilers that a step needs even without drafts, on a CPU, of several replicas if `is_shared`."""
+    return [compile_loops, compile_layout, compile_masks, compile_budget, *([compile_partition] if is_shared else [])]
 
 
 def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
-    """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need.
-
-    The first one is needed even without drafts.
-    """
+    """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need."""
     drafting = [compile_growth, compile_learning] if is_full else []
     sharing = [compile_capacity, compile_partition] if is_shared else []
     whole = [compile_drafter] if is_full else []  # the last one: it calls the first two

@@ -92,15 +92,14 @@ def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     from lp_runtime.replica.process_start import starting_ahead
 
     with ExitStack() as stack:
-        compiler = None
         if config.has_runtime:
-            compiler = stack.enter_context(compiling_ahead(config, is_shared=started_by_torchrun()))
+            stack.enter_context(compiling_ahead(config, is_shared=started_by_torchrun()))
             if not started_by_torchrun():
                 stack.enter_context(starting_ahead(config))
         with no_garbage_collection():
             hide_triton_without_gpu()
             from lp_runtime.entrypoints.commands import run_command
-        run_command(config, is_leader, compiler)
+        run_command(config, is_leader)
 
 
 def _check_working_directory() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from lp_runtime.bench.splits import measure_splits
 from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.entrypoints.batch import check_prompts_file, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat
@@ -22,7 +25,7 @@ from lp_runtime.entrypoints.output_file import check_output
 from lp_runtime.entrypoints.remote_chat import chat_with_server
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_chat_template
-from lp_runtime.replica.compile_ahead import CompileProcess
+from lp_runtime.replica.compile_ahead import compile_steps, is_compiled
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.http.settings import check_serve, listen
 from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_prompts
@@ -30,12 +33,8 @@ from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_pr
 Work = Callable[[LookaheadRuntime], None]
 
 
-def run_command(config: RuntimeConfig, is_leader: bool, compiler: CompileProcess | None) -> None:
-    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader.
-
-    `compiler` is the process that compiles ahead; None without one. Benchmarks wait for it first, and commands that
-    print answers wait last.
-    """
+def run_command(config: RuntimeConfig, is_leader: bool) -> None:
+    """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
     turn_off_tf32()
     if not config.has_runtime:
         for part in _parts_without_runtime(config) if is_leader else ():
@@ -43,13 +42,27 @@ def run_command(config: RuntimeConfig, is_leader: bool, compiler: CompileProcess
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
-    if compiler is not None and isinstance(config, BenchConfig):
-        compiler.wait("code that is measured")
+    if isinstance(config, BenchConfig):
+        _compile_measured(config)
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:
             work(runtime)  # the other ranks decode for rank 0 in the exit of this `with` block
-    if compiler is not None and not isinstance(config, ServeConfig):  # a server runs on meanwhile
-        compiler.wait("the drafter for the next command, once per machine; Ctrl-C skips it")
+    if not isinstance(config, ServeConfig):  # a server ends when asked to
+        with suppress(KeyboardInterrupt):
+            _compile(config, "the drafter for the next command, once per machine; Ctrl-C skips it")
+
+
+def _compile_measured(config: RuntimeConfig) -> None:
+    """Compile before anything is measured: a request would begin without drafts while another process compiles."""
+    _compile(config, "what is measured")
+
+
+def _compile(config: RuntimeConfig, what: str) -> None:
+    """Compile what is not compiled yet, or wait until the process that compiles ahead has done so."""
+    is_shared = config.num_gpus > 1 or started_by_torchrun() or isinstance(config, BenchConfig)
+    if config.lookahead.drafter == "full" and config.launcher.name != "ray" and not is_compiled(is_shared):
+        print(f"compiling {what}", file=sys.stderr, flush=True)
+        compile_steps(is_shared)
 
 
 def _parts_without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], object], ...]:
@@ -61,7 +74,7 @@ def _parts_without_runtime(config: RuntimeConfig) -> tuple[Callable[[Any], objec
     if isinstance(config, ChatConfig):
         return (chat_with_server,)
     assert isinstance(config, BenchConfig)
-    return (put_under_load,) if config.url is not None else (check_bench, measure_splits)
+    return (put_under_load,) if config.url is not None else (check_bench, _compile_measured, measure_splits)
 
 
 def _serve_on_ray(config: ServeConfig) -> None:

@@ -116,7 +116,7 @@ def summary(
     accepted, fed = counts.accepted.sum(axis=1), counts.fed.sum(axis=1)
     parts = [f"{name} {hits}/{total}" for name, hits, total in zip(counts.sources, accepted, fed, strict=True) if total]
     lines.append(f"draft tokens accepted / fed, by source: {', '.join(parts) or 'none fed'}")
-    if num_without := rows[0][1].steps_without_drafter:
+    if num_without := sum(generation.steps_without_drafter for _, generation in rows):
         lines.append(f"the drafter was still being compiled in {num_without} of these steps, once per machine")
     if compare:
         same = rows[-2][1].token_ids == rows[-1][1].token_ids

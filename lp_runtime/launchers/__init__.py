@@ -29,6 +29,14 @@ def launch(config: RuntimeConfig) -> Launcher:
         from lp_runtime.launchers.ray_launcher import RayLauncher
 
         return RayLauncher(config)
+    try:
+        return _launch_here(config)
+    finally:
+        kill_unused()
+
+
+def _launch_here(config: RuntimeConfig) -> Launcher:
+    """Start replicas on this machine, in this process or in child processes."""
     from lp_runtime.launchers.split import choose_split, free_of_this_machine, visible_on
 
     config = choose_split(config, visible_on(config.device), free_of_this_machine)
@@ -38,7 +46,4 @@ def launch(config: RuntimeConfig) -> Launcher:
         return LocalLauncher(config)
     from lp_runtime.launchers.spawn import SpawnLauncher
 
-    try:
-        return SpawnLauncher(config)
-    finally:
-        kill_unused()
+    return SpawnLauncher(config)

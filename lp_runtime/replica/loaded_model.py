@@ -112,7 +112,7 @@ def load_replica(
         warn_of_few_cores(num_local)
     progress = Progress(config.show_progress and device_index == 0)  # one per machine reports
     progress.begin("compiling code that is not cached")  # before passes are timed: compiling would slow them down
-    early_start = EarlyStart.of(config)
+    early_start = EarlyStart.of(config, owns_process)
     if config.lookahead.drafter == "full" and early_start is None:
         compile_steps(is_shared=config.num_replicas > 1)
     model, self_check = ready_model(config, device, progress, place, batches)

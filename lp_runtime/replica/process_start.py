@@ -53,8 +53,8 @@ def _start() -> StartedProcess:
 def starting_ahead(config: RuntimeConfig) -> Iterator[None]:
     """Start the processes that a runtime with these settings is likely to need; kill those not used by the end."""
     try:
-        if config.launcher.name in ("auto", "local") and (config.num_gpus > 1 or config.launcher.own_process):
-            wanted = config.num_gpus // config.num_stages
+        wanted = config.num_gpus // config.num_stages
+        if config.launcher.name in ("auto", "local") and (wanted > 1 or config.launcher.own_process):
             for _ in range(min(wanted, len(os.sched_getaffinity(0)))):  # the number has not been checked yet
                 _waiting.insert(0, _start())
         yield

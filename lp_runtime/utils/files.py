@@ -21,7 +21,7 @@ def locked(path: Path) -> Iterator[None]:
 def is_locked(path: Path) -> bool:
     """Return whether another process holds a lock file; False if it cannot be opened."""
     try:
-        with open(path, "a") as lock:
+        with open(path, "a+") as lock:  # on NFS a shared lock needs a file that can be read
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

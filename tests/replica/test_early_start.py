@@ -13,7 +13,7 @@ from support.processes import wait_until
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.entrypoints.generate import summary
-from lp_runtime.replica import compile_ahead
+from lp_runtime.replica import compile_ahead, early_start
 from lp_runtime.utils.files import is_locked, locked
 
 PROMPT = [3, 5, 7, 11, 3, 5, 7]
@@ -24,7 +24,8 @@ def lock(tmp_path, monkeypatch):
     """Path of the lock that the process holds while it compiles; nothing seems to be cached."""
     monkeypatch.setattr(compile_ahead, "cache_root", lambda: tmp_path)
     monkeypatch.setattr(compile_ahead, "is_cached", lambda function: False)
-    return tmp_path / compile_ahead.LOCK_FILE
+    monkeypatch.setattr(early_start, "is_command", lambda: True)
+    return compile_ahead._lock_file()
 
 
 @pytest.fixture
@@ -64,6 +65,15 @@ def test_requests_begin_before_the_drafter_is_compiled(compiling, tiny_model_dir
     assert shown.endswith("\nthe drafter was still being compiled in 12 of these steps, once per machine")
 
 
+def test_programs_that_use_the_api_compile_first(compiling, tiny_model_dir, monkeypatch):
+    """Their process is not ours: its threads stay as they are."""
+    monkeypatch.setattr(early_start, "is_command", lambda: False)
+    num_threads = torch.get_num_threads()
+    with LookaheadRuntime(tiny_model_dir) as runtime:
+        assert torch.get_num_threads() == num_threads
+        assert runtime.generate(PROMPT, 12).steps_without_drafter == 0
+
+
 @pytest.mark.parametrize("settings", [{"exactness": "strict"}, {"lookahead": LookaheadConfig(drafter="recycling")}])
 def test_other_starts_compile_first(compiling, tiny_model_dir, settings):
     """exactness=strict needs the same number of threads in all passes; other drafters take little to compile."""
@@ -72,11 +82,12 @@ def test_other_starts_compile_first(compiling, tiny_model_dir, settings):
 
 
 def test_one_process_per_machine_compiles_and_is_ended(lock):
-    with compile_ahead.compiling_ahead(RuntimeConfig()) as process:
-        assert process is not None and is_locked(lock) and compile_ahead.is_compiling_ahead()
-        with compile_ahead.compiling_ahead(RuntimeConfig()) as second:
-            assert second is None
-    assert not is_locked(lock) and not compile_ahead.is_compiling_ahead()
+    with compile_ahead.compiling_ahead(RuntimeConfig()):
+        assert is_locked(lock) and compile_ahead.is_compiling_ahead(is_shared=False)
+        with compile_ahead.compiling_ahead(RuntimeConfig()):
+            pass
+        assert is_locked(lock)  # by the first one
+    assert not is_locked(lock) and not compile_ahead.is_compiling_ahead(is_shared=False)
 
 
 def test_lock_is_released_when_the_command_is_killed(lock):
@@ -84,7 +95,7 @@ def test_lock_is_released_when_the_command_is_killed(lock):
 import sys
 from pathlib import Path
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.replica import compile_ahead
+from lp_runtime.replica import compile_ahead, early_start
 compile_ahead.cache_root, compile_ahead.is_cached = lambda: Path(sys.argv[1]), lambda function: False
 with compile_ahead.compiling_ahead(RuntimeConfig()):
     print("started", flush=True)
