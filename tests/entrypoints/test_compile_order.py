@@ -34,7 +34,7 @@ class RecordedRuntime:
     [
         (GenerateConfig(prompt="a"), ["start", "end", "compile"]),
         (BenchConfig(), ["compile", "start", "end"]),
-        (BenchConfig(splits="auto"), ["compile", "splits"]),
+        (BenchConfig(splits="auto", gpus=2), ["compile", "splits"]),
         (ServeConfig(), ["start", "end"]),
         (GenerateConfig(prompt="a", launcher=RAY), ["start", "end"]),
         (GenerateConfig(prompt="a", lookahead=LookaheadConfig(drafter="recycling")), ["start", "end"]),
