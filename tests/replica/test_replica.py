@@ -79,7 +79,7 @@ def test_replica_owns_only_visible_gpu_unless_backend_is_gloo(backend, rank, own
 def test_two_replicas_on_same_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(replica, "gpu_number", lambda device: 7)
     model = SimpleNamespace(device=torch.device("cuda"), timer=None, graphs=None)
-    loaded = SimpleNamespace(model=model, info=SimpleNamespace(capacity=None))
+    loaded = SimpleNamespace(model=model, info=SimpleNamespace(capacity=None), early_start=None)
     monkeypatch.setattr(replica, "gather_rows", lambda row, group: np.stack([row, row]))
     context = ReplicaContext(owns_device=True)
     with (
