@@ -42,7 +42,7 @@ def run_command(config: RuntimeConfig, is_leader: bool) -> None:
         return
     # Rank 0 checks the input before replicas start; if it exits, torchrun ends the other ranks.
     work = _prepare(config) if is_leader else None
-    if isinstance(config, BenchConfig):
+    if isinstance(config, BenchConfig) or (isinstance(config, GenerateConfig) and config.compare):
         _compile_measured(config)
     with LookaheadRuntime.from_config(config) as runtime:
         if work is not None:

@@ -33,6 +33,7 @@ class RecordedRuntime:
     ("config", "expected"),
     [
         (GenerateConfig(prompt="a"), ["start", "end", "compile"]),
+        (GenerateConfig(prompt="a", compare=True), ["compile", "start", "end"]),
         (BenchConfig(), ["compile", "start", "end"]),
         (BenchConfig(splits="auto", gpus=2), ["compile", "splits"]),
         (ServeConfig(), ["start", "end"]),
