@@ -42,8 +42,7 @@ class StepBudget:
         self._learned = learned or LearnedCosts.initial(len(times))
         self._costs = CostModel(times, self._learned.passes)
         self._schedule = DraftingSchedule(self._learned)
-        # For the current step: [R] largest number of tokens of each replica, and shares within that.
-        self._selected: tuple[np.ndarray, Shares] | None = None
+        self._selected: Shares | None = None  # of the nodes that `select` has chosen for the current step
         self._measured = times  # [R, M + 1] measured times of the step that ended last; its batch may be another by now
         self._num_guessed = 0  # nodes below the root in the last step that was observed
         # [R, M + 1] measured times and [R] sizes of the last step, if its times arrive late.
@@ -118,7 +117,10 @@ class StepBudget:
             if not self._tree_fitted(rate, plain_rate):
                 capacity[:] = 0
         nodes, shares = select_within(tree, capacity)
-        self._selected = capacity + num_pending, shares
+        if len(nodes) == len(tree):  # otherwise the replicas are full
+            balanced = partition_by_times(tree, times, self.limit)
+            shares = balanced if (np.array(balanced.sizes) <= capacity + num_pending).all() else shares
+        self._selected = shares
         if self._is_auto:
             self.tree_size_hint = MIN_TREE_SIZE_HINT + 5 * len(nodes) // 4  # some are left out
         return nodes
@@ -143,12 +145,9 @@ class StepBudget:
         return self._learned.host.plain_ns + int(self._costs.times[:, num_pending].max())
 
     def shares(self, tree: TokenTree) -> Shares:
-        """Return the shares of the chosen tree, such that the slowest replica ends early."""
-        shares = partition_by_times(tree, self._costs.times, self.limit)
+        """Return the shares of the tree that was chosen last, or of a tree without guesses."""
         selected, self._selected = self._selected, None
-        if selected is None or len(selected[1].owner) != len(tree) or (np.array(shares.sizes) <= selected[0]).all():
-            return shares
-        return selected[1]
+        return partition_by_times(tree, self._costs.times, self.limit) if selected is None else selected
 
     def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
         """Return how many tokens of a step stay in the caches of all replicas.

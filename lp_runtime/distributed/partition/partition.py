@@ -116,11 +116,8 @@ def select_within(tree: TokenTree, capacity: np.ndarray) -> tuple[np.ndarray, Sh
     ([m] int64 ascending indices of the chosen nodes, pending tokens included; R shares of the tree of these nodes).
     """
     _, parents, depths = tree.arrays()
-    owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)
-    nodes = np.flatnonzero((owner >= 0) | (np.arange(len(owner)) < tree.root))
-    places = np.empty(len(owner), np.int64)
-    places[nodes] = np.arange(len(nodes))
-    return nodes, Shares(owner[nodes], places[fed], places[owned], sizes.tolist(), num_owned.tolist())
+    nodes, owner, fed, owned, sizes, num_owned = fill_shares(parents, depths, tree.root, capacity)
+    return nodes, Shares(owner, fed, owned, sizes.tolist(), num_owned.tolist())
 
 
 @compiles

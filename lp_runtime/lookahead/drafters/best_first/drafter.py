@@ -116,8 +116,11 @@ class BestFirstDrafter(Drafter):
             size, digest = self._grow_below(root + 1, guided.NO_LIMITS, len(tokens), root, max_nodes, depth)
         else:
             size = self._grow_guided(guide, len(tokens), root, max_nodes, depth)
-        tree_tokens, parents, depths, path_probabilities = nodes.rows[:, :size].copy()
-        return TokenTree.from_arrays(tree_tokens, parents, depths, path_probabilities, root, max_depth, digest)
+        return self._tree(size, root, max_depth, digest)
+
+    def _tree(self, size: int, root: int, max_depth: int, digest: int | None = None) -> TokenTree:
+        """Return the tree of the first `size` nodes; see TokenTree for `digest`."""
+        return TokenTree.from_arrays(*self._nodes.rows[:, :size].copy(), root, max_depth, digest)
 
     def _grow_below(
         self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
@@ -149,12 +152,10 @@ class BestFirstDrafter(Drafter):
         return min(size, max_nodes)
 
     def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
-        kept, own, num = super().keep(tree, nodes), self._nodes, len(nodes)
-        own.rows[:, :num] = own.rows[:, nodes]
-        own.parents[:num] = kept.arrays()[1]
-        for values in (own.sources, own.hashes, own.matches):
-            values[:num] = values[nodes]
-        return kept
+        is_kept = np.zeros(len(tree) - tree.root, np.bool_)
+        is_kept[nodes[tree.root :] - tree.root] = True
+        size = _prune()(self._nodes, is_kept, self._path, tree.root, len(tree))
+        return self._tree(size, tree.root, tree.max_depth)
 
     def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
         nodes, successors = self._nodes, result.successor_array
@@ -224,6 +225,12 @@ def _learn() -> tuple[Callable, Callable, Callable]:
     )
 
 
+@functools.cache
+def _prune() -> Callable:
+    """Return `prune` of guided.py, compiled for a drafter's arrays."""
+    return bound(guided.prune, make_nodes(1), np.zeros(1, np.bool_), np.zeros(1, np.int64), 0, 0)
+
+
 def _smallest_state() -> tuple[tables.DraftArrays, tables.Noise, Rates, Nodes]:
     """Return minimal draft tables, noise, rates and nodes, as arguments for compilation."""
     draft_tables = DraftTables(SMALL_BYTES)
@@ -243,6 +250,11 @@ def compile_growth() -> None:
 @compiles
 def compile_learning() -> None:
     _learn()
+
+
+@compiles
+def compile_pruning() -> None:
+    _prune()
 
 
 @compiles
