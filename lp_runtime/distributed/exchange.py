@@ -16,7 +16,6 @@ import functools
 import operator
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -35,8 +34,7 @@ NODES_ROUNDED_TO = 16  # limits the number of different message sizes
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """Result of an exchange, equal on every replica."""
 
     values: np.ndarray  # [T, width] int64 results of all nodes, each from its owner; -1 for those before the root
@@ -98,7 +96,7 @@ class Exchange:
             most = max(shares.num_owned)
             assert most <= self.capacity
             num_sent = HEADER + min(-(-most // NODES_ROUNDED_TO) * NODES_ROUNDED_TO, self.capacity) * self.width
-            self._header_values[:] = digest | self._rank_bits(self.group.rank) << DIGEST_BITS, control, clock
+            self._header_values[:] = digest | self.group.rank % NUM_SENT_RANKS << DIGEST_BITS, control, clock
         if self._on_gpu and num_sent:
             self._sent[:HEADER].copy_(self._header, non_blocking=True)
             self._sent[HEADER : HEADER + values.numel()].copy_(values.reshape(-1))
@@ -148,19 +146,15 @@ class Exchange:
             rows = self._received_values[:num_received]
         return self._merge(pending, rows.reshape(self.group.size, -1))
 
-    @staticmethod
-    def _rank_bits(rank: int) -> int:
-        return rank % NUM_SENT_RANKS
-
     def _merge(self, pending: _PendingExchange, rows: np.ndarray) -> Outcome:
         """Check the rows of all replicas, [R, n] int64, and merge them into the outcome."""
         self.bytes_sent += 8 * pending.num_sent
         words, controls, clocks = zip(*rows[:, :HEADER].tolist(), strict=True)
         ranks = [word >> DIGEST_BITS for word in words]
-        if any(bits != self._rank_bits(rank) for rank, bits in enumerate(ranks)):
+        if ranks != [rank % NUM_SENT_RANKS for rank in range(len(rows))]:
             raise ReplicaError(f"rank {self.group.rank} received the replicas' rows in the order {ranks}")
         digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
-        if any(each != pending.digest for each in digests):
+        if digests.count(pending.digest) < len(digests):
             raise StateMismatchError(digests)
         merged = np.empty((len(pending.shares.owner), self.width), np.int64)
         _merge_kernel()(rows, pending.shares.owner, merged)

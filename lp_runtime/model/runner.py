@@ -239,7 +239,6 @@ class ModelRunner:
 
     # Trees.
 
-    @torch.inference_mode()
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
         """Feed a share of a tree, in a pass of any size if `any_size`.
 

@@ -149,7 +149,7 @@ class StepBudget:
         selected, self._selected = self._selected, None
         return partition_by_times(tree, self._costs.times, self.limit) if selected is None else selected
 
-    def settle(self, shares: Shares, path: Sequence[int], num_pending: int) -> int:
+    def settle(self, shares: Shares, path: list[int], num_pending: int) -> int:
         """Return how many tokens of a step stay in the caches of all replicas.
 
         `path` has the nodes that the committed tokens follow, from the root on. The pending tokens include the root.

@@ -66,17 +66,18 @@ class Shares(Sequence[Share]):
             self._owned[start_owned : start_owned + self.num_owned[rank]],
         )
 
-    def num_fed_by_all(self, path: Sequence[int]) -> int:
+    def num_fed_by_all(self, path: list[int]) -> int:
         """Return how many nodes of a path, whose first is the root, every replica feeds in order and without a gap.
 
         Their keys and values follow those of the pending tokens in every replica's cache. At least 1, the root.
         """
-        num, start = len(path), 0
+        fed, start = list(path), 0
         for size in self.sizes:
-            fed = self._nodes[start + path[0] : start + min(size, path[0] + num)].tolist()
-            num = next((i for i, (node, other) in enumerate(zip(fed, path, strict=False)) if node != other), len(fed))
-            start += size
-        return num
+            first, start = start + path[0], start + size
+            fed = self._nodes[first : min(first + len(fed), start)].tolist()
+            while fed != path[: len(fed)]:
+                fed.pop()
+        return len(fed)
 
     def digest(self) -> int:
         """Return a 56-bit hash of the owners and sizes; 0 for one replica."""

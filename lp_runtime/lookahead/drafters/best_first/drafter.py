@@ -120,7 +120,8 @@ class BestFirstDrafter(Drafter):
 
     def _tree(self, size: int, root: int, max_depth: int, digest: int | None = None) -> TokenTree:
         """Return the tree of the first `size` nodes; see TokenTree for `digest`."""
-        return TokenTree.from_arrays(*self._nodes.rows[:, :size].copy(), root, max_depth, digest)
+        tokens, parents, depths, path_probabilities = self._nodes.rows[:, :size].copy()
+        return TokenTree.from_arrays(tokens, parents, depths, path_probabilities, root, max_depth, digest)
 
     def _grow_below(
         self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
