@@ -122,7 +122,7 @@ class StepBudget:
             shares = balanced if (np.array(balanced.sizes) <= capacity + num_pending).all() else shares
         self._selected = shares
         if self._is_auto:
-            self.tree_size_hint = MIN_TREE_SIZE_HINT + 5 * len(nodes) // 4  # some are left out
+            self.tree_size_hint = MIN_TREE_SIZE_HINT + 16 * len(nodes) // 15  # a few are left out
         return nodes
 
     @property
