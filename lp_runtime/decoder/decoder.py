@@ -56,7 +56,7 @@ class Gathered(NamedTuple):
     Times are nanoseconds by replica, [R], 0 where unknown; empty if none are known.
 
     Attributes:
-        logprobs: [T] the model's log-probability of each node's successor, -1.0 before the root; None if the request
+        logprobs: [T] the model's log-probability of each node's successor, valid from the root on; None if the request
             does not ask for them.
         packed: [T, width] int64 the gathered integers of each node.
         forward_ns: of each replica's forward pass.
@@ -176,11 +176,9 @@ class Decoder:
         overhead_ns: Sequence[int] = (),
         times_are_late: bool = False,
     ) -> Gathered:
-        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root are not read."""
-        root = step.tree.root
-        successors, logprobs, top_k = self.sampler.unpack(values[root:], step.has_top_k)
-        logprobs = None if logprobs is None else [-1.0] * root + logprobs
-        result = VerificationResult.from_root(root, successors, top_k)
+        """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root have no meaning."""
+        successors, logprobs, top_k = self.sampler.unpack(values, step.has_top_k)
+        result = VerificationResult(successors, None if top_k is None else top_k[step.tree.root :])
         return Gathered(result, logprobs, values, forward_ns, overhead_ns, times_are_late)
 
     def accepted_nodes(self, step: Step, gathered: Gathered) -> list[int]:

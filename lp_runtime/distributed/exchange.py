@@ -47,7 +47,9 @@ class _PendingExchange(NamedTuple):
 
     shares: Shares
     num_sent: int  # integers that each replica sends; 0 for a single replica
-    values: torch.Tensor  # this replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent]
+    # This replica's results, [n, width]; after a gather on GPUs, all rows, [R * num_sent]. A GPU may still write them.
+    values: np.ndarray
+    merged: np.ndarray  # [T, width] int64, to be filled with the results of all nodes
     digest: int
     control: int
     clock: int
@@ -107,7 +109,9 @@ class Exchange:
             values = self._read_back(values)
         else:
             values = values.cpu()
-        self._pending = _PendingExchange(shares, num_sent, values, digest, control, clock)
+        # Made here rather than in `finish`, which a GPU waits for.
+        merged = np.full((len(shares.owner), self.width), -1, np.int64)
+        self._pending = _PendingExchange(shares, num_sent, values.numpy(), merged, digest, control, clock)
 
     def _read_back(self, values: torch.Tensor) -> torch.Tensor:
         """Queue a copy of int64 `values` to pinned memory, valid until the next call; `_copied` marks its end."""
@@ -131,11 +135,9 @@ class Exchange:
                 self._copied.synchronize()  # an error here is one of this replica's GPU
             else:
                 self.group.transport.wait(self._copied)
-        values = pending.values.numpy()
+        values, merged = pending.values, pending.merged
         if self.group.is_alone:  # a single replica owns all nodes from the root on
-            num_nodes = len(pending.shares.owner)
-            merged, root = np.empty((num_nodes, self.width), np.int64), num_nodes - len(values)
-            merged[:root], merged[root:] = -1, values
+            merged[len(merged) - len(values) :] = values
             return Outcome(merged, pending.control, [pending.clock])
         if self._sent_values is None or self._received_values is None:  # on a GPU, `start` has queued the gather
             rows = values
@@ -156,9 +158,8 @@ class Exchange:
         digests = [word & (1 << DIGEST_BITS) - 1 for word in words]
         if digests.count(pending.digest) < len(digests):
             raise StateMismatchError(digests)
-        merged = np.empty((len(pending.shares.owner), self.width), np.int64)
-        _merge_kernel()(rows, pending.shares.owner, merged)
-        return Outcome(merged, functools.reduce(operator.or_, controls), list(clocks))
+        _merge_kernel()(rows, pending.shares.owner, pending.merged)
+        return Outcome(pending.merged, functools.reduce(operator.or_, controls), list(clocks))
 
     def all_gather(self, shares: Shares, values: torch.Tensor, digest: int, control: int) -> Outcome:
         """Exchange one step's results: `start` and `finish` in one call."""
@@ -179,7 +180,7 @@ def _merge_kernel() -> Callable[[np.ndarray, np.ndarray, np.ndarray], None]:
 
 @compiled(makes_arrays=True)
 def _merge_owned(rows, owner, merged):
-    """Write each node's result, as its owner sent it, to `merged`, [T, width]; -1 if a node has no owner.
+    """Write each node's result, as its owner sent it, to `merged`, [T, width]; nothing if a node has no owner.
 
     `rows` are all replicas' rows, [R, HEADER + n * width], with results in the order of the tree's nodes.
     """
@@ -187,10 +188,11 @@ def _merge_owned(rows, owner, merged):
     places = np.full(len(rows), HEADER, np.int64)
     for node in range(num_nodes):
         rank = owner[node]
+        if rank < 0:
+            continue
         for i in range(width):
-            merged[node, i] = rows[rank, places[rank] + i] if rank >= 0 else -1
-        if rank >= 0:
-            places[rank] += width
+            merged[node, i] = rows[rank, places[rank] + i]
+        places[rank] += width
 
 
 def broadcast_object(value: T, group: Group) -> T:

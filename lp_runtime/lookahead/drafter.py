@@ -44,17 +44,6 @@ class VerificationResult:
     successors: Sequence[int] | np.ndarray
     top_k: np.ndarray | None = None
 
-    @classmethod
-    def from_root(cls, root: int, successors: np.ndarray, top_k: np.ndarray | None = None) -> VerificationResult:
-        """Return a result for the whole tree from [n] int64 successors of the nodes from the root on.
-
-        The pending tokens before the root get -1. `top_k`: see VerificationResult.
-        """
-        if root:
-            from_root, successors = successors, np.empty(root + len(successors), np.int64)
-            successors[:root], successors[root:] = -1, from_root
-        return cls(successors, top_k)
-
     @cached_property
     def successor_array(self) -> np.ndarray:
         """[T] int64 successors, contiguous."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,7 @@ from lp_runtime.utils.jit import compiles
 TIME_OF_A_TOKEN = 1 << 20  # on the fastest replica, in an arbitrary unit; large, so that rounding to integers is fine
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """Nodes of one replica in a step, as ascending int64 indices."""
 
     nodes: np.ndarray  # that the replica feeds: the P pending tokens, then its leaves and their ancestors
