@@ -11,8 +11,6 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.constraints.grammar_guide import Grammars
@@ -21,12 +19,12 @@ from lp_runtime.decoder.decoder_factory import DecoderFactory
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.decoder.step import Step
-from lp_runtime.distributed.exchange import Exchange, compile_exchange, gather_rows
-from lp_runtime.distributed.partition.chains import compile_chains
+from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival, Batch
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.memory import unshared_error
+from lp_runtime.engine.preparation import Preparation
 from lp_runtime.engine.running_request import (
     Callbacks,
     MakeExchange,
@@ -35,8 +33,8 @@ from lp_runtime.engine.running_request import (
     RunningRequest,
     capacity_of,
     never_cancel,
+    never_compiling,
 )
-from lp_runtime.engine.step_compilers import step_compilers
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.forward.step_inputs import StepInputs
@@ -48,7 +46,6 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
 from lp_runtime.utils.generators import result_of
-from lp_runtime.utils.jit import compile_in_turns
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 
@@ -78,7 +75,7 @@ class Engine:
         self.draft_pool = draft_pool or DraftPool()
         self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars)
         self._plain_kinds: set[Hashable] = set()
-        self._unprepared: LookaheadConfig | None = None  # settings to prepare when the drafter has been compiled
+        self._preparation = Preparation(model, group, self._calibration, self.draft_pool)
 
     def prepare(self, settings: LookaheadConfig, is_compiling: Callable[[], bool] | None = None) -> None:
         """Measure and compile now what a request with these settings would have to wait for.
@@ -86,39 +83,14 @@ class Engine:
         With `is_compiling`, which all replicas must give or none, requests are decoded without the drafter `full`, one
         token per step, until it is false on all replicas. It is true while another process compiles the drafter.
         """
-        self._unprepared = settings
-        if is_compiling is None:
-            self._finish_preparing()
-        else:
-            self._peers = replace(self._peers, is_compiling=is_compiling)
-
-    def _any_is_compiling(self) -> bool:
-        """Return whether any replica's drafter is still being compiled; equal on all replicas."""
-        return bool(gather_rows(np.array([self._peers.is_compiling()], np.int64), self._group).any())
-
-    def _finish_preparing(self) -> None:
-        settings, self._unprepared = self._unprepared, None
-        if settings is None:
-            return
-        is_full, is_shared = settings.drafter == "full", not self._group.is_alone
-        chains = [compile_chains] if self._model.feeds_chains else []
-        exchange = [compile_exchange] if is_shared else []
-        compile_in_turns([*chains, *exchange, *step_compilers(is_full, is_shared)])
-        if is_full:
-            if settings.is_auto:
-                self._calibration.max_step_tokens()
-            if settings.has_vocabulary_prior:
-                self._calibration.vocabulary()
-            self.draft_pool.release(self.draft_pool.acquire(settings.draft_tables_bytes))
+        self._peers = replace(self._peers, is_compiling=is_compiling or never_compiling)
+        self._preparation.begin(settings, is_later=is_compiling is not None)
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
 
     def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
         """Return the decoder of a request, before its prefill: see `DecoderFactory.make`."""
-        lacks_drafter = request.lookahead.drafter == "full" and self._unprepared is not None
-        if lacks_drafter and not self._any_is_compiling():
-            self._finish_preparing()
-            lacks_drafter = False
+        lacks_drafter = self._preparation.lacks_drafter(request, self._peers.is_compiling)
         return self._decoders.make(request, sampler, stop, tag, lacks_drafter)
 
     def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
@@ -287,7 +259,7 @@ class Engine:
         """Give requests that began without a drafter theirs, once it is compiled; see `prepare`."""
         for running in batch:
             if running.may_draft:
-                self._finish_preparing()
+                self._preparation.finish()
                 running.use(self._decoders.set_up_drafter(running.request, running.decoder.sampler, running.tag))
 
     def _propose(self, batch: list[RunningRequest]) -> list[Step]:
