@@ -37,9 +37,12 @@ class Preparation:
 
         If no replica's drafter `is_compiling` in another process, what is still missing is prepared.
         """
-        if self._settings is None or request.lookahead.drafter != "full":
+        if self._settings is None:
             return False
-        if gather_rows(np.array([is_compiling()], np.int64), self._group).any():
+        compiles = is_compiling()  # for any request: when it becomes false, this process gets a core back
+        if request.lookahead.drafter != "full":
+            return False
+        if gather_rows(np.array([compiles], np.int64), self._group).any():
             return True
         self.finish()
         return False

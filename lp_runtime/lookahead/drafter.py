@@ -185,6 +185,11 @@ class Drafter(ABC):
         """
 
 
+def places_of(nodes: np.ndarray) -> dict[int, int]:
+    """Return the index of each of `nodes`, [m] indices into a tree, in the tree of these nodes; see `Drafter.keep`."""
+    return {node: place for place, node in enumerate(nodes.tolist())}
+
+
 class CountingDrafter(Drafter):
     """Base of drafters that add nodes one by one; counts them by source, "forced" being the last."""
 
@@ -208,6 +213,11 @@ class CountingDrafter(Drafter):
         tree = TokenTree(tokens[num_cached:], depth, most if budget is None else min(most, budget), guide=guide)
         self._forced = tree.add_branch(guide.forced(depth))
         return tree, self._forced[-1] if self._forced else tree.root
+
+    def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
+        places = places_of(nodes)
+        self._forced = [places[node] for node in self._forced if node in places]
+        return super().keep(tree, nodes)
 
     def count(self, tree: TokenTree, path: Sequence[int], claims: Sequence[Iterable[int]]) -> None:
         """Count one step by source: a node counts for the first of the `claims` that contains it."""

@@ -186,9 +186,9 @@ def _pack_fastest(model: CausalLM, cache_dir: str | None) -> bool:
     """Pack a model's layers in the fastest layout and return whether any is packed.
 
     It is measured once per model and machine: that takes up to a second, and with another layout results round
-    differently.
+    differently. So the number of threads, which the number of replicas and an early start change, does not matter.
     """
-    library, cpu = torch.__version__, (torch.backends.cpu.get_cpu_capability(), os.cpu_count(), torch.get_num_threads())
+    library, cpu = torch.__version__, (torch.backends.cpu.get_cpu_capability(), os.cpu_count())
     what = repr((model.config.to_json_string(), str(model.dtype), library, *cpu))
     name = f"packing-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.npz"
     files = CalibrationFiles(cache_dir)

@@ -60,10 +60,11 @@ class StepBudget:
 
     def choose(self, tree: TokenTree) -> int | np.ndarray:
         """Return how many of a tree's first nodes to feed, or the ascending indices of the nodes to feed."""
-        if tree.path_probabilities is None:
-            return len(tree)
+        probabilities = tree.path_probabilities
         if len(self._costs.times) == 1:
-            return self.fit(tree, tree.path_probabilities)
+            return len(tree) if probabilities is None else self.fit(tree, probabilities)
+        if probabilities is None and len(tree) <= self._max_tokens:
+            return len(tree)  # one replica could feed all of it
         return self.select(tree)  # a tree cannot always be divided evenly among replicas
 
     def fit(self, tree: TokenTree, path_probabilities: np.ndarray) -> int:
@@ -97,10 +98,10 @@ class StepBudget:
         Nodes that fit on no replica are left out. That is the end of a long chain, not necessarily the least likely
         nodes.
         """
-        assert tree.path_probabilities is not None
         times, num_pending, limit = self._costs.times, tree.root + 1, self._max_tokens
         capacity = np.full(len(times), max(0, limit - num_pending))
         if self._is_auto:
+            assert tree.path_probabilities is not None
             acceptance, host = self._learned.acceptance, self._learned.host
             capacity, rate, plain_rate = best_capacity(
                 tree.arrays()[1],

@@ -14,7 +14,7 @@ from support.thinned import thinned
 
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.decoder import sampler_factory
+from lp_runtime.decoder import decoder_factory, sampler_factory
 from lp_runtime.decoder.decoder import Decoder, DrafterSetup, Samples
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.distributed.exchange import Exchange, Outcome
@@ -344,3 +344,29 @@ def test_traced_tokens_name_rank_that_owned_their_node(ranks):
 def test_ranks_with_different_requests_raise_state_mismatch(ranks):
     for result in ranks:
         assert isinstance(result.error, StateMismatchError)
+
+
+LARGE_WINDOW = LookaheadConfig(W=12, N=6, G=12, drafter="paper")
+
+
+def decode_with_a_large_window(group: Group) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the text, and of each step the tokens that the busiest replica feeds and the nodes of the tree."""
+    decoder_factory.STEP_TOKENS = 24  # in this process, which serves one test
+    name, settings = ARCHITECTURES["llama"]
+    loop = engine_of(ModelRunner(random_model(name, seed=5, **settings), 2048), group)
+    fed = []
+    request = Request(tuple(range(20)), LARGE_WINDOW, max_new_tokens=24)
+    tokens, _, _ = decode(
+        loop, request, observe=lambda nodes, step, rank, _: fed.append((max(step.shares.sizes), len(step.tree)))
+    )
+    return tokens, fed
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+def test_window_that_cannot_be_divided_is_fed_in_part(models, num_replicas):
+    """The window's first level is a chain that several replicas need, so R times the limit does not fit."""
+    expected = greedy_text(models["llama"], Request(tuple(range(20)), LARGE_WINDOW, max_new_tokens=24))
+    for tokens, fed in run_ranks(decode_with_a_large_window, num_replicas):
+        assert tokens == expected
+        most_fed, most_nodes = map(max, zip(*fed, strict=True))
+        assert most_fed == 24 < most_nodes

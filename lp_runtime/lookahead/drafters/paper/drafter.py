@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from lp_runtime.lookahead.drafter import CountingDrafter, PoolStatistics, VerificationResult
+import numpy as np
+
+from lp_runtime.lookahead.drafter import CountingDrafter, PoolStatistics, VerificationResult, places_of
 from lp_runtime.lookahead.drafters.paper.pool import NGramPool
 from lp_runtime.lookahead.drafters.paper.window import Slots, Window
 from lp_runtime.lookahead.guide import Guide
@@ -75,6 +77,12 @@ class PaperDrafter(CountingDrafter):
         for guess in self.pool.guesses(tree.tokens[certain]):
             self._guess_nodes.update(tree.add_branch(guess, certain))
         return tree
+
+    def keep(self, tree: TokenTree, nodes: np.ndarray) -> TokenTree:
+        places = places_of(nodes)
+        self._guess_nodes = {places[node] for node in self._guess_nodes if node in places}
+        self._slots = [[None if node is None else places.get(node) for node in level] for level in self._slots]
+        return super().keep(tree, nodes)
 
     def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
         accepted, path = accept(tree, result.successors)

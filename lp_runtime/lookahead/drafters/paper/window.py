@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from lp_runtime.lookahead.tree import TokenTree
 
-Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None if it did not fit into the tree
+Slots = list[list[int | None]]  # [levels][W]: the tree node of each slot, None if it is not fed
 
 
 class Window:
