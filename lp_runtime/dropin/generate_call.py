@@ -106,7 +106,7 @@ class GenerateCall:
         # For each row, the number of earlier rows with an equal prompt: equal rows are independent samples.
         self.samples = [self.rows[:place].count(row) for place, row in enumerate(self.rows)]
         self.do_sample = bool(generation_config.do_sample)
-        limits = _limits_of(stopping_criteria, generation_config)
+        limits = _limits_of(stopping_criteria)
         self.max_new_tokens = max(1, limits.max_length - input_ids.shape[1])  # criteria are asked after a token
         self.eos_token_ids = limits.eos_token_ids
         self.criteria = limits.others  # stopping criteria other than length, time and end-of-sequence
@@ -191,8 +191,8 @@ class GenerateCall:
         longest = max(map(len, new_tokens))
         pad = self._config.pad_token_id
         pad = self._config.eos_token_id if pad is None else pad  # the same default as in `generate`
-        pad = pad[0] if isinstance(pad, list) else pad
-        sequences = ids.new_full((len(ids), ids.shape[1] + longest), 0 if pad is None else pad)
+        pad = 0 if pad is None else int(torch.as_tensor(pad).flatten()[0])  # both may be tensors
+        sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad)
         sequences[:, : ids.shape[1]] = ids
         for row, tokens in enumerate(new_tokens):
             sequences[row, ids.shape[1] : ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=ids.device)
@@ -225,22 +225,22 @@ class _Limits(NamedTuple):
     pads_rows: bool
 
 
-def _limits_of(criteria: StoppingCriteriaList, config: GenerationConfig) -> _Limits:
-    eos = config.eos_token_id
-    eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-    max_length: int = config.max_length
-    times, others = [], []
+def _limits_of(criteria: StoppingCriteriaList) -> _Limits:
+    # `generate` has made a criterion for each setting, or left it out for one of the caller's of the same type.
+    # Subclasses may have rules of their own, so their attributes say little.
+    eos_token_ids: set[int] = set()
+    lengths, times, others = [], [], []
     for criterion in criteria:
-        if isinstance(criterion, MaxTimeCriteria):
+        if type(criterion) is MaxTimeCriteria:
             times.append(criterion)
-        elif isinstance(criterion, MaxLengthCriteria):
-            max_length = min(max_length, criterion.max_length)
-        elif isinstance(criterion, EosTokenCriteria):
-            eos_token_ids |= set(criterion.eos_token_id.tolist())
+        elif type(criterion) is MaxLengthCriteria:
+            lengths.append(criterion.max_length)
+        elif type(criterion) is EosTokenCriteria:
+            eos_token_ids.update(criterion.eos_token_id.reshape(-1).tolist())
         else:
             others.append(criterion)
     pads_rows = any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-    return _Limits(max_length, eos_token_ids, times, others, pads_rows)
+    return _Limits(min(lengths), frozenset(eos_token_ids), times, others, pads_rows)
 
 
 def _check_mode(model: PreTrainedModel, config: GenerationConfig, assistant: PreTrainedModel | None) -> None:

@@ -15,6 +15,7 @@ from support.thinned import thinned
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessor,
     MaxLengthCriteria,
@@ -65,6 +66,20 @@ class AfterToken(StoppingCriteria):
         return (input_ids == self.token).sum(-1) >= self.count
 
 
+class SecondEnd(EosTokenCriteria):
+    """Stops at the second end-of-sequence token in a text."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.isin(input_ids, self.eos_token_id).sum(-1) >= 2
+
+
+class TenEarlier(MaxLengthCriteria):
+    """Stops ten tokens below the largest length."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((len(input_ids),), input_ids.shape[1] + 10 >= self.max_length)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -79,6 +94,11 @@ class AfterToken(StoppingCriteria):
         {"generation_config": GenerationConfig(max_new_tokens=10, repetition_penalty=1.2)},
         {"max_new_tokens": 20, "stopping_criteria": [AfterToken(7, 3)]},
         {"max_new_tokens": 8, "stopping_criteria": [MaxLengthCriteria(2)]},  # below the prompt's length: one token
+        {"max_new_tokens": 4, "stopping_criteria": [MaxLengthCriteria(30)]},  # the caller's criterion counts
+        {"max_new_tokens": 20, "eos_token_id": 199, "stopping_criteria": [EosTokenCriteria(2263)]},
+        {"max_new_tokens": 20, "stopping_criteria": [SecondEnd(7)]},
+        {"max_new_tokens": 20, "stopping_criteria": [TenEarlier(20)]},
+        {"max_new_tokens": 20, "eos_token_id": torch.tensor([2263]), "pad_token_id": None},
         {"max_new_tokens": 20, "eos_token_id": [199, 2263], "min_new_tokens": 5},
         {"max_new_tokens": 12, "forced_eos_token_id": 3},
     ],
