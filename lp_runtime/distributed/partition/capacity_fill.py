@@ -113,6 +113,12 @@ def _pack_beginning(parents, depths, root, capacity, owner, feeds, left):
     return num_packed
 
 
+@inlined(makes_arrays=True)
+def _chosen(owner, root):
+    """Return the nodes that have an owner, and the pending tokens: [m] ascending."""
+    return np.flatnonzero((owner >= 0) | (np.arange(len(owner)) < root))
+
+
 @compiled(makes_arrays=True)
 def fill_shares(parents, depths, root, capacity):
     """Return the nodes to feed, [m] ascending, and the arguments of `Shares` for the tree of these nodes."""
@@ -121,12 +127,12 @@ def fill_shares(parents, depths, root, capacity):
     num_packed = _pack_beginning(parents, depths, root, capacity, owner, feeds, left)
     if num_packed < len(parents):
         fill(parents, root, owner, feeds, left)
-        nodes = np.flatnonzero((owner >= 0) | (np.arange(len(parents)) < root))
+        nodes = _chosen(owner, root)
         if _pack(parents, depths, root, nodes, capacity, owner, feeds, left):
             fill(parents, root, owner, feeds, left)
     sizes = capacity - left + root + 1
     fed, owned, num_owned = list_nodes(feeds, owner, sizes)
-    nodes = np.flatnonzero((owner >= 0) | (np.arange(len(parents)) < root))
+    nodes = _chosen(owner, root)
     places = np.empty(len(parents), np.int64)
     places[nodes] = np.arange(len(nodes))
     return nodes, owner[nodes], places[fed], places[owned], sizes, num_owned
