@@ -227,7 +227,7 @@ class _Limits(NamedTuple):
 
 def _limits_of(criteria: StoppingCriteriaList) -> _Limits:
     # `generate` has made a criterion for each setting, or left it out for one of the caller's of the same type.
-    # Subclasses may have rules of their own, so their attributes say little.
+    # A subclass may stop elsewhere than its attributes say, so it is called.
     eos_token_ids: set[int] = set()
     lengths, times, others = [], [], []
     for criterion in criteria:

@@ -26,6 +26,7 @@ def first_compilers(is_shared: bool) -> list[Callable[[], None]]:
 def step_compilers(is_full: bool, is_shared: bool) -> list[Callable[[], None]]:
     """Return the compilers that steps with drafter=full (`is_full`), or of several replicas (`is_shared`), need."""
     drafting = [compile_growth, compile_learning] if is_full else []
-    sharing = [compile_capacity, compile_partition, compile_pruning] if is_shared else []
+    sharing = [compile_capacity, compile_partition] if is_shared else []
+    pruning = [compile_pruning] if is_full and is_shared else []
     whole = [compile_drafter] if is_full else []  # the last one: it calls the first two
-    return [compile_budget, *drafting, *sharing, compile_sampler, *whole]
+    return [compile_budget, *drafting, *sharing, *pruning, compile_sampler, *whole]
