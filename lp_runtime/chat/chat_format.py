@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from lp_runtime.chat.chat_parser import MESSAGE, START, AnswerParser, ChatParser
 from lp_runtime.chat.formats import FORMATS, REASONINGS
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
+from lp_runtime.chat.text_reader import object_in
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
@@ -231,10 +233,17 @@ def _with_text(call: Any) -> Any:
 
 
 def _with_object(call: Any) -> Any:
-    """Return a call whose arguments are an object; a call that has none is kept as it is."""
-    try:
-        function = call["function"]
-        arguments = json.loads(function["arguments"].strip() or "{}")
-    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+    """Return a call whose arguments are an object, {} if they are other JSON; keep one that has none, or no JSON."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or "arguments" not in function:
         return call
-    return {**call, "function": {**function, "arguments": {} if arguments is None else arguments}}
+    sent = value = function["arguments"]
+    if isinstance(sent, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            value = json.loads(sent.strip() or "{}")
+    if isinstance(value, str):
+        text = object_in(value)
+        if text is None and value is sent:
+            return call
+        value = json.loads(text or "{}")
+    return {**call, "function": {**function, "arguments": value if isinstance(value, Mapping) else {}}}

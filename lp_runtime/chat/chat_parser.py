@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import regex
 
-from lp_runtime.chat.arguments import dumped, parameter_of
+from lp_runtime.chat.arguments import Parameter, dumped, parameter_of
 from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.chat.patterns import JSON, NEVER, Pattern, argument_patterns, call_patterns
 from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
 
 Kind = Literal["reasoning", "content", "arguments"]
@@ -104,7 +105,7 @@ class AnswerParser(ChatParser):
     def _read(self) -> list[Piece]:
         next(self._steps, None)
         pieces, self._pieces = self._pieces, []
-        return pieces
+        return _joined(pieces)
 
     def _content(self, text: str) -> None:
         self._pieces.append(Piece("content", text))
@@ -199,7 +200,7 @@ class AnswerParser(ChatParser):
             yield from self._object(form)
         else:
             self._begin_call(opening["name"], new_call_id(form.call_id, opening.groupdict()))
-            yield from self._text.json(self._arguments)
+            yield from self._text.arguments(self._arguments, may_end_text=not form.tail)
         yield from self._text.match_all(call_patterns(form).tail)
 
     def _object(self, form: CallFormat, is_known: bool = False) -> Steps[None]:
@@ -216,7 +217,7 @@ class AnswerParser(ChatParser):
             if key[1] not in ARGUMENTS:
                 name = yield from self._name(key[1], name)
             elif name is None:
-                yield from text.json(early.append)
+                yield from text.arguments(early.append)
             else:
                 break
             if (name is None or not early) and (yield from text.match(COMMA)) is None:
@@ -231,9 +232,9 @@ class AnswerParser(ChatParser):
         """Read the arguments if they come last, then skip other keys."""
         text = self._text
         if not has_arguments:
-            yield from text.json(self._arguments)
+            yield from text.arguments(self._arguments)
         while (yield from text.match(NEXT_KEY)) is not None:
-            yield from text.json(len)  # not shown
+            yield from text.literal(JSON, Parameter(), len)  # not shown
         yield from text.match(CLOSE)
 
     def _name(self, key: str, name: str | None) -> Steps[str | None]:
@@ -278,9 +279,16 @@ class HarmonyParser(AnswerParser):
             head.clear()
             if recipient is not None:
                 self._begin_call(recipient[1], new_call_id())
-                yield from self._text.json(self._arguments)
+                yield from self._text.arguments(self._arguments, may_end_text=True)
             shown = len if recipient is not None else self._thought if ANALYSIS in header else self._content
             yield from self._text.until(TEXT_END, shown)
+
+
+def _joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """Return pieces in which those of one part are joined, because each becomes an event of a stream."""
+    groups = itertools.groupby(pieces, lambda piece: (piece.kind, piece.call, piece.call_id))
+    parts = [list(group) for _, group in groups]
+    return [replace(part[0], text="".join(piece.text for piece in part)) for part in parts]
 
 
 def new_call_id(text: str = LONG_ID, values: Mapping[str, str] | None = None) -> str:

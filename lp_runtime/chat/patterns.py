@@ -44,7 +44,7 @@ class ArgumentPatterns(NamedTuple):
     close: Pattern | None  # what ends a plain value; None if values are literals
     value: Pattern  # the first token of a literal
     inner: Pattern  # a token inside the brackets of a literal
-    quote: Pattern  # the quotation mark of a text
+    quote: Pattern  # the quotation mark of a text that continues the one before
     quotes: dict[str, Pattern]  # what ends a text in a literal, or is an escape in it, by its quotation mark
 
 
@@ -84,7 +84,6 @@ def before_arguments(form: CallFormat) -> str:
 def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatterns:
     """Return the patterns of a format's arguments; `style` is that of the format, which must have one."""
     quotes = [quote for quote in ('"', style.quote) if quote]
-    token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<words>{WORDS}) *|(?P<mark>"
     quote = f"(?:{any_of(quotes)})?"
     key = rf"[\s,]*{quote}(?P<key>{WORDS}){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
     close = None
@@ -93,13 +92,23 @@ def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatter
         line_break = "\n?" if style.open.endswith("\n") else ""
         key = r"\s*" + lenient(style.open.rstrip("\n")) + line_break
         close = regex.compile(line_break + "|".join([regex.escape(style.close.strip("\n")), *_ends(form, style)]))
-    return ArgumentPatterns(
+    return literal_patterns(quotes)._replace(
         key=regex.compile(key),
         close=close,
+        quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
+    )
+
+
+def literal_patterns(quotes: list[str], escape: str = ESCAPE) -> ArgumentPatterns:
+    """Return the patterns of literals in which texts have given quotation marks."""
+    token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<words>{WORDS}) *|(?P<mark>"
+    return ArgumentPatterns(
+        key=NEVER,
+        close=None,
         value=regex.compile(token + r"[\[{(]))"),
         inner=regex.compile(token + r"[\[{()}\],:]))"),
-        quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
-        quotes={quote: regex.compile(regex.escape(quote) + ESCAPE * (len(quote) == 1), regex.S) for quote in quotes},
+        quote=NEVER,
+        quotes={quote: regex.compile(regex.escape(quote) + escape * (len(quote) == 1), regex.S) for quote in quotes},
     )
 
 
@@ -125,3 +134,7 @@ def pieces(before: str, text: str) -> list[Pattern]:
 def any_of(texts: Iterable[str]) -> str:
     """Return the pattern of any of some texts, which without texts matches nothing."""
     return "|".join(map(regex.escape, sorted(texts, key=len, reverse=True))) or NEVER.pattern
+
+
+# Other backslashes than these are characters of the text, such as those of a path.
+JSON = literal_patterns(['"', "'"], r"|\\(?:[\"\\/bfnrt']|u[0-9a-fA-F]{4})")  # with mistakes that models make

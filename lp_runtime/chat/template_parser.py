@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from lp_runtime.chat.chat_parser import ChatParser, Kind, Piece, new_call_id
+from lp_runtime.chat.text_reader import object_in
 
 KINDS: dict[str, Kind] = {
     "content": "content",
@@ -98,6 +99,6 @@ def _read_call(call: Mapping[str, Any]) -> tuple[str, str, str]:
     function = call.get("function", call)
     if not isinstance(name := function["name"], str):
         raise TypeError(f"the name of a call is {name!r}")
-    arguments = function.get("arguments") or {}
+    arguments = function.get("arguments")
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return name, text, call.get("id") or new_call_id()
+    return name, object_in(text) or "{}", call.get("id") or new_call_id()

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import regex
 
 from lp_runtime.chat.arguments import Parameter, dumped, json_of
-from lp_runtime.chat.patterns import ArgumentPatterns, Pattern
+from lp_runtime.chat.patterns import JSON, ArgumentPatterns, Pattern
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]  # waits for more text at each `yield`
@@ -18,11 +18,9 @@ Out = Callable[[str], object]  # receives text as it comes
 
 MAX_MATCH_CHARS = 4096  # that a match waits for; bounds the text that is held back
 SPACE = regex.compile(r"\s*")
-JSON_START = regex.compile(r'["\[{]|(?=[\s,;}\]<])')  # what begins a JSON value, or ends a number or word
-JSON_INNER = regex.compile(r'["\[\]{}]')
-REST_OF_STRING = regex.compile(r'(?:[^"\\]++|\\.)*+(?P<end>"?)', regex.DOTALL)  # of JSON, as much as there is
-BRACKETS = {**dict.fromkeys("[{(", 1), **dict.fromkeys(")}]", -1)}
-IN_JSON = {"(": "[", ")": "]", ",": ", ", ":": ": "}  # marks of literals
+VALUE_START = regex.compile(r"""\s*(?=([{"']))""")  # of an object, or of a text that may hold one
+CLOSING = {"}": "}", "]": "]", ")": "]"}  # in JSON
+JSON_ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
@@ -91,26 +89,23 @@ class TextReader:
                 return None
             yield
 
-    def json(self, out: Out) -> Steps[None]:
-        yield from self.match(SPACE)
-        depth = 0
-        while (mark := (yield from self.until(JSON_INNER if depth else JSON_START, out))) is not None:
-            out(mark.group())
-            depth += BRACKETS.get(mark.group(), 0)
-            if mark.group() == '"':
-                yield from self._json_string(out)
-            if not depth:
-                return
+    def arguments(self, out: Out, may_end_text: bool = False) -> Steps[None]:
+        """Pass a call's arguments to `out` as a JSON object, as they come; what is not meant as one becomes {}.
 
-    def _json_string(self, out: Out) -> Steps[None]:
-        while True:
-            rest = REST_OF_STRING.match(self._text, self._at)
-            start, self._at = self._at, len(self._text) if self._is_end and not rest["end"] else rest.end()
-            if self._at > start:
-                out(self._text[start : self._at])
-            if rest["end"] or self._is_end:
-                return
-            yield
+        `may_end_text`: whether the arguments are complete if the text ends where no value has begun, or after a word.
+        """
+        begin = yield from self.match(VALUE_START)
+        if begin is not None and begin[1] == "{":
+            yield from self.literal(JSON, Parameter(), out)
+        elif begin is not None:
+            encoded = list[str]()
+            yield from self.literal(JSON, Parameter(), encoded.append)
+            if (text := _decoded("".join(encoded))) is not None:  # else it is cut
+                out(object_in(text) or "{}")
+        else:
+            yield from self.literal(JSON, Parameter(), len)  # not shown
+            if may_end_text or not self.is_over:
+                out("{}")
 
     def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
@@ -128,16 +123,23 @@ class TextReader:
         raw = list[str]()
         write = out if parameter.may_be_text else raw.append
         marks = _Marks(write)
-        while (part := (yield from self.match(patterns.inner if marks.depth else patterns.value))) is not None:
+        while (part := (yield from self._token(patterns.inner if marks.depth else patterns.value))) is not None:
             is_key = marks.before(part["mark"])
             if (quote := part["quote"]) is not None:
                 yield from self._quoted(patterns, quote, write)
             elif (words := part["words"]) is not None:
-                write(dumped(words) if is_key or (parameter.is_text and not marks.depth) else _word(words))
+                is_text = is_key or (parameter.is_text and not marks.depth)
+                write(words if self.is_over and marks.depth else dumped(words) if is_text else _word(words))
             if not marks.depth:
                 break
+        if not self.is_over:  # a literal that is cut is left open
+            marks.close()
         text = "".join(raw)
         out(json_of(json.loads(text), parameter) if text.startswith('"') and not self.is_over else text)
+
+    def _token(self, pattern: Pattern) -> Steps[Any]:
+        yield from self.match(SPACE)  # of any length
+        return (yield from self.match(pattern))
 
     def _quoted(self, patterns: ArgumentPatterns, quote: str, out: Out) -> Steps[None]:
         """Pass a text after its quotation mark to `out` as JSON, and the texts that Python would append to it."""
@@ -154,33 +156,85 @@ class TextReader:
 
 
 class _Marks:
-    """Writes the brackets, commas and colons of a literal as JSON."""
+    """Writes the brackets, commas and colons of a literal as JSON: also those that are missing, and none too many."""
 
     def __init__(self, write: Out):
         self._write = write
-        self._open, self._last = list[str](), ""  # brackets that are not closed, and the mark before the current token
-        self._is_comma_due = False
+        self._closing = list[str]()  # of the open brackets
+        self._last = ""  # what came last in the innermost ones: "key", ":", "value" or ","; empty if nothing did
 
     @property
     def depth(self) -> int:
-        return len(self._open)
+        return len(self._closing)
 
     def before(self, mark: str | None) -> bool:
-        """Write a mark, or what comes before a text or word; return whether an object's key may come there."""
-        is_closing = mark is not None and BRACKETS.get(mark, 0) < 0
-        if self._is_comma_due and not is_closing:  # Python allows a last comma, JSON does not
-            self._write(IN_JSON[","])
-        self._is_comma_due = mark == ","
-        if mark is None:
-            return self._open[-1:] == ["{"] and self._last in "{,"
-        self._last = mark
-        if is_closing:
-            self._open.pop()
-        elif mark in BRACKETS:
-            self._open.append(mark)
-        if not self._is_comma_due:
-            self._write(IN_JSON.get(mark, mark))
+        """Write a mark, or what comes before a text or word; return whether that is an object's key."""
+        if mark in CLOSING:
+            if CLOSING[mark] in self._closing:
+                self.close(CLOSING[mark])
+        elif mark == ",":
+            self._complete()
+            self._last = self._last and ","
+        elif mark == ":":
+            if self._last == "key":
+                self._write(": ")
+                self._last = ":"
+        else:
+            return self._begin(mark)
         return False
+
+    def _begin(self, bracket: str | None) -> bool:
+        """Write what comes before a text or word, or an opening bracket; return whether a key is due."""
+        is_key = self._closing[-1:] == ["}"] and self._last not in ("key", ":")
+        if is_key and bracket is not None:
+            return True  # which a bracket is not
+        self._write({"key": ": ", "value": ", ", ",": ", "}.get(self._last, ""))
+        self._last = "key" if is_key else "value"
+        if bracket is not None:
+            self._write("{" if bracket == "{" else "[")
+            self._closing.append("}" if bracket == "{" else "]")
+            self._last = ""
+        return is_key
+
+    def _complete(self) -> None:
+        """Write what a key's value lacks."""
+        missing = {"key": ": null", ":": "null"}.get(self._last)
+        if missing is not None:
+            self._write(missing)
+            self._last = "value"
+
+    def close(self, down_to: str | None = None) -> None:
+        """Close the open brackets, the last of them the innermost that ends with `down_to`."""
+        bracket = None
+        while self._closing and bracket != (down_to or ""):
+            self._complete()
+            self._write(bracket := self._closing.pop())
+            self._last = "value"
+
+
+def _decoded(text: str) -> str | None:
+    """Return the text that a JSON string is; None if it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    return value if isinstance(value, str) else None
+
+
+def object_in(text: str) -> str | None:
+    """Return the JSON of an object that is written with mistakes, or as a text; None if it is cut, or none."""
+    reader, parts = TextReader(), list[str]()
+    reader.add(text)
+    reader.end()
+    if VALUE_START.match(text) is None:
+        return None
+    for _ in reader.arguments(parts.append):
+        pass
+    try:
+        json.loads("".join(parts))
+    except (ValueError, RecursionError):
+        return None
+    return "".join(parts)
 
 
 def _word(word: str) -> str:
@@ -191,6 +245,9 @@ def _word(word: str) -> str:
 
 
 def _escape(escape: str) -> str:
+    """Return an escape as JSON; one that JSON has not is read as Python's."""
+    if JSON_ESCAPE.fullmatch(escape):
+        return escape
     try:
         return json.dumps(ast.literal_eval(f'"{escape}"'))[1:-1]
     except (SyntaxError, ValueError):

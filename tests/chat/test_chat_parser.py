@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 
 import pytest
@@ -217,6 +218,56 @@ def test_plain_value_has_the_type_of_its_schema(schema, value):
     assert parsed(chat_format("", "qwen3_coder").parser(tools, ""), [text])[2] == [("f", f'{{"a": {value}}}')]
 
 
+WRITTEN = {
+    '{"a": "x\ny\t"}': {"a": "x\ny\t"},
+    r'{"a": "it\'s", "b": "\d+ C:\Users \/ \u00e9 \\n \n"}': {"a": "it's", "b": "\\d+ C:\\Users / é \\n \n"},
+    '{"a": True, "b": [None, False, ], "c": {"d": 1.50,},}': {"a": True, "b": [None, False], "c": {"d": 1.5}},
+    """{'a': 'x "y"', "b": 'it\\'s', c: d e}""": {"a": 'x "y"', "b": "it's", "c": "d e"},
+    '{"a": "x" "b" 1, "c":, "d": [1}': {"a": "x", "b": 1, "c": None, "d": [1]},
+    '{"a": ["x", {"b": NaN}]}': {"a": ["x", {"b": "NaN"}]},
+    r'"{\"a\": \"x\ny\"}"': {"a": "x\ny"},
+    r'"\"{\\\"a\\\": True}\""': {"a": True},
+    **dict.fromkeys(("null", "None", '""', '"x"', r'"{\"a"', "[]", '[{"a": 1}]', "5", "", " "), {}),
+}  # arguments as models write them, and what they mean
+
+
+@pytest.mark.parametrize(("text", "meant"), WRITTEN.items())
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("hermes", '<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>'),
+        ("hermes", '<tool_call>\n{"arguments": %s, "name": "f"}\n</tool_call>'),
+        ("llama3", '{"name": "f", "parameters": %s}'),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s<|call|>"),
+        ("harmony", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>%s"),
+    ],
+)
+def test_arguments_are_a_json_object_whatever_a_model_writes(form, answer, text, meant):
+    answer = answer % text
+    for parts in ([answer], list(answer), *([answer[:place], answer[place:]] for place in range(len(answer)))):
+        _, content, ((name, arguments),) = parsed(reading(form)(), parts)
+        assert (content, name) == ("", "f") and json.loads(arguments) == meant, parts
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_arguments_of_an_ended_call_are_a_json_object(seed):
+    """Tokens in any order; texts are closed."""
+    rng = random.Random(seed)
+    tokens = ["{", "}", "[", "]", "(", ")", ",", ":", '"a"', "'b'", "True", "1.5", "c d", '"\\x \\" \'"', " ", "\n"]
+    answer = '<tool_call>{"name": "f", "arguments": {' + "".join(rng.choices(tokens, k=30)) + "</tool_call>"
+    expected = parsed(hermes(), [answer])
+    assert isinstance(json.loads(expected[2][0][1]), dict), answer
+    assert parsed(hermes(), list(answer)) == expected, answer
+
+
+@pytest.mark.parametrize("text", ['{"a": tr', '{"a": "x', '{"a": [1, ', r'"{\"a\": 1', "[1,", ""])
+def test_arguments_that_are_cut_are_unfinished_json(text):
+    answer = f'<tool_call>{{"name": "f", "arguments": {text}'
+    expected = "" if text[:1] != "{" else text.rstrip(", ")
+    for parts in ([answer], list(answer)):
+        assert parsed(hermes(), parts) == ("", "", [("f", expected)])
+
+
 def test_json_without_a_call_is_streamed_at_once():
     for parser in (llama(), reading("llama3", is_either=True)()):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
@@ -236,6 +287,8 @@ def test_arguments_are_streamed_before_the_call_ends():
     parser.add('<tool_call>\n{"name": "f", "arguments": {"city": "Ro')
     (piece,) = parser.add("me and")
     assert (piece.kind, piece.text) == ("arguments", "me and")
+    (piece,) = parser.add('", "days": [1, 2], "x')
+    assert piece.text == '", "days": [1, 2], "x'
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,12 @@ def test_response_template_parses_answers_in_pieces_of_any_size(prompt_end, text
     assert parts_of(own_parser(prompt_end), pieces) == parts
 
 
+@pytest.mark.parametrize("value", ["[]", "[1]", "5", "null", r'"{\"a\": "'])
+def test_arguments_of_a_response_template_that_are_no_object_are_empty(value):
+    text = f'@{{"name": "f", "arguments": {value}}};'
+    assert parts_of(own_parser(response_template=WHOLE_CALLS), list(text)) == ("", "", [("f", {})])
+
+
 @pytest.mark.parametrize(
     "value",
     ['"hello"', "[1]", "null", '{"function": "f"}', '{"name": 5}', '[{"name": "f"}, {"name": 5}]', "[" * 3000],

@@ -106,8 +106,16 @@ def test_message_without_tool_calls_has_no_tool_calls_field(calls):
     assert ChatFormat("").history([message.plain()]) == [{"role": "assistant", "content": "x"}]
 
 
-@pytest.mark.parametrize(("sent", "shown"), [("", {}), (" ", {}), ("null", {}), ('{"a": 1}', {"a": 1}), ("x", "x")])
-def test_tool_call_arguments_in_history_are_parsed_as_json(sent, shown):
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        *((text, {}) for text in ("", " ", "null", "[]", "[1]", "5", '"x"', '""')),
+        *((text, {"a": "x\n"}) for text in ('{"a": "x\\n"}', '{"a": "x\n"}', r'"{\"a\": \"x\n\"}"', "{'a': 'x\n',}")),
+        ("x", "x"),
+        ('{"a": "x', '{"a": "x'),
+    ],
+)
+def test_tool_call_arguments_in_history_are_an_object(sent, shown):
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": sent}}
     (message,) = ChatFormat("").history([Message(role="assistant", tool_calls=[call]).plain()])
     (plain,) = message["tool_calls"]
