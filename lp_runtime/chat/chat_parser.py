@@ -31,7 +31,7 @@ OBJECT_START = regex.compile(r"[\s,;\[]*(?=\{)")
 COMMA, OPEN, CLOSE = regex.compile(r"\s*,"), regex.compile(r"\{"), regex.compile(r"\s*\}")
 START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis"
 MESSAGE, END = "<|message|>", "<|end|>"
-RECIPIENT = regex.compile(r"to=functions\.([\w.-]+)")
+RECIPIENT = regex.compile(r"to=(functions\.)?([\w.-]+)")
 TEXT_START, TEXT_END = regex.compile(regex.escape(MESSAGE)), regex.compile(r"<\|(?:end|call|return|start)\|>")
 
 
@@ -72,7 +72,7 @@ class AnswerParser(ChatParser):
         is_thinking: whether the prompt has already opened the reasoning part.
         is_either: whether the answer, after its reasoning part, is either only calls or only text.
         schemas: JSON schema of each tool's arguments, by its name.
-        is_strict: whether a format's loose marks begin no calls.
+        is_strict: whether calls must have the format's own marks and all that it writes before arguments.
     """
 
     def __init__(
@@ -85,9 +85,11 @@ class AnswerParser(ChatParser):
         is_strict: bool = False,
     ):
         self._form, self._schemas = form, schemas or {}
+        is_exact = is_strict or is_either  # as constrained answers are
+        self._known = frozenset[str]() if is_exact else self._schemas.keys()  # tools that loose calls may name
         self._reasoning, self._is_thinking = reasoning, is_thinking
         self._is_either = is_either
-        self._loose = {} if form is None or is_strict or is_either or not schemas else dict(form.loose)
+        self._loose = {} if form is None or not self._known else dict(form.loose)
         self._marks = NEVER
         if form is not None:
             self._marks = call_patterns(form).loose_marks if self._loose else call_patterns(form).marks
@@ -159,7 +161,7 @@ class AnswerParser(ChatParser):
         while head is not None:
             self._text.keep()
             try:
-                yield from self._call(form, head)
+                yield from self._call(form, head, bool(mark))
             except NotACallError:
                 self._text.rewind()
                 break
@@ -189,26 +191,36 @@ class AnswerParser(ChatParser):
         elif mark:
             self._content(mark)
 
-    def _call(self, form: CallFormat, head: Pattern) -> Steps[None]:
+    def _call(self, form: CallFormat, head: Pattern, is_marked: bool) -> Steps[None]:
         opening = yield from self._text.match(head)
         if opening is None:
             raise NotACallError
-        if form.style is not None:
-            yield from self._keyed(form, form.style, opening["name"])
-            return
         if form.is_object:
-            yield from self._object(form)
-        else:
-            self._begin_call(opening["name"], new_call_id(form.call_id, opening.groupdict()))
+            yield from self._object(form, is_marked=is_marked)
+            yield from self._text.match_all(call_patterns(form).tail)
+            return
+        groups = opening.groupdict()
+        name, has_arguments = groups["name"], groups.get("value") is not None
+        is_certain = groups.get("prefix", "") is not None and (has_arguments or form.tail)
+        if not is_certain and name not in self._known:
+            raise NotACallError
+        if form.style is not None:
+            yield from self._keyed(form, form.style, name)
+            return
+        self._begin_call(name, new_call_id(form.call_id, groups))
+        if has_arguments:
             yield from self._text.arguments(self._arguments, may_end_text=not form.tail)
+        else:
+            self._arguments("{}")
         yield from self._text.match_all(call_patterns(form).tail)
 
-    def _object(self, form: CallFormat, is_known: bool = False) -> Steps[None]:
+    def _object(self, form: CallFormat, is_known: bool = False, is_marked: bool = False) -> Steps[None]:
         """Read a JSON object with a name and arguments, in any order; other keys are skipped.
 
-        With `is_known`, it is a call only if it names a known tool.
+        With `is_known`, it is a call only if it names a known tool; without arguments also if it has no mark.
         """
-        text, name, early = self._text, None, list[str]()  # early: arguments that come before the name
+        text, name, early = self._text, None, list[str]()  # early: arguments that come before the name, or are missing
+        is_ended = False
         yield from text.match(OPEN)
         while name is None or not early:
             key = yield from text.match(KNOWN_KEY)
@@ -220,13 +232,17 @@ class AnswerParser(ChatParser):
                 yield from text.arguments(early.append)
             else:
                 break
-            if (name is None or not early) and (yield from text.match(COMMA)) is None:
+            if name is not None and not early and (yield from text.match(CLOSE)) is not None:
+                is_ended = True
+                early.append("{}")
+            elif (name is None or not early) and (yield from text.match(COMMA)) is None:
                 raise NotACallError
-        if is_known and name not in self._schemas:
+        if name not in self._known and (is_known or (is_ended and not is_marked)):
             raise NotACallError
         self._begin_call(name, new_call_id(form.call_id))
         self._arguments("".join(early))
-        yield from self._end_of_object(bool(early))
+        if not is_ended:
+            yield from self._end_of_object(bool(early))
 
     def _end_of_object(self, has_arguments: bool) -> Steps[None]:
         """Read the arguments if they come last, then skip other keys."""
@@ -277,10 +293,11 @@ class HarmonyParser(AnswerParser):
         while (yield from self._text.until(TEXT_START, head.append)) is not None:
             header, recipient = "".join(head), RECIPIENT.search("".join(head))
             head.clear()
-            if recipient is not None:
-                self._begin_call(recipient[1], new_call_id())
+            is_call = recipient is not None and (recipient[1] is not None or recipient[2] in self._known)
+            if is_call:
+                self._begin_call(recipient[2], new_call_id())
                 yield from self._text.arguments(self._arguments, may_end_text=True)
-            shown = len if recipient is not None else self._thought if ANALYSIS in header else self._content
+            shown = len if is_call else self._thought if ANALYSIS in header else self._content
             yield from self._text.until(TEXT_END, shown)
 
 
@@ -291,14 +308,14 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     return [replace(part[0], text="".join(piece.text for piece in part)) for part in parts]
 
 
-def new_call_id(text: str = LONG_ID, values: Mapping[str, str] | None = None) -> str:
+def new_call_id(text: str = LONG_ID, values: Mapping[str, str | None] | None = None) -> str:
     """Return an id of a call; `values` are those of a format's placeholders, by their names in lower case."""
     if text == SHORT_ID:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     if text == LONG_ID:
         return f"call_{uuid.uuid4().hex[:24]}"
     for name, value in (values or {}).items():
-        text = text.replace(f"${name.upper()}", value)
+        text = text.replace(f"${name.upper()}", value or "")
     return text
 
 

@@ -22,6 +22,7 @@ PLACEHOLDERS = {
 WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
 WORDS = f"{WORD}(?: +{WORD})*"
 ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
+PIECE = r"<[^>]*>|[^<\s]+"  # of a text: a mark, or what is between marks
 NEVER = regex.compile(r"(?!)")
 
 
@@ -50,7 +51,7 @@ class ArgumentPatterns(NamedTuple):
 
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
-    marks = list(filter(None, (form.mark, *(mark for mark, _ in form.also))))
+    marks = marks_of(form)
     is_list = bool(form.begin) or not form.mark
     between = r"[\s,;]*" if is_list else r"\s*"
     return CallPatterns(
@@ -58,26 +59,42 @@ def call_patterns(form: CallFormat) -> CallPatterns:
         loose_marks=regex.compile(any_of([*marks, *(mark for mark, _ in form.loose if mark)])) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
-        following=regex.compile(between + lenient(form.head) + before_arguments(form)) if is_list else None,
+        following=regex.compile(between + head_of(form, form.head)) if is_list else None,
         tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
         end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
 
 
+def marks_of(form: CallFormat) -> list[str]:
+    return list(filter(None, (form.mark, *(mark for mark, _ in form.also))))
+
+
 def first_head(form: CallFormat, mark: str) -> str:
     """Return the pattern of what comes between a mark and the first call's arguments, or its object."""
     if form.is_object:
-        return r"[\s\[]*" + before_arguments(form)
+        return r"[\s\[]*" + head_of(form, "")
     text = form.begin + form.head
     known = mark if mark in text else form.mark
-    return r"\s*" + lenient(text.partition(known)[2] if known else text) + before_arguments(form)
+    return r"\s*" + head_of(form, text.partition(known)[2] if known else text)
 
 
-def before_arguments(form: CallFormat) -> str:
-    """Return the pattern of what ends a head: the arguments, or an object, must follow."""
-    if form.style is None:
-        return r"\s*(?=\{)"
-    return r"\s*(?=<)" if form.style.close else ""
+def head_of(form: CallFormat, text: str) -> str:
+    """Return the pattern of a head: a text of the description, and then the arguments or an object, which it leaves.
+
+    It accepts white space next to marks. The prefix of a name may be missing, and with the arguments what is between.
+    """
+    if form.is_object:
+        return lenient(text) + r"\s*(?=\{)"
+    text = regex.sub(r"(?<=[>\]])(?=[\w$])|(?<=[\w$])(?=[<\[])", " ", text)
+    before, prefix, name = regex.fullmatch(r"(.*?)(\w+[.:])?(\$NAME.*)", text, regex.DOTALL).groups()
+    head = lenient(before) + (rf"(?P<prefix>{regex.escape(prefix)})?" if prefix else "")
+    if form.style is not None:
+        return head + lenient(name) + (r"\s*(?=<)" if form.style.close else "")
+    name, between = regex.fullmatch(r"(.*\$[A-Z]+)(.*)", name, regex.DOTALL).groups()
+    ends = regex.findall(PIECE, form.tail)
+    after, last = (any_of(ends), any_of(ends[-1:])) if ends else [rf"\Z|{any_of(marks_of(form))}"] * 2
+    value = rf"{lenient(between)}\s*(?=(?P<value>[{{\"]|null)|{after})"
+    return head + lenient(name) + rf"(?:{value}|\s*(?={last}))"
 
 
 @functools.cache
@@ -128,7 +145,7 @@ def lenient(text: str) -> str:
 
 def pieces(before: str, text: str) -> list[Pattern]:
     """Return the patterns of the marks in a text, each after `before`."""
-    return [regex.compile(before + regex.escape(piece)) for piece in regex.findall(r"<[^>]*>|[^<\s]+", text)]
+    return [regex.compile(before + regex.escape(piece)) for piece in regex.findall(PIECE, text)]
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -268,6 +268,74 @@ def test_arguments_that_are_cut_are_unfinished_json(text):
         assert parsed(hermes(), parts) == ("", "", [("f", expected)])
 
 
+KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>%s<|tool_call_end|><|tool_calls_section_end|>"
+DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+COMMENTARY = "<|channel|>commentary to=%s <|constrain|>json<|message|>%s<|call|>"
+EMPTY, FULL = {"f": {}}, {"f": {"a": "x"}}
+WITHOUT_ARGUMENTS = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "f"}\n</tool_call>\n<tool_call>{"id": 1, "name": "g" }</tool_call>',
+        {"f": {}, "g": {}},
+    ),
+    ("hermes", '{"name": "f"}', EMPTY),
+    ("hermes", '<tool_call>{"name": "h"}</tool_call>', {"h": {}}),
+    ("llama3", '{"name": "f"}', EMPTY),
+    ("llama3", '{"name": "f"}; {"type": "function", "name": "g"}', {"f": {}, "g": {}}),
+    ("mistral", '[TOOL_CALLS][{"name": "f"}, {"name": "g", "id": "x"}]', {"f": {}, "g": {}}),
+    ("mistral_args", "[TOOL_CALLS]f", EMPTY),
+    ("mistral_args", "[TOOL_CALLS]f[ARGS]", EMPTY),
+    ("mistral_args", "[TOOL_CALLS]f[TOOL_CALLS]g[ARGS]{}", {"f": {}, "g": {}}),
+    ("deepseek_v3", DEEPSEEK % "function<｜tool▁sep｜>f\n```json\n```", EMPTY),
+    ("deepseek_v31", DEEPSEEK % "f<｜tool▁sep｜>", EMPTY),
+    ("deepseek_v31", DEEPSEEK % "f", EMPTY),
+    ("kimi_k2", KIMI % "functions.f:0<|tool_call_argument_begin|>", EMPTY),
+    ("kimi_k2", KIMI % "functions.f:0<|tool_call_argument_begin|>null", EMPTY),
+    ("harmony", COMMENTARY % ("functions.f", ""), EMPTY),
+]
+WITHOUT_PREFIX = [
+    ("harmony", COMMENTARY % ("f", '{"a":"x"}'), FULL),
+    ("kimi_k2", KIMI % 'f:0<|tool_call_argument_begin|>{"a": "x"}', FULL),
+    ("kimi_k2", KIMI % ' functions.f:0 <|tool_call_argument_begin|> {"a": "x"} ', FULL),
+    ("gemma", '<|tool_call>f{a:<|"|>x<|"|>}<tool_call|>', FULL),
+]
+
+
+@pytest.mark.parametrize(("form", "answer", "calls"), [*WITHOUT_ARGUMENTS, *WITHOUT_PREFIX])
+def test_calls_without_arguments_or_prefix_are_read(form, answer, calls):
+    for parts in ([answer], list(answer), *([answer[:place], answer[place:]] for place in range(len(answer)))):
+        _, content, read = parsed(chat_format("", form).parser(KNOWN, ""), parts)
+        assert (content, {name: json.loads(text) for name, text in read}) == ("", calls), parts
+
+
+@pytest.mark.parametrize(
+    ("form", "answer"),
+    [
+        ("hermes", '{"name": "h"}'),
+        ("llama3", '{"name": "Bob"}'),
+        ("llama3", '{"name": "f"'),
+        ("mistral_args", "[TOOL_CALLS]h"),
+        ("mistral_args", "[TOOL_CALLS] is a mark"),
+        ("deepseek_v3", DEEPSEEK % "function<｜tool▁sep｜>f\n```json\nno\n```"),
+        ("kimi_k2", KIMI % "h:0<|tool_call_argument_begin|>{}"),
+        ("gemma", "<|tool_call>h{}<tool_call|>"),
+    ],
+)
+def test_other_names_and_texts_after_a_mark_are_text(form, answer):
+    for parts in ([answer], list(answer)):
+        assert parsed(chat_format("", form).parser(KNOWN, ""), parts) == ("", answer, [])
+
+
+def test_constrained_text_that_names_a_tool_is_no_call():
+    parser = chat_format("", "llama3").parser(KNOWN, "", is_either=True)
+    assert parsed(parser, list('{"name": "f"}')) == ("", '{"name": "f"}', [])
+
+
+def test_message_to_another_recipient_is_no_call():
+    parser = chat_format("", "harmony").parser(KNOWN, "")
+    assert parsed(parser, list(COMMENTARY % ("python", "{}"))) == ("", "{}", [])
+
+
 def test_json_without_a_call_is_streamed_at_once():
     for parser in (llama(), reading("llama3", is_either=True)()):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]

@@ -38,6 +38,17 @@ TAKES_TOOLS = "{{ tools }}"
             "hermes",
             "",
         ),
+        # Calls without the prefix of their names.
+        (
+            template(
+                "A:",
+                '{% for c in m.tool_calls or [] %}<|tool_call>{{ c.function.name }}{city:<|"|>Rome<|"|>,days:7}'
+                "<tool_call|>{% endfor %}",
+                "",
+            ).text,
+            None,
+            "set tool_format",
+        ),
         # Calls without the marker that the template asks the model to write.
         (
             template("A:", BARE.replace("ARGS", "c.function.arguments"), "", "{# functools[ #}").text,
