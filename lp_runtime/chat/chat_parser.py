@@ -140,9 +140,39 @@ class AnswerParser(ChatParser):
         if self._reasoning is None:
             return
         begun = yield from self._text.match(regex.compile(r"\s*" + regex.escape(self._reasoning.begin)))
-        if begun is not None or self._is_thinking:
-            yield from self._text.until(regex.compile(regex.escape(self._reasoning.end)), self._thought)
-            yield from self._text.match(SPACE)
+        if begun is None and not self._is_thinking:
+            return
+        end = regex.escape(self._reasoning.end)
+        calls = NEVER if self._form is None else call_patterns(self._form).marks
+        marks, is_ended = regex.compile(f"(?P<end>{end})|{calls.pattern}"), False
+        while not is_ended and (mark := (yield from self._text.until(marks, self._thought))) is not None:
+            is_ended = mark["end"] is not None or (yield from self._drafts(mark.group(), regex.compile(end)))
+        yield from self._text.match(SPACE)
+
+    def _drafts(self, mark: str, end: Pattern) -> Steps[bool]:
+        """Hold calls in reasoning back: they count if the answer ends with them. Return whether the reasoning ends."""
+        draft, held, pieces = _DraftParser(self._form, schemas=self._schemas), list[str](), list[Piece]()
+
+        def hold(text: str) -> None:
+            held.append(text)
+            pieces.extend(draft.add(text))
+
+        self._text.keep()
+        try:
+            hold(mark)
+            if (yield from self._text.until(end, hold)) is not None:
+                pieces = [Piece("reasoning", "".join(held))]
+            else:
+                pieces.extend(draft.finish())
+        except NotACallError:
+            num_read = len("".join(held)) - draft.num_unread
+            self._thought("".join(held)[:num_read])
+            self._text.rewind(num_read - len(mark))
+            return False
+        self._text.keep(False)
+        self._pieces += pieces
+        self.num_calls = sum(piece.name is not None for piece in pieces)
+        return True
 
     def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
         """Return whether the rest may be a call without a mark; if it must be text, look for no more marks."""
@@ -283,6 +313,18 @@ class AnswerParser(ChatParser):
                 is_ended = yield from text.match_all(tail)
         if is_ended or not text.is_over:  # arguments that are cut are left open
             self._arguments("}")
+
+
+class _DraftParser(AnswerParser):
+    """Parser of calls that raises NotACallError at a text next to them; `num_unread` characters are left from there."""
+
+    num_unread = 0
+
+    def _content(self, text: str) -> None:
+        if text.strip():
+            is_mark = self._marks.fullmatch(text) is not None  # of no call; it counts as read
+            self.num_unread = self._text.num_unread + (0 if is_mark else len(text))
+            raise NotACallError
 
 
 class HarmonyParser(AnswerParser):

@@ -43,16 +43,20 @@ class TextReader:
 
     @property
     def is_over(self) -> bool:
-        return self._is_end and self._at == len(self._text)
+        return self._is_end and not self.num_unread
+
+    @property
+    def num_unread(self) -> int:
+        return len(self._text) - self._at
 
     def keep(self, is_kept: bool = True) -> None:
         """Keep the text from here on for `rewind`, or no text."""
         self._kept = self._at if is_kept else None
 
-    def rewind(self) -> None:
-        """Go back to where `keep` was called, and keep no text."""
+    def rewind(self, num_read: int = 0) -> None:
+        """Go back to where `keep` was called, and `num_read` characters on; keep no text."""
         if self._kept is not None:
-            self._at, self._kept = self._kept, None
+            self._at, self._kept = self._kept + num_read, None
 
     def match(self, pattern: Pattern) -> Steps[Any]:
         """Consume and return a match at the start of the text, once it cannot grow; None if there is none."""

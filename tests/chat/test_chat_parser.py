@@ -41,12 +41,38 @@ def known(**more):
 
 llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmony")
 
+DRAFT = hermes_text(CALLS[:1])
+
 CASES = {
     "plain": (thinking, "a <b> text", "", "a <b> text", []),
     "thinking": (thinking, "<think>\nhm\n</think>\n\ntext", "\nhm\n", "text", []),
     "opened": (opened, "hm</think>text", "hm", "text", []),
     "opened twice": (opened, "<think>hm</think>text", "hm", "text", []),
     "never closed": (opened, "hm", "hm", "", []),
+    "never closed, calls": (hermes, "<think>hm\n" + hermes_text(CALLS) + "\n", "hm\n", "", CALLS),
+    "never closed, a call in the middle": (hermes, f"<think>hm {DRAFT}so", f"hm {DRAFT}so", "", []),
+    "never closed, calls in the middle and at the end": (
+        hermes, f"<think>{DRAFT}{DRAFT}so{DRAFT}", f"{DRAFT}{DRAFT}so", "", CALLS[:1]
+    ),
+    "never closed, a mark and a call": (
+        hermes, f"<think>a <tool_call><tool_call>{{ {DRAFT}", "a <tool_call><tool_call>{ ", "", CALLS[:1]
+    ),
+    "never closed, the beginning of a call": (hermes, '<think><tool_call>{"name', '<tool_call>{"name', "", []),
+    "opened, a call": (
+        reading("qwen3_coder", "think", "<think>\n"),
+        "hm\n<tool_call>\n<function=g>\n</function>\n</tool_call>",
+        "hm\n",
+        "",
+        CALLS[1:],
+    ),
+    "a call drafted": (hermes, f"<think>{DRAFT}</think>\n\n{hermes_text(CALLS)}", DRAFT, "", CALLS),
+    "a call drafted in part": (
+        hermes,
+        '<think><tool_call>{"name": "f", "arguments": {"a": "</think>b',
+        '<tool_call>{"name": "f", "arguments": {"a": "',
+        "b",
+        [],
+    ),
     "hermes": (hermes, "<think>x</think>say " + hermes_text(CALLS), "x", "say ", CALLS),
     "hermes, text after": (hermes, hermes_text(CALLS[:1]) + "\nand so", "", "and so", CALLS[:1]),
     "hermes, no call": (hermes, "The <tool_call> tag is used.", "", "The <tool_call> tag is used.", []),
@@ -348,6 +374,19 @@ def test_unfinished_call_head_is_released_after_max_match_chars(begin):
     assert parser.add(begin) == []
     pieces = [piece for _ in range(MAX_MATCH_CHARS + 1) for piece in parser.add("x")]
     assert "".join(piece.text for piece in pieces) == begin + "x" * (MAX_MATCH_CHARS + 1)
+
+
+def test_reasoning_is_held_back_only_where_it_may_be_a_call():
+    parser = hermes()
+    parts = [parser.add(part) for part in ("<think>a <tool_call> ", "tag", DRAFT, "\n", "s", "o")]
+    assert [[piece.text for piece in part] for part in parts] == [
+        ["a "],
+        ["<tool_call> tag"],
+        [],
+        [],
+        [DRAFT + "\ns"],
+        ["o"],
+    ]
 
 
 def test_arguments_are_streamed_before_the_call_ends():
