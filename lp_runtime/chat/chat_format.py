@@ -46,13 +46,22 @@ class ToolUse:
 
 
 def schemas_of(tools: Sequence[Tool]) -> dict[str, Mapping[str, Any]]:
-    """Return the JSON schema of each function tool's arguments, by its name; other entries are left out."""
+    """Return the JSON schema of each function tool's arguments, by its name; other entries are left out.
+
+    A function without `parameters` takes none, as in OpenAI's API. Those that are an empty schema may be any object.
+    """
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
     return {
-        function["name"]: function.get("parameters") or {"type": "object"}
+        function["name"]: _schema_of(function.get("parameters"))
         for function in functions
         if isinstance(function, Mapping) and isinstance(function.get("name"), str)
     }
+
+
+def _schema_of(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    if parameters is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    return parameters or {"type": "object"}
 
 
 class ChatFormat:

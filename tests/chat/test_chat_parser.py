@@ -297,7 +297,8 @@ def test_arguments_that_are_cut_are_unfinished_json(text):
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>%s<|tool_call_end|><|tool_calls_section_end|>"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 COMMENTARY = "<|channel|>commentary to=%s <|constrain|>json<|message|>%s<|call|>"
-EMPTY, FULL = {"f": {}}, {"f": {"a": "x"}}
+EMPTY: dict[str, dict[str, str]] = {"f": {}}
+FULL = {"f": {"a": "x"}}
 WITHOUT_ARGUMENTS = [
     (
         "hermes",

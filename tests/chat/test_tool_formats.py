@@ -25,7 +25,7 @@ from support.tool_formats import SAMPLES
 
 from lp_runtime import ConstraintConfig
 from lp_runtime.chat import formats
-from lp_runtime.chat.chat_format import ChatFormat, ToolUse
+from lp_runtime.chat.chat_format import ChatFormat, Tool, ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
 
 NUM_STARTS = 3  # of the places where recorded answers are cut
@@ -131,3 +131,11 @@ def test_constraint_allows_either_calls_or_text(name):
     assert 0 < num_calls < NUM_RANDOM
     must = ToolUse(TOOLS, must_call=True)
     assert form.constraint(must, ConstraintConfig(regex="a"), "") == form.constraint(must, None, "")
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_tool_without_parameters_takes_no_arguments(name):
+    tools: list[Tool] = [{"type": "function", "function": {"name": "f"}}]
+    form = ChatFormat("", name, "none")
+    for text in texts_of(form.constraint(ToolUse(tools, True, False), None, "", may_think=False), NUM_RANDOM):
+        assert parts_of(form.parser(tools, ""), [text])[2] == [("f", {})]
