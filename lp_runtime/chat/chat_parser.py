@@ -311,6 +311,7 @@ class AnswerParser(ChatParser):
                 self._arguments(", ")
             else:
                 is_ended = yield from text.match_all(tail)
+                yield from text.match(SPACE)
         if is_ended or not text.is_over:  # arguments that are cut are left open
             self._arguments("}")
 
@@ -347,7 +348,7 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
     """Return pieces in which those of one part are joined, because each becomes an event of a stream."""
     groups = itertools.groupby(pieces, lambda piece: (piece.kind, piece.call, piece.call_id))
     parts = [list(group) for _, group in groups]
-    return [replace(part[0], text="".join(piece.text for piece in part)) for part in parts]
+    return [replace(part[0], text="".join(piece.text for piece in part)) if part[1:] else part[0] for part in parts]
 
 
 def new_call_id(text: str = LONG_ID, values: Mapping[str, str | None] | None = None) -> str:

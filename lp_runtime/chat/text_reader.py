@@ -21,6 +21,7 @@ SPACE = regex.compile(r"\s*")
 VALUE_START = regex.compile(r"""\s*(?=([{"']))""")  # of an object, or of a text that may hold one
 CLOSING = {"}": "}", "]": "]", ")": "]"}  # in JSON
 JSON_ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+JSON_TEXT = regex.compile(rf'(?:[^"\\\x00-\x1f]++|{JSON_ESCAPE.pattern})*+')
 NUMBER = regex.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 
@@ -149,11 +150,18 @@ class TextReader:
         """Pass a text after its quotation mark to `out` as JSON, and the texts that Python would append to it."""
         out('"')
         close = patterns.quotes[quote]
-        while (mark := (yield from self.until(close, lambda text: out(dumped(text)[1:-1])))) is not None:
+        while True:
+            if quote == '"':  # most texts are JSON: pass on at once what need not be changed
+                start, self._at = self._at, JSON_TEXT.match(self._text, self._at).end()
+                out(self._text[start : self._at])
+            mark = yield from self.until(close, lambda text: out(dumped(text)[1:-1]))
+            if mark is None:
+                return
             if mark.group() not in patterns.quotes:
                 out(_escape(mark.group()))
             elif (appended := (yield from self.match(patterns.quote))) is not None:
-                close = patterns.quotes[appended["quote"]]
+                quote = appended["quote"]
+                close = patterns.quotes[quote]
             else:
                 out('"')
                 return
@@ -208,7 +216,9 @@ class _Marks:
             self._last = "value"
 
     def close(self, down_to: str | None = None) -> None:
-        """Close the open brackets, the last of them the innermost that ends with `down_to`."""
+        """End the literal, or only close brackets up to the innermost that ends with `down_to`."""
+        if not self._last and not self._closing:  # no value at all
+            self._write("null")
         bracket = None
         while self._closing and bracket != (down_to or ""):
             self._complete()

@@ -178,6 +178,13 @@ CASES = {
         "",
         [("f", '{"a": 1, "b": ')],
     ),
+    "a call that is cut after a value": (
+        reading("qwen3_coder"),
+        "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n",
+        "",
+        "",
+        [("f", '{"a": 1')],
+    ),
     "no closing mark of a value": (
         reading("qwen3_coder"),
         "<tool_call>\n<function=f>\n<parameter=a>\n<parameter>\n<b>\n<parameter=b>\n5\n</function>\n</tool_call>\nso",

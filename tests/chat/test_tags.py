@@ -108,6 +108,7 @@ def test_bad_schemas_are_refused(schema, message):
             "<|tool_call>call:f{a:{2024:1.5,New York:[San  Jose ,5],true:null},b:New York}<tool_call|>",
             {"a": {"2024": 1.5, "New York": ["San  Jose", 5], "true": None}, "b": "New York"},
         ),
+        ("gemma", "<|tool_call>call:f{a:<|>}<tool_call|>", {"a": None}),
         (
             "pythonic",
             "[f(a=(1,), b=[1, {'x': {2: ()}, },], c='x' \"y\", d={1: ['z'\n'\\n' , None,]})]",
