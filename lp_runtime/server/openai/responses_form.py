@@ -124,7 +124,7 @@ class ResponsesForm(Form):
         """End the last item; an answer without items gets an empty message."""
         if not self._items:
             yield from self._begin_item(Piece("content", ""))
-        yield from self._end_item(_status(choice))
+        yield from self._end_item(_last_status(choice))
 
     def _place(self) -> dict[str, object]:
         """Return the event fields that locate the current item's text in the answer."""
@@ -138,7 +138,9 @@ class ResponsesForm(Form):
     def _ended(self, choice: Choice) -> dict[str, object]:
         status, usage = _status(choice), usage_of([choice])
         last = len(self._items) - 1
-        bodies = [item.body(status if place == last else "completed") for place, item in enumerate(self._items)]
+        bodies = [
+            item.body(_last_status(choice) if place == last else "completed") for place, item in enumerate(self._items)
+        ]
         return {
             **self._response(status),
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
@@ -193,3 +195,8 @@ class ResponsesForm(Form):
 
 def _status(choice: Choice) -> str:
     return "incomplete" if choice.reason == "length" else "completed"
+
+
+def _last_status(choice: Choice) -> str:
+    """Return the status of an answer's last item, which a stop string may have cut although the answer is complete."""
+    return "incomplete" if choice.is_call_cut else _status(choice)

@@ -97,6 +97,21 @@ def test_required_and_named_tools_are_called(client):
     assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_stop_string_inside_a_call_ends_no_call(client):
+    """A client runs the calls of an answer that ends with `tool_calls`; only whole ones may end with it."""
+    named = {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}
+    for stop, reason in (("}", "stop"), ("</tool_call>", "tool_calls")):
+        answer = chat(client, **named, stop=[stop]).choices[0]
+        parts = [part.choices[0] for part in chat(client, **named, stop=[stop], stream=True)]
+        assert answer.finish_reason == parts[-1].finish_reason == reason
+        arguments = answer.message.tool_calls[0].function.arguments
+        assert arguments.startswith('{"utc": ') and arguments.endswith("}") == (reason == "tool_calls")
+    done = respond(
+        client, tools=[FLAT_CLOCK], tool_choice={"type": "function", "name": "clock"}, extra_body={"stop": "}"}
+    )
+    assert done.output[-1].status == "incomplete"
+
+
 @functools.cache
 def demo_tokenizer():
     return load_tokenizer(ModelConfig(str(DEMO_MODEL)))
