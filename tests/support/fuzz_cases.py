@@ -208,6 +208,8 @@ UNKNOWN = {
         {"type": "json"},
         {"type": "json_schema", "json_schema": {"name": "x"}},
         {"type": "json_schema"},
+        {"type": "text", "schema": {}},
+        {"type": "json_object", "schema": {"type": "objct"}},
     ],
     "structured_outputs": [
         *({"json": {"type": "objct"}}, {"json": {"not": {}}}, {"json": SURROGATE}, {"regex": "(("}, {"regex": ""}),

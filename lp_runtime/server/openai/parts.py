@@ -166,11 +166,13 @@ class ResponseFormat(StrictPart):
 
     def constraint(self) -> ConstraintConfig:
         """Return the constraint; its `kind` is None for plain text."""
-        if self.type == "text":
-            return ConstraintConfig()
-        if self.type == "json_object":
-            return ConstraintConfig(json_schema=ANY_OBJECT)
         schema = self.schema_ if self.json_schema is None else self.json_schema.schema_
+        if self.type == "text":
+            if schema is not None:
+                raise ConstraintError("response_format: a schema has no effect with type=text; give type=json_schema")
+            return ConstraintConfig()
+        if self.type == "json_object" and schema in (None, {}):
+            schema = ANY_OBJECT
         if schema is None:
             raise ConstraintError("response_format.json_schema.schema: is missing")
         return ConstraintConfig(json_schema=schema)

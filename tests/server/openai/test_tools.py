@@ -69,6 +69,9 @@ def test_json_schema_response_format_constrains_the_text(client):
         text={"format": {"type": "json_schema", "name": "person", "schema": SCHEMA}},
     )  # fmt: skip
     assert responded.output_text == choice.message.content
+    for given in ({"schema": SCHEMA}, {"json_schema": {"schema": SCHEMA}}):  # as llama.cpp takes it
+        answer = chat(client, response_format={"type": "json_object", **given}).choices[0].message
+        assert answer.content == choice.message.content
 
 
 def test_structured_outputs_constrain_the_text(client):
