@@ -21,7 +21,7 @@ from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.answers import PING_SECONDS, Answers
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.http.errors import ApiError, handle
+from lp_runtime.server.http.errors import ApiError, handle, in_client_words
 from lp_runtime.server.http.gate import Gate
 from lp_runtime.server.http.settings import read_api_keys, served_name
 from lp_runtime.server.metrics import Metrics
@@ -210,9 +210,9 @@ class Server:
         """
         self._status.check_model(body.model)
         self._submitter.check_fields(body, request.state.request_id)
-        options = body.options(
-            await self._submitter.with_bad_words(self._sampling, body.bad_words), self._info.defaults
-        )
+        sampling = await self._submitter.with_bad_words(self._sampling, body.bad_words)
+        with in_client_words(body.length_field):
+            options = body.options(sampling, self._info.defaults)
         options["request_id"] = request.state.request_id
         # The space separates unambiguously: client names contain none (read_api_keys).
         client = request.state.client
@@ -225,7 +225,8 @@ class Server:
         if self._status.is_draining:
             raise ReplicaError("the server is shutting down")
         await self._submitter.prepare(options)
-        choices = self._submitter.submit(body, prompts, options)
+        with in_client_words(body.length_field):
+            choices = self._submitter.submit(body, prompts, options)
         self._answers.add(choices)
         return choices
 

@@ -117,7 +117,7 @@ def test_echo_returns_the_prompt_before_the_text(client):
     assert alone.logprobs.token_logprobs[1:] == pytest.approx(
         whole.logprobs.token_logprobs[1 : len(alone.logprobs.tokens)], abs=1e-4
     )
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens=0"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens=0"):
         client.completions.create(**body(max_tokens=0))
 
 

@@ -202,3 +202,8 @@ def test_penalties_of_the_server_count_if_a_request_has_none():
         assert Completion.model_validate({"prompt": "x", **fields}).options(own, {})["sampling"] == own
     given = Completion.model_validate({"prompt": "x", "presence_penalty": 0.0}).options(own, {})["sampling"]
     assert (given.presence_penalty, given.frequency_penalty) == (0.0, 1.0)
+
+
+def test_top_k_of_minus_one_is_off():
+    sampling = Completion.model_validate({"prompt": "x", "top_k": -1, "temperature": 1.0})
+    assert sampling.options(SamplingConfig(top_k=5), {"do_sample": True})["sampling"].top_k == 0

@@ -40,7 +40,7 @@ def test_malformed_requests_are_refused_and_the_server_continues(site, count):
     assert fuzz.tokens(url) == before and not scheduler.num_running
 
 
-@pytest.mark.parametrize("count", [72, pytest.param(342, marks=pytest.mark.slow)])  # 342: every field once
+@pytest.mark.parametrize("count", [72, pytest.param(351, marks=pytest.mark.slow)])  # 351: every field once
 def test_fuzzed_fields_of_every_route_are_answered(runtime, count):
     cases = list(field_cases(count, seed=1))
     with served(runtime, **FIELDS_LIMITS) as (url, _):

@@ -114,3 +114,46 @@ def test_refusal_says_why_a_body_cannot_be_read(url, body, message):
 def test_refusal_names_the_text_that_is_not_valid_unicode(url, path, fields, what):
     message = refusal(url, f"/v1/{path}", fields)
     assert re.fullmatch(rf"{what} is not valid Unicode at character \d+: surrogates not allowed", message)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens=-1: must be an integer >= 1"),
+        ("chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens=0: must be an integer >= 1"),
+        ("responses", {"input": "x", "max_output_tokens": -1}, "max_output_tokens=-1: must be an integer >= 1"),
+        ("messages", CHAT | {"max_tokens": 0}, "max_tokens=0: must be an integer >= 1"),
+        ("messages", CHAT | {"top_k": -2}, "top_k=-2: must be an integer >= 0"),
+        ("responses", {"input": "x", "max_output_tokens": 4, "min_tokens": 5},
+         "min_tokens=5: must not be above max_output_tokens=4"),
+    ],
+)  # fmt: skip
+def test_refusal_names_the_field_that_the_client_sent(url, path, fields, message):
+    assert refusal(url, f"/v1/{path}", fields) == message
+
+
+STORED = "is not supported, responses are not stored; send the whole conversation"
+USE = "is not supported; use structured_outputs="
+TEXT = "response_format: a schema has no effect with type=text; give type=json_schema"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "message"),
+    [
+        ("chat/completions", {"json_schema": {}}, f'json_schema: {USE}{{"json": ...}}'),
+        ("chat/completions", {"format": "json"}, f'format: {USE}{{"json": ...}} or {{"json_object": true}}'),
+        ("completions", {"grammar": "x"}, f'grammar: {USE}{{"grammar": ...}}'),
+        ("completions", {"ebnf": "x"}, f'ebnf: {USE}{{"grammar": ...}}'),
+        ("messages", {"regex": "x"}, f'regex: {USE}{{"regex": ...}}'),
+        ("completions", {"n_predict": 5}, "n_predict: is not supported; use max_tokens"),
+        ("completions", {"prompt_logprobs": 1}, "prompt_logprobs: is not supported; use echo=true with logprobs"),
+        ("responses", {"conversation": "conv_1"}, f"conversation: {STORED}"),
+        ("responses/input_tokens", {"conversation": {"id": "conv_1"}}, f"conversation: {STORED}"),
+        ("responses", {"prompt": {"id": "p"}}, "prompt: is not supported; send its text as instructions and input"),
+        ("chat/completions", {"response_format": {"type": "text", "schema": {}}}, TEXT),
+        ("responses", {"text": {"format": {"type": "text", "json_schema": {"schema": {}}}}}, TEXT),
+    ],
+)
+def test_constraints_and_states_of_other_servers_are_refused_by_name(url, path, fields, message):
+    own = {"completions": {"prompt": "x"}, "chat/completions": CHAT, "messages": CHAT}
+    assert refusal(url, f"/v1/{path}", own.get(path, {"input": "x"}) | fields) == message

@@ -52,7 +52,7 @@ COMMON = {
     "max_tokens": (*NO_INT, 0, -1, -HUGE),
     "temperature": (*NO_NUMBER, -1, -1e-9, 10**400),
     "top_p": (*NO_NUMBER, -0.5, 1.001, 2, HUGE),
-    "top_k": (*NO_INT, -1, -HUGE),
+    "top_k": (*NO_INT, -2, -HUGE),
     "min_p": (*NO_NUMBER, -0.1, 1.1),
     "repetition_penalty": (*NO_NUMBER, 0, -1),
     "n": (*NO_INT, 0, -1, 129, HUGE),
@@ -148,12 +148,22 @@ OWN = {
             *([{"type": each}] for each in (1, None, [], SURROGATE, "function_call", "reasoning", "item_reference")),
             [{"type": "function_call_output", "call_id": "c", "output": "x"}],
         ),
-        "tools": (1, {}, [1], [{}], [{"type": "web_search"}], [{"type": "function", "name": "a b"}], [FLAT_TOOL] * 129),
+        "tools": (
+            1,
+            {},
+            [1],
+            [{}],
+            [{"type": "web_search"}],
+            [{"type": "function", "name": "a b"}],
+            [FLAT_TOOL] * 129,
+        ),
         "tool_choice": (1, {}, [], "x", {"type": "function"}, {"type": "function", "name": "x"}, "required"),
         "parallel_tool_calls": NO_BOOL,
         "instructions": (*NO_STRING, SURROGATE),
         "max_output_tokens": (*NO_INT, 0, -1, -HUGE),
         "previous_response_id": (*NO_STRING, "x"),
+        "conversation": (1, "x", {"id": "x"}),
+        "prompt": ({"id": "x"}, "x"),
         "background": (*NO_BOOL, True),
         "text": (
             *NO_STRING[:-1],
@@ -222,6 +232,11 @@ UNKNOWN = {
     "web_search_options": [{}],
     "guided_json": [{}],
     "use_beam_search": [True],
+    "json_schema": [{}],
+    "grammar": ['root ::= "a"'],
+    "format": ["json", {"type": "object"}],
+    "n_predict": [0, 5],
+    "prompt_logprobs": [0, 1],
     "sampling": [{"seed": 1}],
     "processors": [["os.system"]],
     "": [1],
@@ -235,7 +250,7 @@ UNKNOWN = {
 EXTREME = {
     "temperature": (1e-9, 1e-4, 1e308, HUGE, 10**308),
     "max_tokens": (65, HUGE),  # the server's limit is lower
-    "top_k": (HUGE, 2**63, 10**9),
+    "top_k": (HUGE, 2**63, 10**9, -1),
     "top_p": (0, 1e-300, 5e-324),
     "min_p": (1, 1e-300),
     "repetition_penalty": (1e308, 1e-300, 5e-324, HUGE),
@@ -312,7 +327,7 @@ def _bodies() -> Iterator[HttpCase]:
                 for value in values:
                     body = {key: each for key, each in (good | {name: value}).items() if each is not ABSENT}
                     yield HttpCase(kind, request(path, _json(body)), kind == "extreme value")
-        for name, value in (("top_p", 2), ("top_k", -1), ("min_p", 7), ("seed", 2**64)):
+        for name, value in (("top_p", 2), ("top_k", -2), ("min_p", 7), ("seed", 2**64)):
             yield HttpCase("field", request(path, _json(good | {name: value, "temperature": 0})))
 
     for path, bodies in TOKENS.items():

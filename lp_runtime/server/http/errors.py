@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from fastapi import Request
 from fastapi.exceptions import RequestValidationError
@@ -15,6 +17,7 @@ STATUS = {RequestError: 400, ConfigError: 400, BusyError: 429, DeadlineError: 50
 # OpenAI's codes by error class; the code of others is the name of their class.
 CODES: dict[type[LookaheadError], str] = {LengthError: "context_length_exceeded"}
 ANTHROPIC_PATH = "/v1/messages"  # of the routes of Anthropic's API: this one, and those below it
+SETTING = re.compile(r"\bsampling\.(\w+)|\b(max_new_tokens)\b")  # in messages about settings that fields have become
 MAX_MESSAGE_CHARS = 500  # a message may quote a value that is as long as the request
 
 
@@ -61,6 +64,17 @@ class ApiError(Exception):
         return JSONResponse(
             anthropic_error(self.status, str(self)) if is_anthropic else self.body, self.status, self.headers
         )
+
+
+@contextmanager
+def in_client_words(length_field: str) -> Iterator[None]:
+    """Name the client's fields in errors about settings; `length_field` is its field of the number of new tokens."""
+    fields = {"max_new_tokens": length_field, "min_new_tokens": "min_tokens", "bad_words_ids": "bad_words"}
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        message = SETTING.sub(lambda match: fields.get(name := match[1] or match[2], name), str(error))
+        raise type(error)(message) from error
 
 
 def anthropic_error(status: int, message: str) -> dict[str, object]:

@@ -6,7 +6,6 @@ fields are refused or logged. So nothing that a client asks for is ignored silen
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
@@ -34,6 +33,7 @@ from lp_runtime.server.openai.parts import (
     constraint_of,
     joined,
 )
+from lp_runtime.server.openai.unsupported import check_supported
 
 # Limits on one request, so that it cannot slow down other clients too much.
 MAX_CHOICES = 128
@@ -51,30 +51,8 @@ SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 OPENAI_SEEDS = range(-(2**63), 2**63)
 NO_SEED = -1  # some clients send it for "no seed"
+NO_TOP_K = -1  # vLLM's value for "off", which trl sends
 TRUNCATIONS = tuple(SAMPLING_ONLY.keys() - {"temperature"})
-# Fields of other servers that would change an answer, and the values of each that ask for the default behavior.
-UNSUPPORTED: dict[str, tuple[object, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_grammar": (),
-    "guided_choice": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "web_search_options": (),
-    "spaces_between_special_tokens": (True,),
-    "logits_processors": ([],),
-    "use_beam_search": (False,),
-    "length_penalty": (1.0,),
-    "return_tokens_as_token_ids": (False,),
-    "chat_template": (),
-    "documents": ([],),
-    "typical_p": (1.0,),
-}
 
 
 class _Body(StrictPart):
@@ -169,15 +147,7 @@ class Common(_Body):
 
     def unknown_fields(self) -> list[str]:
         """Return the names of unknown fields; refuse those that ask for something that is not supported."""
-        extra = self.model_extra or {}
-        for name, value in extra.items():
-            if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
-                if name.startswith("guided_"):
-                    kind = name.removeprefix("guided_")
-                    raise RequestError(f'{name}: is not supported; use structured_outputs={{"{kind}": ...}}')
-                allowed = " or ".join(json.dumps(each) for each in UNSUPPORTED[name])
-                raise RequestError(f"{name}: is not supported{f'; leave it out or give {allowed}' if allowed else ''}")
-        return [name for name in extra if name not in UNSUPPORTED]
+        return [*check_supported(self.model_extra or {})]
 
     def constraint(self) -> ConstraintConfig | None:
         """Return the constraint of the answer's text; None for any text."""
@@ -186,6 +156,11 @@ class Common(_Body):
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""
         return self.max_tokens
+
+    @property
+    def length_field(self) -> str:
+        """Name of the field that `length` returns."""
+        return "max_tokens"
 
     def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
         """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, all that leave room for a new one."""
@@ -253,6 +228,8 @@ class Common(_Body):
         given: dict[str, Any] = {name: value for name in SAMPLING if (value := getattr(self, name)) is not None}
         if self.seed is not None and self.seed in OPENAI_SEEDS:
             given["seed"] = None if self.seed == NO_SEED else self.seed & MAX_SEED
+        if self.top_k == NO_TOP_K:
+            given["top_k"] = 0
         if self.top_p == 0:  # means: only the likeliest token
             given |= {"top_p": None, "temperature": 0.0}
         if 0 < given.get("temperature", 0) < MIN_TEMPERATURE:
@@ -272,11 +249,6 @@ def check_stops(name: str, stops: list[str]) -> list[str]:
         if any("\ud800" <= character <= "\udfff" for character in stop):
             raise RequestError(f"{name}={stop!r}: is not valid Unicode")
     return stops
-
-
-def _same(value: object, other: object) -> bool:
-    """Whether two JSON values are equal; unlike in Python, true differs from 1."""
-    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _token_id(text: str) -> int:
@@ -404,7 +376,11 @@ class Chat(Conversation):
         return self.reasoning_effort
 
     def length(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        return getattr(self, self.length_field)
+
+    @property
+    def length_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
 
     def num_top_logprobs(self) -> int | None:
         """Return the number of likeliest tokens per log-probability; None without log-probabilities."""

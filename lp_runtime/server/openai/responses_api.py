@@ -48,6 +48,8 @@ class Responses(Conversation):
     max_output_tokens: int | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=0)
     previous_response_id: str | None = None
+    conversation_: object = Field(default=None, alias="conversation")
+    prompt: object = None
     background: bool = False
     text: TextSettings | None = None
     include: list[str] | None = None
@@ -68,10 +70,12 @@ class Responses(Conversation):
         return constraint_of(self.text.format, self.structured_outputs)
 
     def conversation(self) -> list[dict[str, object]]:
-        refers = self.previous_response_id is not None
+        stored = "is not supported, responses are not stored; send the whole conversation"
         refuse(
             {
-                "previous_response_id: is not supported, responses are not stored; send the whole conversation": refers,
+                f"previous_response_id: {stored}": self.previous_response_id is not None,
+                f"conversation: {stored}": self.conversation_ is not None,
+                "prompt: is not supported; send its text as instructions and input": self.prompt is not None,
                 "background=true: is not supported": self.background,
                 f"include={self.include}: is not supported; leave it out": not set(self.include or ())
                 <= set(NO_EFFECT),
@@ -94,3 +98,7 @@ class Responses(Conversation):
 
     def length(self) -> int | None:
         return self.max_output_tokens
+
+    @property
+    def length_field(self) -> str:
+        return "max_output_tokens"
