@@ -9,12 +9,14 @@ from pydantic import Discriminator, Tag
 
 from lp_runtime.errors import RequestError
 from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined
+from lp_runtime.server.openai.responses_tools import FunctionPath
 
 
 class FunctionCall(OpenPart):
     type: Literal["function_call"]
     call_id: str
     name: str
+    namespace: str | None = None
     arguments: str
 
 
@@ -56,11 +58,14 @@ InputItem = Annotated[
 ]
 
 
-def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem]) -> list[Message]:
+def messages_of(
+    items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem],
+    shown: Mapping[FunctionPath, str],
+) -> list[Message]:
     """Convert input items to the messages of a conversation.
 
     Text and calls of one answer become one message of the assistant. Its reasoning becomes that message's
-    `reasoning_content`, which templates may show or leave out.
+    `reasoning_content`, which templates may show or leave out. `shown` has the names that the model sees of functions.
     """
     answers: list[dict[str, Any]] = []
     names: dict[str, str] = {}
@@ -72,6 +77,8 @@ def messages_of(items: Sequence[Message | FunctionCall | FunctionCallOutput | Re
         elif isinstance(item, Message):
             _add_message(answers, item)
         else:
+            if isinstance(item, FunctionCall):
+                names[item.call_id] = shown.get((item.namespace, item.name), item.name)
             _add_to_answer(answers, item, names)
     messages = [Message(**each) for each in answers if each.keys() > {"role"}]
     if not messages:
@@ -95,8 +102,7 @@ def _add_to_answer(messages: list[dict[str, Any]], item: FunctionCall | Reasonin
         messages.append({"role": "assistant"})
     last = messages[-1]
     if isinstance(item, FunctionCall):
-        names[item.call_id] = item.name
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": names[item.call_id], "arguments": item.arguments}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
     elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
         last["reasoning_content"] = last.get("reasoning_content", "") + text

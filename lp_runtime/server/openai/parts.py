@@ -5,10 +5,10 @@ Tags of unions are in brackets, by which http/errors.py keeps them out of messag
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
@@ -20,9 +20,20 @@ ANY_OBJECT = {"type": "object"}
 
 
 class StrictPart(BaseModel):
-    """Base of bodies and their parts: no unknown fields, no type conversions."""
+    """Base of bodies, and of parts without unknown fields. Null fields count as not given, as in OpenAI's API."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: object) -> object:
+        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class NamedPart(StrictPart):
+    """Base of parts whose unknown fields have no effect, and are named in the log or refused (`unknown_in`)."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
 
 
 class OpenPart(BaseModel):
@@ -31,7 +42,18 @@ class OpenPart(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class ContentPart(StrictPart):
+def unknown_in(body: BaseModel, place: str = "") -> Iterator[str]:
+    """Yield the names of unknown fields inside a body's parts, without the places in lists."""
+    for name in type(body).model_fields:
+        value = getattr(body, name)
+        for part in value if isinstance(value, list) else [value]:
+            if isinstance(part, NamedPart):
+                yield from (f"{place}{name}.{field}" for field in part.model_extra or ())
+            if isinstance(part, BaseModel):
+                yield from unknown_in(part, f"{place}{name}.")
+
+
+class ContentPart(NamedPart):
     """A part of a message's content; only text is supported."""
 
     type: Literal["text", "input_text", "output_text"]
@@ -59,14 +81,19 @@ def joined(content: str | list[ContentPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-class Function(StrictPart):
+class Function(NamedPart):
     name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    def shown(self, name: str | None = None) -> dict[str, Any]:
+        """Return the function as chat templates expect it, by default under its own name."""
+        known = self.model_dump(exclude_none=True, include=set(Function.model_fields))
+        return {"type": "function", "function": known if name is None else known | {"name": name}}
 
-class Tool(StrictPart):
+
+class Tool(NamedPart):
     """A tool of /v1/chat/completions."""
 
     type: Literal["function"] = "function"
@@ -75,51 +102,18 @@ class Tool(StrictPart):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as chat templates expect it."""
-        return self.model_dump(exclude_none=True, exclude={"cache_control"})
+        return self.function.shown()
 
 
-class _Typed(StrictPart):
-    """The field `type`, in a separate base class so that pydantic checks it first."""
-
-    type: Literal["function"]
-
-
-class FunctionTool(Function, _Typed):
-    """A tool of /v1/responses, with the function's fields next to `type`."""
-
-    def plain(self) -> dict[str, Any]:
-        return {"type": "function", "function": self.model_dump(exclude_none=True, exclude={"type"})}
-
-
-class HostedTool(BaseModel):
-    """A /v1/responses tool that OpenAI's servers run, or that is no function; not shown to the model."""
-
-    type: str
-
-
-def _tag(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
-    return "[hosted]" if isinstance(kind, str) and kind != "function" else "[function]"
-
-
-ResponsesTool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")] | Annotated[HostedTool, Tag("[hosted]")], Discriminator(_tag)
-]
-
-
-class NamedFunction(StrictPart):
+class NamedFunction(NamedPart):
     name: str
 
 
-class NamedTool(StrictPart):
+class NamedTool(NamedPart):
     """A tool_choice that names a tool."""
 
     type: Literal["function"] = "function"
     function: NamedFunction
-
-
-class NamedFunctionTool(NamedFunction, _Typed):
-    """A tool_choice of /v1/responses that names a tool."""
 
 
 def choose_tools(

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
@@ -23,6 +23,7 @@ from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     ContentPart,
     Message,
+    NamedPart,
     NamedTool,
     OpenPart,
     ResponseFormat,
@@ -32,6 +33,7 @@ from lp_runtime.server.openai.parts import (
     choose_tools,
     constraint_of,
     joined,
+    unknown_in,
 )
 from lp_runtime.server.openai.unsupported import check_supported
 
@@ -55,23 +57,13 @@ NO_TOP_K = -1  # vLLM's value for "off", which trl sends
 TRUNCATIONS = tuple(SAMPLING_ONLY.keys() - {"temperature"})
 
 
-class _Body(StrictPart):
-    """Base of bodies and of their parts."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_nulls(cls, data: object) -> object:
-        """Remove null fields: the OpenAI API treats them as not given."""
-        return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
-
-
-class StreamOptions(_Body):
+class StreamOptions(NamedPart):
     include_usage: bool = False
     include_obfuscation: bool = False
     continuous_usage_stats: bool = False
 
 
-class Lookahead(_Body):
+class Lookahead(StrictPart):
     """Drafting settings of one request; the text does not depend on them."""
 
     W: int | None = Field(default=None, le=MAX_COLUMNS)
@@ -85,14 +77,14 @@ class Lookahead(_Body):
         return LookaheadConfig(**self.model_dump(exclude_none=True))
 
 
-class Prediction(_Body):
+class Prediction(NamedPart):
     """OpenAI's predicted output: text that the answer probably contains much of."""
 
     type: Literal["content"] = "content"
     content: str | list[ContentPart]
 
 
-class Common(_Body):
+class Common(StrictPart):
     """Fields that all bodies share.
 
     Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
@@ -147,7 +139,7 @@ class Common(_Body):
 
     def unknown_fields(self) -> list[str]:
         """Return the names of unknown fields; refuse those that ask for something that is not supported."""
-        return [*check_supported(self.model_extra or {})]
+        return [*check_supported(self.model_extra or {}), *unknown_in(self)]
 
     def constraint(self) -> ConstraintConfig | None:
         """Return the constraint of the answer's text; None for any text."""
@@ -294,7 +286,7 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
-class Rendered(_Body):
+class Rendered(StrictPart):
     """Fields that say how the chat template is rendered.
 
     `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.

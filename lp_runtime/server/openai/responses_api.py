@@ -11,24 +11,29 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.server.openai.input_items import InputItem, messages_of
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
-    FunctionTool,
     Message,
-    NamedFunctionTool,
+    NamedFunction,
+    NamedPart,
     OpenPart,
     ResponseFormat,
-    ResponsesTool,
-    StrictPart,
     choose_tools,
     constraint_of,
     refuse,
 )
 from lp_runtime.server.openai.protocol import Conversation
+from lp_runtime.server.openai.responses_tools import (
+    NamedFunctionTool,
+    ResponsesTool,
+    functions_of,
+    hosted_types,
+    shown_names,
+)
 
 VERBOSITIES = (None, "medium")
 NO_EFFECT = ("reasoning.encrypted_content",)  # of `include`: reasoning is always sent, in plain text
 
 
-class TextSettings(StrictPart):
+class TextSettings(NamedPart):
     format: ResponseFormat | None = None
     verbosity: str | None = None
 
@@ -60,9 +65,9 @@ class Responses(Conversation):
         return None if self.reasoning is None else self.reasoning.effort
 
     def unknown_fields(self) -> list[str]:
-        hosted = [f"tools[{tool.type}]" for tool in self.tools if not isinstance(tool, FunctionTool)]
+        unseen = [f"tools[{kind}]" for kind in hosted_types(self.tools)]
         has_verbosity = self.text is not None and self.text.verbosity not in VERBOSITIES
-        return [*super().unknown_fields(), *hosted, *(["text.verbosity"] if has_verbosity else [])]
+        return [*super().unknown_fields(), *unseen, *(["text.verbosity"] if has_verbosity else [])]
 
     def constraint(self) -> ConstraintConfig | None:
         if self.text is None or self.text.format is None:
@@ -89,12 +94,18 @@ class Responses(Conversation):
         if isinstance(self.input, str):
             given.append(Message(role="user", content=self.input))
         else:
-            given += messages_of(self.input)
+            given += messages_of(self.input, shown_names(self.tools))
         return [message.plain() for message in given]
 
     def tool_use(self) -> ToolUse:
-        tools = [tool.plain() for tool in self.tools if isinstance(tool, FunctionTool)]
-        return choose_tools(tools, self.tool_choice, self.parallel_tool_calls)
+        names, choice = shown_names(self.tools), self.tool_choice
+        named: NamedFunction | Literal["none", "auto", "required"]
+        if isinstance(choice, NamedFunctionTool):
+            named = NamedFunction(name=names.get((choice.namespace, choice.name), choice.name))
+        else:
+            named = choice
+        tools = [function.shown(names[path]) for path, function in functions_of(self.tools)]
+        return choose_tools(tools, named, self.parallel_tool_calls)
 
     def length(self) -> int | None:
         return self.max_output_tokens

@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lp_runtime.chat.chat_parser import Piece
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
+from lp_runtime.server.openai.responses_tools import shown_names
 from lp_runtime.text.token_text import TokenTexts
 
 # (type, id prefix) of an item, by the kind of its pieces.
@@ -24,7 +25,8 @@ PARTS = {"reasoning": "reasoning_text", "content": "output_text"}
 class OutputItem:
     """An item of an answer, which grows while the answer is decoded."""
 
-    piece: Piece  # the first one, which determines the item's type
+    piece: Piece  # the first one, which determines the item's type; its name is the function's own
+    namespace: str | None = None  # of a call's function
     text: str = ""  # of all pieces so far; of a call, its arguments
     item_id: str = field(init=False)
 
@@ -47,7 +49,8 @@ class OutputItem:
         piece = self.piece
         head = {"id": self.item_id, "type": ITEMS[piece.kind][0], "status": status}
         if piece.kind == "arguments":
-            return {**head, "call_id": piece.call_id, "name": piece.name, "arguments": self.text}
+            place = {} if self.namespace is None else {"namespace": self.namespace}
+            return {**head, "call_id": piece.call_id, **place, "name": piece.name, "arguments": self.text}
         content = [self.part()] if has_content else []
         return {**head, **({"role": "assistant"} if piece.kind == "content" else {"summary": []}), "content": content}
 
@@ -61,6 +64,7 @@ class ResponsesForm(Form):
     def __init__(self, model: str, texts: TokenTexts, body: Responses):
         super().__init__(model, texts)
         self._body = body
+        self._paths = {shown: path for path, shown in shown_names(body.tools).items()}
         self._id, self._created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self._num_events = 0
         self._items: list[OutputItem] = []
@@ -99,7 +103,8 @@ class ResponsesForm(Form):
         yield self._event("response.failed", response=self._response("failed") | {"error": reported})
 
     def _begin_item(self, piece: Piece) -> Iterator[str]:
-        item = OutputItem(piece)
+        namespace, name = self._paths.get(piece.name or "", (None, piece.name))
+        item = OutputItem(replace(piece, name=name), namespace)
         self._items.append(item)
         body = item.body("in_progress", False)
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=body)
@@ -184,7 +189,7 @@ class ResponsesForm(Form):
             "previous_response_id": None,
             "temperature": body.temperature,
             "text": {"format": form},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(exclude_none=True),
             "tools": [tool.model_dump() for tool in body.tools],
             "top_p": body.top_p,
             "truncation": "disabled",

@@ -119,3 +119,22 @@ def test_input_items_are_converted_to_chat_messages():
     ]
     with pytest.raises(RequestError, match="there is no such call"):
         Responses(input=items[:3] + items[5:]).conversation()
+
+
+def test_functions_of_one_name_are_shown_with_their_namespaces():
+    spaces = [{"type": "namespace", "name": name, "tools": [TOOL]} for name in ("mcp__x__", "mcp__y")]
+    call = {"type": "function_call", "call_id": "c", "name": "f", "namespace": "mcp__y", "arguments": "{}"}
+    choice = {"type": "function", "name": "f", "namespace": "mcp__x__"}
+    body = Responses(
+        input=[call], tools=[TOOL, *spaces, {"type": "namespace", "name": "z", "tools": [TOOL | {"name": "g"}]}]
+    )
+    shown = [tool["function"]["name"] for tool in body.tool_use().tools]
+    assert shown == ["f", "mcp__x__f", "mcp__y__f", "g"]
+    assert body.conversation()[0]["tool_calls"][0]["function"]["name"] == "mcp__y__f"
+    named = Responses(input="x", tools=spaces, tool_choice=choice).tool_use()
+    assert [tool["function"]["name"] for tool in named.tools] == ["mcp__x__f"]
+    form, choice = answered()
+    form = ResponsesForm("demo", TEXTS, body)
+    choice.text = CALL.replace('"f"', '"mcp__x__f"') + CALL
+    first, second = form.whole([choice])["output"]
+    assert (first["namespace"], first["name"], second["name"]) == ("mcp__x__", "f", "f") and "namespace" not in second

@@ -115,6 +115,32 @@ def test_stop_string_inside_a_call_ends_no_call(client):
     assert done.output[-1].status == "incomplete"
 
 
+def test_unknown_fields_of_tools_and_parts_have_no_effect_and_are_named(client, runtime, caplog):
+    """Clients add fields to tools and send back fields of answers, which OpenAI's API accepts."""
+    content = [{"type": "text", "text": "Write a loop.", "id": "x"}]
+    tool = {"type": "function", "function": CLOCK["function"] | {"returns": {"type": "string"}}, "defer_loading": True}
+    choice = {"type": "function", "function": {"name": "clock", "description": "x"}}
+    more = {"tools": [tool], "tool_choice": choice, "messages": [{"role": "user", "content": content}]}
+    asked = {"model": "demo", "max_tokens": 90, "temperature": 0}
+    plain = {"tools": [CLOCK], "tool_choice": choice, "messages": MESSAGES}
+    one, other = (client.chat.completions.create(**asked, **each).choices[0].message for each in (more, plain))
+    assert one.tool_calls[0].function == other.tool_calls[0].function
+    flat = FLAT_CLOCK | {"defer_loading": True}
+    assert respond(client, tools=[flat]).output_text == respond(client, tools=[FLAT_CLOCK]).output_text
+    names = ("tools.defer_loading", "tools.function.returns", "tool_choice.function.description")
+    names += ("messages.content.id",)
+    for name in names:
+        assert caplog.text.count(f"'{name}'") == 1
+    with served(runtime, strict_fields=True) as (url, _):
+        strict = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        with pytest.raises(openai.BadRequestError, match="messages.content.id: is not a known field"):
+            strict.chat.completions.create(**asked, **more)
+    with pytest.raises(openai.BadRequestError, match="structured_outputs.whitespace_pattern: is not a known field"):
+        chat(client, extra_body={"structured_outputs": {"json": SCHEMA, "whitespace_pattern": "x"}})
+    unset = {"structured_outputs": {"choice": ["a"], "whitespace_pattern": None}}
+    assert chat(client, extra_body=unset).choices[0].message.content == "a"
+
+
 @functools.cache
 def demo_tokenizer():
     return load_tokenizer(ModelConfig(str(DEMO_MODEL)))
@@ -196,6 +222,23 @@ def test_responses_api_returns_and_streams_a_tool_call(client):
     responded = respond(client, input=items, tools=[FLAT_CLOCK], max_output_tokens=9)
     assert responded.output_text == answer.choices[0].message.content
     assert responded.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_functions_of_a_namespace_are_called_by_namespace_and_name(client):
+    """Codex sends the functions of an MCP server so, and finds the function of a call so."""
+    tool = {"type": "namespace", "name": "mcp__x", "description": "x", "tools": [FLAT_CLOCK]}
+    named = {"type": "function", "name": "clock", "namespace": "mcp__x"}
+    (call,) = respond(client, tools=[tool], tool_choice=named).output
+    assert (call.name, call.namespace) == ("clock", "mcp__x")
+    events = list(respond(client, tools=[tool], tool_choice=named, stream=True))
+    items = [each.item for each in events if each.type in ("response.output_item.added", "response.output_item.done")]
+    assert [(each.name, each.namespace) for each in items] == [("clock", "mcp__x")] * 2
+    alone = respond(client, tools=[FLAT_CLOCK], tool_choice={"type": "function", "name": "clock"}).output[0]
+    assert call.arguments == alone.arguments == items[-1].arguments and alone.namespace is None
+    items = [*MESSAGES, call.model_dump(exclude_unset=True)]
+    items += [{"type": "function_call_output", "call_id": call.call_id, "output": "12:00"}]
+    one, other = (respond(client, input=items, tools=tools, max_output_tokens=9) for tools in ([tool], [FLAT_CLOCK]))
+    assert (one.output_text, one.usage.input_tokens) == (other.output_text, other.usage.input_tokens)
 
 
 def test_responses_api_returns_parallel_tool_calls(client):

@@ -1,0 +1,89 @@
+"""Tools of /v1/responses: functions, alone or in namespaces, and those that only OpenAI's servers can run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Discriminator, Field, Tag
+
+from lp_runtime.server.openai.parts import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, NamedPart
+
+FunctionPath = tuple[str | None, str]  # a function's namespace, None without one, and its name in that
+
+
+class _Typed(NamedPart):
+    """The field `type`, in a separate base class so that pydantic checks it first."""
+
+    type: Literal["function"]
+
+
+class FunctionTool(Function, _Typed):
+    """A function, with its fields next to `type`."""
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI's servers run, or that is no function; not shown to the model."""
+
+    type: str
+
+
+def _tag(tool: Any) -> str:
+    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    if not isinstance(kind, str) or kind == "function":
+        return "[function]"
+    return "[namespace]" if kind == "namespace" else "[hosted]"
+
+
+class NamespaceTool(NamedPart):
+    """Functions that belong together: Codex sends those of an MCP server so. It finds a call by namespace and name."""
+
+    type: Literal["namespace"]
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    tools: list[ResponsesTool] = Field(max_length=MAX_TOOLS)
+
+
+ResponsesTool = Annotated[
+    Annotated[FunctionTool, Tag("[function]")]
+    | Annotated[NamespaceTool, Tag("[namespace]")]
+    | Annotated[HostedTool, Tag("[hosted]")],
+    Discriminator(_tag),
+]
+
+
+class NamedFunctionTool(NamedFunction, _Typed):
+    """A tool_choice that names a function."""
+
+    namespace: str | None = None
+
+
+def functions_of(
+    tools: Sequence[FunctionTool | NamespaceTool | HostedTool], namespace: str | None = None
+) -> Iterator[tuple[FunctionPath, FunctionTool]]:
+    """Yield all functions with their paths."""
+    for tool in tools:
+        if isinstance(tool, FunctionTool):
+            yield (namespace, tool.name), tool
+        elif isinstance(tool, NamespaceTool):
+            yield from functions_of(tool.tools, tool.name)
+
+
+def hosted_types(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> Iterator[str]:
+    """Yield the types of tools that the model does not see."""
+    for tool in tools:
+        if isinstance(tool, HostedTool):
+            yield tool.type
+        elif isinstance(tool, NamespaceTool):
+            yield from hosted_types(tool.tools)
+
+
+def shown_names(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> dict[FunctionPath, str]:
+    """Return the name under which the model sees each function: with its namespace if another one is called alike."""
+    paths = {path for path, _ in functions_of(tools)}
+    counts = Counter(name for _, name in paths)
+    return {
+        (namespace, name): name if namespace is None or counts[name] == 1 else f"{namespace.rstrip('_')}__{name}"
+        for namespace, name in paths
+    }
