@@ -56,7 +56,7 @@ def test_setting_of_a_template_variable_that_is_none_is_refused_at_the_start(run
 
 
 IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "https://x.org/x.png"}}]
-KINDS = "must be 'text', 'input_text' or 'output_text'"
+KINDS = "must be 'text', 'input_text', 'output_text' or 'refusal'"
 
 
 @pytest.mark.parametrize(

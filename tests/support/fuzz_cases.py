@@ -135,6 +135,7 @@ OWN = {
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}],
             [{"role": "user", "content": [{"type": "image_url", "text": "x"}]}],
             [{"role": "user", "content": [{"type": "input_audio", "input_audio": {"data": "", "format": "wav"}}]}],
+            [{"role": "tool", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}],
             [{"role": "user", "content": [{"type": "text", "text": "x", "x": 1}]}],
             [{"role": "user", "content": "x " * 20_000}],
         ),
@@ -148,6 +149,7 @@ OWN = {
             *(ABSENT, None, 1, True, {}, [], [1], [{}], [{"role": "user", "content": 1}], SURROGATE, "x " * 20_000),
             *([{"type": each}] for each in (1, None, [], SURROGATE, "function_call", "reasoning", "item_reference")),
             [{"type": "function_call_output", "call_id": "c", "output": "x"}],
+            [{"type": "web_search_call"}],
         ),
         "tools": (
             1,

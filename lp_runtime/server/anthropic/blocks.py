@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.parts import OpenPart
+from lp_runtime.server.openai.parts import OpenPart, not_shown
 
 BILLING_HEADER = "x-anthropic-billing-header:"  # begins a system block of Claude Code that is not for the model
 REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as in Claude Code's own messages to the model
-# Types of blocks by the role of their message; redacted_thinking has no readable text and is ignored.
+REDACTED = "redacted_thinking"  # has no readable text, and is ignored
+# Types of blocks by the role of their message.
 TYPES = {
     "system": ("text",),
     "user": ("text", "tool_result"),
-    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "assistant": ("text", "thinking", "tool_use"),
     "tool_result": ("text",),
 }
 
@@ -47,7 +48,18 @@ class ToolResultBlock(OpenPart):
 
 
 class OtherBlock(OpenPart):
+    """A block of a type that is not known, such as what a tool of Anthropic's servers has found."""
+
     type: str
+    content: Any = None
+    tool_name: Any = None
+
+    def text(self) -> str:
+        """Return the text in the block's content; else a note that the model sees in place of the block."""
+        parts = self.content if isinstance(self.content, list) else [{"text": self.content}]
+        texts = [part.get("text") for part in parts if isinstance(part, dict)]
+        shown = "".join(text for text in texts if isinstance(text, str))
+        return shown or (not_shown(self.type) if self.tool_name is None else f"[{self.type}: {self.tool_name}]")
 
 
 def _tag(block: Any) -> str:
@@ -83,7 +95,7 @@ def conversation_of(system: str | Sequence[Block], turns: Sequence[Turn]) -> lis
     names: dict[str, str] = {}  # of tools, by the id of their call
     for number, turn in enumerate(turns):
         place = f"messages.{number}"
-        blocks = _checked(turn.content, turn.role, place)
+        blocks = _checked(turn.content, turn.role, place, is_typed=turn.role == "user")
         if turn.role == "assistant":
             _append(messages, _answer_of(blocks))
             names |= {block.id: block.name for block in blocks if isinstance(block, ToolUseBlock)}
@@ -97,13 +109,32 @@ def conversation_of(system: str | Sequence[Block], turns: Sequence[Turn]) -> lis
     return messages
 
 
-def _checked(content: str | Sequence[Block], role: str, place: str) -> Sequence[Block]:
-    """Return a message's content as blocks; refuse types that the role does not have."""
-    blocks = [TextBlock(type="text", text=content)] if isinstance(content, str) else content
-    for block in blocks:
-        if block.type not in TYPES[role]:
+def other_types(turns: Sequence[Turn]) -> Iterator[str]:
+    """Yield the types of blocks that become text or a note for the model."""
+    for turn in turns:
+        for block in turn.content if isinstance(turn.content, list) else ():
+            inner = block.content if isinstance(block, ToolResultBlock) else [block] if turn.role != "user" else None
+            for each in inner if isinstance(inner, list) else ():
+                if isinstance(each, OtherBlock) and each.type != REDACTED:
+                    yield each.type
+
+
+def _checked(content: str | Sequence[Block], role: str, place: str, is_typed: bool = True) -> Sequence[Block]:
+    """Return a message's content as blocks; refuse types that the role does not have.
+
+    If no user typed the content, other types become text: clients send it again with each turn, so that a refusal
+    would end the conversation.
+    """
+    blocks: list[Block] = []
+    for block in [TextBlock(type="text", text=content)] if isinstance(content, str) else content:
+        if isinstance(block, OtherBlock) and not is_typed:
+            if block.type != REDACTED:
+                blocks.append(TextBlock(type="text", text=block.text()))
+        elif block.type not in TYPES[role]:
             allowed = " or ".join(TYPES[role])
             raise RequestError(f"{place}: a block of type {block.type!r} is not supported in {role}; must be {allowed}")
+        else:
+            blocks.append(block)
     return blocks
 
 
@@ -136,7 +167,7 @@ def _result_of(block: ToolResultBlock, names: dict[str, str], place: str) -> dic
     """Return the message of a call's result; `names` has the tool's name by the call's id."""
     if block.tool_use_id not in names:
         raise RequestError(f"{place}: tool_result of tool_use_id={block.tool_use_id!r}: there is no such tool_use")
-    text = _text_of(_checked(block.content or "", "tool_result", place))
+    text = _text_of(_checked(block.content or "", "tool_result", place, is_typed=False))
     return {"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": text}
 
 

@@ -9,7 +9,7 @@ from pydantic import Field
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of
+from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of, other_types
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     NAME_PATTERN,
@@ -95,7 +95,8 @@ class Messages(Conversation):
     workspace_id: str | None = None
 
     def unknown_fields(self) -> list[str]:
-        return [*super().unknown_fields(), *(f"tools[{tool.type}]" for tool in self.tools if not tool.is_own)]
+        tools = [f"tools[{tool.type}]" for tool in self.tools if not tool.is_own]
+        return [*super().unknown_fields(), *tools, *(f"messages[{kind}]" for kind in other_types(self.messages))]
 
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort

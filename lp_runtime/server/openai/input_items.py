@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Tag
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined
+from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined, not_shown, with_notes
 from lp_runtime.server.openai.responses_tools import FunctionPath
+
+REFERENCES = ("item_reference",)  # types of items whose content OpenAI's servers keep
 
 
 class FunctionCall(OpenPart):
-    type: Literal["function_call"]
+    """A call; of a custom tool, with its plain text as `input`."""
+
+    type: Literal["function_call", "custom_tool_call"]
     call_id: str
     name: str
     namespace: str | None = None
-    arguments: str
+    arguments: str = Field(validation_alias=AliasChoices("arguments", "input"))
 
 
 class FunctionCallOutput(OpenPart):
     """The result of a call; without `call_id`, which Codex sends, something the client did by itself."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: str | None = None
     name: str | None = None
-    output: str | list[ContentPart]
+    output: Annotated[str | list[ContentPart], BeforeValidator(with_notes)]
 
 
 class ReasoningText(OpenPart):
@@ -39,13 +44,18 @@ class Reasoning(OpenPart):
 
 
 class OtherItem(OpenPart):
+    """An item of a type that is not known, such as a call of a tool that OpenAI's servers ran; a note stands for it."""
+
     type: str
+
+
+TAGS = {kind: kind for kind in ("message", "function_call", "function_call_output", "reasoning")}
+TAGS |= {"custom_tool_call": "function_call", "custom_tool_call_output": "function_call_output"}
 
 
 def _tag(item: Any) -> str:
     kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    known = ("message", "function_call", "function_call_output", "reasoning")
-    return f"[{kind}]" if kind in known else "[other]"  # in brackets: see parts.py
+    return f"[{TAGS.get(kind, 'other') if isinstance(kind, str) else 'other'}]"  # in brackets: see parts.py
 
 
 InputItem = Annotated[
@@ -58,10 +68,15 @@ InputItem = Annotated[
 ]
 
 
-def messages_of(
-    items: Sequence[Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem],
-    shown: Mapping[FunctionPath, str],
-) -> list[Message]:
+Item = Message | FunctionCall | FunctionCallOutput | Reasoning | OtherItem
+
+
+def other_types(items: Sequence[Item]) -> Iterator[str]:
+    """Yield the types of items that become a note for the model."""
+    return (item.type for item in items if isinstance(item, OtherItem))
+
+
+def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> list[Message]:
     """Convert input items to the messages of a conversation.
 
     Text and calls of one answer become one message of the assistant. Its reasoning becomes that message's
@@ -70,7 +85,7 @@ def messages_of(
     answers: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for item in items:
-        if isinstance(item, OtherItem):
+        if isinstance(item, OtherItem) and item.type in REFERENCES:
             raise RequestError(f"input: items of type {item.type!r} are not supported")
         if isinstance(item, FunctionCallOutput):
             answers.append(_result_of(item, names))
@@ -96,22 +111,33 @@ def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, 
     return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
 
 
-def _add_to_answer(messages: list[dict[str, Any]], item: FunctionCall | Reasoning, names: dict[str, str]) -> None:
-    """Add a call or reasoning to the last message if it is the assistant's, else to a new one."""
+def _add_to_answer(
+    messages: list[dict[str, Any]], item: FunctionCall | Reasoning | OtherItem, names: Mapping[str, str]
+) -> None:
+    """Add a call, reasoning or a note to the last message if it is the assistant's, else to a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     last = messages[-1]
     if isinstance(item, FunctionCall):
-        function = {"name": names[item.call_id], "arguments": item.arguments}
+        is_custom = item.type == "custom_tool_call"
+        arguments = json.dumps({"input": item.arguments}, ensure_ascii=False) if is_custom else item.arguments
+        function = {"name": names[item.call_id], "arguments": arguments}
         last.setdefault("tool_calls", []).append({"id": item.call_id, "type": "function", "function": function})
+    elif isinstance(item, OtherItem):
+        last["content"] = _paragraphs(last.get("content"), not_shown(item.type))
     elif text := "".join(part.text for part in item.content or ()):  # summaries and encrypted items have none
         last["reasoning_content"] = last.get("reasoning_content", "") + text
 
 
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
-    """Append a message; the assistant's text after a reasoning item joins that item's message."""
-    given = item.model_dump(exclude={"type", "id", "status", "phase"})
-    if messages and messages[-1].keys() <= {"role", "reasoning_content"} and given["role"] == "assistant":
-        messages[-1].update(given)
+    """Append a message; text of the assistant joins the text, notes and reasoning that come before it."""
+    given = item.model_dump(exclude={"type", "id", "status", "phase"}) | {"content": joined(item.content or "")}
+    last = messages[-1] if messages else {}
+    if given["role"] == last.get("role") == "assistant" and "tool_calls" not in last:
+        messages[-1] = {**last, **given, "content": _paragraphs(last.get("content"), given["content"])}
     else:
         messages.append(given)
+
+
+def _paragraphs(*texts: str | None) -> str:
+    return "\n\n".join(filter(None, texts))

@@ -6,9 +6,9 @@ Tags of unions are in brackets, by which http/errors.py keeps them out of messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
@@ -17,6 +17,8 @@ from lp_runtime.errors import ConstraintError, RequestError
 MAX_TOOLS = 128
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 ANY_OBJECT = {"type": "object"}
+TextType = Literal["text", "input_text", "output_text", "refusal"]
+TEXT_TYPES = get_args(TextType)
 
 
 class StrictPart(BaseModel):
@@ -54,13 +56,34 @@ def unknown_in(body: BaseModel, place: str = "") -> Iterator[str]:
 
 
 class ContentPart(NamedPart):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported, which a refusal is, too."""
 
-    type: Literal["text", "input_text", "output_text"]
-    text: str
+    type: TextType
+    text: str = Field(validation_alias=AliasChoices("text", "refusal"))
     cache_control: dict[str, object] | None = None
     annotations: list[object] | None = None
     logprobs: list[object] | None = None
+
+
+def not_shown(kind: str) -> str:
+    """Return the note that the model sees in place of a part that is no text."""
+    return f"[{kind}: not shown]"
+
+
+def with_notes(content: object) -> object:
+    """Return a message's content with notes in place of parts that are no text; their type is an unknown field then.
+
+    For content that a client wrote by itself, as results of tools: it sends that again with each turn, so that a
+    refusal would end the conversation.
+    """
+    return [_with_note(part) for part in content] if isinstance(content, list) else content
+
+
+def _with_note(part: object) -> object:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if not isinstance(kind, str) or kind in TEXT_TYPES:
+        return part
+    return {"type": "text", "text": not_shown(kind), kind: True}
 
 
 class Message(BaseModel):
@@ -70,11 +93,19 @@ class Message(BaseModel):
 
     role: str
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None  # of an answer without content
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_notes(cls, data: object) -> object:
+        if isinstance(data, dict) and data.get("role") in ("assistant", "tool"):
+            return data | {"content": with_notes(data.get("content"))}
+        return data
 
     def plain(self) -> dict[str, object]:
         """Convert the message to the dict that chat templates expect, with its content as one string."""
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
-        return {**more, "role": self.role, "content": joined(self.content or "")}
+        return {**more, "role": self.role, "content": joined(self.content or self.refusal or "")}
 
 
 def joined(content: str | list[ContentPart]) -> str:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.server.openai.input_items import InputItem, messages_of
+from lp_runtime.server.openai.input_items import InputItem, messages_of, other_types
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     Message,
@@ -66,6 +66,8 @@ class Responses(Conversation):
 
     def unknown_fields(self) -> list[str]:
         unseen = [f"tools[{kind}]" for kind in hosted_types(self.tools)]
+        if not isinstance(self.input, str):
+            unseen += [f"input[{kind}]" for kind in other_types(self.input)]
         has_verbosity = self.text is not None and self.text.verbosity not in VERBOSITIES
         return [*super().unknown_fields(), *unseen, *(["text.verbosity"] if has_verbosity else [])]
 

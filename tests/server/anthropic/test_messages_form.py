@@ -135,3 +135,31 @@ def test_turns_are_converted_to_chat_messages():
     ]
     with pytest.raises(RequestError, match="messages.1: tool_result of tool_use_id='d': there is no such tool_use"):
         Messages(messages=[turns[1], turns[5]]).conversation()
+
+
+def test_blocks_that_a_client_writes_by_itself_become_text():
+    """Clients send them again with each turn: a refusal would end the conversation."""
+    use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+    found = {"type": "search_result", "source": "x", "title": "x", "content": [{"type": "text", "text": "found"}]}
+    compaction, searching = {"type": "compaction", "content": "So far."}, {"type": "server_tool_use", "id": "s"}
+    hidden = {"type": "redacted_thinking", "data": "x"}
+    reference = {"type": "tool_reference", "tool_name": "g"}
+    turns = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": [compaction, hidden, searching, use]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": [image, reference, found]}],
+        },
+        {"role": "system", "content": [{"type": "tool_addition", "tool": reference}]},
+    ]
+    body = Messages(messages=turns)
+    assert [each["content"] for each in body.conversation()] == [
+        "x",
+        "So far.[server_tool_use: not shown]",
+        "[image: not shown][tool_reference: g]found",
+        "<system-reminder>\n[tool_addition: not shown]\n</system-reminder>",
+    ]
+    kinds = ("compaction", "server_tool_use", "image", "tool_reference", "search_result", "tool_addition")
+    assert body.unknown_fields() == [f"messages[{kind}]" for kind in kinds]

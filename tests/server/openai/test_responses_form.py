@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import openai
 import pytest
+from pydantic import ValidationError
 from support.serving import answering
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.errors import RequestError
 from lp_runtime.server.openai.forms import Choice
+from lp_runtime.server.openai.protocol import Chat
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
 
@@ -138,3 +140,34 @@ def test_functions_of_one_name_are_shown_with_their_namespaces():
     choice.text = CALL.replace('"f"', '"mcp__x__f"') + CALL
     first, second = form.whole([choice])["output"]
     assert (first["namespace"], first["name"], second["name"]) == ("mcp__x__", "f", "f") and "namespace" not in second
+
+
+def test_notes_stand_for_what_a_client_sends_back_and_the_model_cannot_see():
+    image = {"type": "input_image", "image_url": "data:image/png;base64,"}
+    items = [
+        {"role": "user", "content": "x"},
+        {"type": "web_search_call", "id": "ws", "status": "completed"},
+        {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "I will not."}]},
+        {"type": "custom_tool_call", "call_id": "c", "name": "apply_patch", "input": "*** Begin"},
+        {"type": "custom_tool_call_output", "call_id": "c", "output": [image, {"type": "input_text", "text": "ok"}]},
+    ]
+    body = Responses(input=items)
+    _, answer, result = body.conversation()
+    assert answer["content"] == "[web_search_call: not shown]\n\nI will not."
+    assert answer["tool_calls"][0]["function"] == {"name": "apply_patch", "arguments": '{"input": "*** Begin"}'}
+    assert (result["name"], result["content"]) == ("apply_patch", "[input_image: not shown]ok")
+    assert body.unknown_fields() == ["input.output.input_image", "input[web_search_call]"]
+
+
+def test_notes_stand_for_images_in_results_of_a_chat():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
+    turns = [
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+        {"role": "assistant", "content": None, "refusal": "never"},
+        {"role": "tool", "tool_call_id": "c", "content": [image]},
+    ]
+    body = Chat(messages=turns)
+    assert [each["content"] for each in body.conversation()] == ["no", "never", "[image_url: not shown]"]
+    assert body.unknown_fields() == ["messages.content.image_url"]
+    with pytest.raises(ValidationError, match="image_url"):
+        Chat(messages=[{"role": "user", "content": [image]}])
