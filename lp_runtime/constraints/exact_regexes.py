@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from lp_runtime.constraints.regex_anchors import TOKEN, fixed_beginning, without_anchors
+from lp_runtime.constraints.regex_anchors import fixed_beginning, without_anchors
+from lp_runtime.constraints.regex_syntax import TOKEN, quoting
 
 Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
 MAX_CODE_POINT = 0x10FFFF
@@ -37,44 +38,42 @@ SPACE: Ranges = (
 ANY_SPACE: Ranges = (*SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xFEFF, 0xFEFF))
 
 
-def exact_regex(pattern: str, allowed: Ranges = UNICODE) -> str:
-    """Rewrite a regular expression of ECMAScript's syntax for xgrammar's `Grammar.from_regex`.
+def exact_regex(pattern: str, allowed: Ranges = UNICODE, free: str = "") -> str:
+    """Rewrite a regular expression of ECMAScript's or Python's syntax for xgrammar's `Grammar.from_regex`.
 
-    It then matches only texts of allowed characters. Raises ValueError for a lookahead, for an anchor inside the
-    expression, and for an escape or a character class that is not supported.
+    It then matches only texts of allowed characters. `free` matches the text around a match, where no anchor excludes
+    one. Raises ValueError, which quotes the expression, for what is not valid or not supported.
     """
-    return _rewritten(pattern, allowed, _in_grammar)
+    return _rewritten(pattern, allowed, _in_grammar, free)
 
 
-def automaton_regex(pattern: str) -> str:
-    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas.
+def automaton_regex(pattern: str, free: str = "") -> str:
+    """Rewrite a regular expression for a pattern in xgrammar's JSON schemas, otherwise as `exact_regex`.
 
-    The result becomes an automaton if it is ASCII. It matches only strings that JSON holds without escapes. Raises
-    ValueError as `exact_regex`.
+    The result becomes an automaton if it is ASCII. It matches only strings that JSON holds without escapes.
     """
-    return _rewritten(pattern, UNESCAPED_IN_JSON, _in_automaton)
+    return _rewritten(pattern, UNESCAPED_IN_JSON, _in_automaton, free)
 
 
-def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str]) -> str:
+def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str], free: str) -> str:
     """Rewrite a regular expression; `write` returns an expression of one character in any of the ranges."""
-    tokens, before, place = list(TOKEN.finditer(without_anchors(pattern))), "", 0
+    tokens, before, place = list(TOKEN.finditer(without_anchors(pattern, free))), "", 0
     written: list[str] = []
-    while place < len(tokens):
-        text = tokens[place][0]
-        ranges: Ranges | None = None
-        if text == "[":
-            ranges, place = _class(tokens, place)
-        elif written[-2:] == ["(", "?"] and text in "=!":
-            raise ValueError(f"lookahead is not supported: {pattern[:100]!r}")  # xgrammar's automata ignore it
-        elif text not in SYNTAX and (ranges := _ranges(tokens[place])) is None:
-            raise ValueError(f"{text} is not supported: {pattern[:100]!r}")
-        if ranges is not None:
-            written.append(write(intersection(ranges, allowed)))
-        elif text == "?" and before not in UNREPEATED:
-            written.append("{0,1}")  # in automata, (ab+)? matches b, too
-        else:
-            written.append(text)
-        before, place = text, place + 1
+    with quoting(pattern):
+        while place < len(tokens):
+            text = tokens[place][0]
+            ranges: Ranges | None = None
+            if text == "[":
+                ranges, place = _class(tokens, place)
+            elif text not in SYNTAX and (ranges := _ranges(tokens[place])) is None:
+                raise ValueError(f"{text} is not supported")
+            if ranges is not None:
+                written.append(write(intersection(ranges, allowed)))
+            elif text == "?" and before not in UNREPEATED:
+                written.append("{0,1}")  # in automata, (ab+)? matches b, too
+            else:
+                written.append(text)
+            before, place = text, place + 1
     return "".join(written)
 
 
@@ -113,9 +112,7 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
 
 def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
     """Return the characters of the class that opens at `place`, and the place of its closing bracket."""
-    end = next((each for each in range(place + 1, len(tokens)) if tokens[each][0] == "]"), None)
-    if end is None:
-        raise ValueError("a character class is not closed")
+    end = next(each for each in range(place + 1, len(tokens)) if tokens[each][0] == "]")
     is_negated = tokens[place + 1][0] == "^"
     items = list(tokens[place + 1 + is_negated : end])
     if not items:

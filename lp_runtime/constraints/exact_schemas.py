@@ -12,7 +12,6 @@ from typing import Any
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
-from lp_runtime.constraints.regex_anchors import without_anchors
 from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_reference, check_schema, named_types, refusal
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
@@ -31,6 +30,7 @@ FORMATS = {
     "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
 }
 Schemas = dict[str, object]  # the schemas inside a schema, by their places (JSON pointers)
+ANY_TEXT = r"[\s\S]*"
 NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
 MAX_DEPTH = 100  # nesting of schemas
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
@@ -54,7 +54,7 @@ def with_exact_patterns(schema: object) -> object:
 
     def rewrite(schema: dict[str, Any]) -> None:
         _rewrite_free_contents(schema)
-        _rewrite_patterns(schema, exact_regex, NO_SYNTAX)
+        _rewrite_patterns(schema, lambda pattern: exact_regex(pattern, free=NO_SYNTAX))
 
     return _rewritten(schema, rewrite)
 
@@ -105,7 +105,7 @@ def _rewrite_for_json(schema: dict[str, Any]) -> None:
     if "type" not in schema and any(name in schema for name in (TYPED if is_inferred else (*TYPED, *UNINFERRED))):
         schema["type"] = list(TYPES)
     _rewrite_free_contents(schema)
-    _rewrite_patterns(schema, _in_json, r"[\s\S]*")
+    _rewrite_patterns(schema, _in_json)
     _rewrite_lengths(schema)
     _rewrite_free_keys(schema)
 
@@ -155,26 +155,22 @@ def _strings_of(schema: object, place: str, schemas: Schemas, depth: int = 0) ->
     return {"enum": strings} if strings else False
 
 
-def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str], free: str) -> None:
-    """Rewrite patterns, which JSON Schema searches for; `free` matches the text around a match."""
-
-    def whole(pattern: str) -> str:
-        return f"^{rewrite(without_anchors(pattern, free))}$"
-
+def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> None:
+    """Rewrite patterns, which JSON Schema searches for, to expressions of whole texts."""
     if schema.get("format") in FORMATS:
         schema["pattern"] = FORMATS[schema.pop("format")]
     if isinstance(schema.get("pattern"), str):
-        schema["pattern"] = whole(schema["pattern"])
+        schema["pattern"] = f"^{rewrite(schema['pattern'])}$"
     if isinstance(schema.get("patternProperties"), Mapping):
-        schema["patternProperties"] = {whole(key): each for key, each in schema["patternProperties"].items()}
+        schema["patternProperties"] = {f"^{rewrite(key)}$": each for key, each in schema["patternProperties"].items()}
 
 
 def _in_json(pattern: str) -> str:
     """Return a pattern of the matches of `pattern` that hold no escape; xgrammar allows quotes, too."""
-    rewritten = automaton_regex(pattern)
+    rewritten = automaton_regex(pattern, ANY_TEXT)
     if has_automaton(json_grammar({"type": "string", "pattern": rewritten}, False)):
         return rewritten
-    return exact_regex(pattern, UNESCAPED_IN_JSON)
+    return exact_regex(pattern, UNESCAPED_IN_JSON, ANY_TEXT)
 
 
 def _rewrite_lengths(schema: dict[str, Any]) -> None:

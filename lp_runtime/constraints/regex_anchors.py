@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-TOKEN = re.compile(
-    r"\\u(?P<high>[dD][89abAB][0-9a-fA-F]{2})\\u(?P<low>[dD][c-fC-F][0-9a-fA-F]{2})"
-    r"|\\(?:x(?P<two>[0-9a-fA-F]{2})|u(?P<four>[0-9a-fA-F]{4})|u\{(?P<any>[0-9a-fA-F]{1,6})\}|c(?P<control>[A-Za-z]))"
-    r"|\\?.",
-    re.DOTALL,
-)
+from lp_runtime.constraints.regex_syntax import TOKEN, plain_syntax
+
 START, END = 0, -1  # of a sequence of items
 ANCHORS = {START: ("^", r"\A"), END: ("$", r"\Z", r"\z")}
-MAX_GROUPS = 100  # nested, so that recursion is bounded
 REPETITIONS = ("*", "+", "?", "{")
 
 
@@ -37,12 +31,10 @@ Item = str | Group  # a character, a class, an anchor or a token of a repetition
 def without_anchors(pattern: str, free: str = "") -> str:
     """Return an expression without anchors, whose whole texts are those that `pattern` matches.
 
-    `free` matches the text before or after a match, where no anchor excludes one. Raises ValueError for an anchor
-    inside an expression.
+    `free` matches the text before or after a match, where no anchor excludes one. The result has `plain_syntax`.
+    Raises ValueError for an anchor inside an expression, and as `plain_syntax`.
     """
     whole = _parsed(pattern)
-    if whole is None:
-        return pattern  # its parentheses are not balanced: xgrammar refuses it
     if free:
         whole = Group("", [[Group("(?:", whole.alternatives, ")")]])
     for side in (START, END):
@@ -57,7 +49,7 @@ def without_anchors(pattern: str, free: str = "") -> str:
 def fixed_beginning(pattern: str) -> list[str]:
     """Return the characters, classes and last `$` with which each text begins that a search for `pattern` finds."""
     whole = _parsed(pattern)
-    if whole is None or len(whole.alternatives) > 1 or _outer(whole.alternatives[0], START) not in ANCHORS[START]:
+    if len(whole.alternatives) > 1 or _outer(whole.alternatives[0], START) not in ANCHORS[START]:
         return []
     items, fixed = whole.alternatives[0][1:], list[str]()
     for item, following in zip(items, [*items[1:], ""], strict=True):
@@ -113,33 +105,20 @@ def _tokens(pattern: str) -> list[str]:
     return tokens
 
 
-def _parsed(pattern: str) -> Group | None:
-    """Return the groups of an expression; None if its parentheses are not balanced."""
-    groups, tokens, place = [Group("", [[]])], _tokens(pattern), 0
+def _parsed(pattern: str) -> Group:
+    """Return the groups of an expression."""
+    groups, tokens, place = [Group("", [[]])], _tokens(plain_syntax(pattern)), 0
     while place < len(tokens):
         token, place = tokens[place], place + 1
         if token == "(":
-            start, place = place, _first_of_group(tokens, place)
+            start, place = place, place + 2 * (tokens[place] == "?")
             group = Group("(" + "".join(tokens[start:place]), [[]])
             groups[-1].alternatives[-1].append(group)
             groups.append(group)
-            if len(groups) > MAX_GROUPS:
-                raise ValueError(f"more than {MAX_GROUPS} nested groups: {pattern[:100]!r}")
         elif token == ")":
             groups.pop().end = ")"
-            if not groups:
-                return None
         elif token == "|":
             groups[-1].alternatives.append([])
         else:
             groups[-1].alternatives[-1].append(token)
-    return groups[0] if len(groups) == 1 else None
-
-
-def _first_of_group(tokens: Sequence[str], place: int) -> int:
-    """Return the place of a group's first item; `place` is that after its parenthesis."""
-    if tokens[place : place + 1] != ["?"]:
-        return place
-    if tokens[place + 1 : place + 2] != ["<"]:
-        return place + 2
-    return next((each + 1 for each in range(place, len(tokens)) if tokens[each] == ">"), place + 2)
+    return groups[0]

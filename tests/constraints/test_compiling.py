@@ -47,7 +47,7 @@ OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"
         ({"json_schema": {"type": "string", "enum": ["a", 1]}}, "#/enum: 1 is not of type string"),
         ({"json_schema": {"type": "object", "required": ["x"]}}, "'x' is not among the properties"),
         ({"json_schema": {"type": "string", "pattern": "(("}}, "parenthesis is not closed"),
-        ({"regex": "(("}, "constraint.regex: Regex parsing error"),
+        ({"regex": "(("}, "constraint.regex: a parenthesis is not closed: '(('"),
         ({"grammar": "root ::= b"}, 'Rule "b" is not defined'),
         ({"grammar": 'root ::= "b" | "a" loop\nloop ::= "a" loop'}, "the rule loop never ends"),
         ({"regex": "é"}, "no token of the model's vocabulary can begin"),

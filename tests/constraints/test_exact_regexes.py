@@ -45,6 +45,10 @@ from lp_runtime.errors import ConstraintError
         ("(^|a)b(c|$)", "b", "a"),
         ("^$", "", "a"),
         (r"[$^]\$\^", "^$^", ""),
+        (r"(?P<year>\d{4})-(?P<größe>\d\d)", "2024-05", "<year>2024-05"),
+        (r"(?<year>\d{4})-\d{,2}", "2024-", "2024-{,2}"),
+        (r'{"a": \d}', '{"a": 5}', '{"a": }'),
+        ("^{a", "{a", "a"),
     ],
 )
 def test_regex_allows_and_refuses_the_right_texts(regex, allowed, refused):
@@ -54,7 +58,8 @@ def test_regex_allows_and_refuses_the_right_texts(regex, allowed, refused):
 
 ATOMS = ["a", "é", r"\xe9", "[é-ü]", r"[\u00e9a]", "[^a]", r"[a\^]", r"[^\^a]", ".", r"\S", r"\s", r"\w", r"\W", "\\^"]
 ATOMS += ["😀", "[😀-😂é]", "[^😀]", r"[^\x00-\x7f]", '"', r"[\n\"a]", r"\\", r"[\s\S]", r"[\w-]", r"[\x5e-\x7f]"]
-QUANTIFIERS = ["*", "+", "?", "{2}", "{1,2}", "{0,2}", "{1,}", "*?", "??"]
+ATOMS += ["{", "}", "a{", "{a,}", "{}a"]
+QUANTIFIERS = ["*", "+", "?", "{2}", "{1,2}", "{0,2}", "{,2}", "{1,}", "{,}", "*?", "??", "{,1}?"]
 
 
 def random_regex(rng: random.Random, depth: int = 3) -> str:
@@ -76,7 +81,7 @@ def test_random_regexes_match_python_re(seed):
     The JSON strings have no escapes.
     """
     rng = random.Random(seed)
-    regex, characters = random_regex(rng), ["a", "é", "^", "😀", '"']
+    regex, characters = random_regex(rng), ["a", "é", "^", "😀", '"', "{"]
     texts = ["".join(text) for length in range(4) for text in itertools.product(characters, repeat=length)]
     expected = [re.fullmatch(regex, text, re.ASCII) is not None for text in texts]
     assert [*map(allows(ConstraintConfig(regex=regex)), texts)] == expected
@@ -88,6 +93,28 @@ def test_random_regexes_match_python_re(seed):
         assert '"' in regex or "\\\\" in regex or not any(is_plain)
     else:
         assert [is_allowed(f'"{text}"') for text in texts] == is_plain
+
+
+def test_random_syntax_is_that_of_python_re():
+    """What `re` refuses is refused, and possessive repetitions and extensions of groups."""
+    rng, texts = random.Random(0), ["".join(text) for n in range(4) for text in itertools.product("ab{,", repeat=n)]
+    counts = {True: 0, False: 0}
+    for _ in range(400):
+        regex = "".join(rng.choices(["a", "b", "{", "}", ",", "2", "1", "?", "*", "+", "|", "(", ")", "\\"], k=6))
+        try:
+            python = re.compile(regex, re.ASCII)
+        except re.error:
+            python = None
+        try:
+            is_allowed = allows(ConstraintConfig(regex=regex))
+        except ConstraintError as error:
+            assert python is None or re.search(r"[*+?}]\+|\(\?|\\[12ab]", regex), error
+            assert repr(regex) in str(error)
+        else:
+            assert python is not None, regex
+            assert [*map(is_allowed, texts)] == [python.fullmatch(text) is not None for text in texts], regex
+        counts[python is None] += 1
+    assert min(counts.values()) > 20
 
 
 @pytest.mark.parametrize(
@@ -134,6 +161,14 @@ def test_choices_support_any_character():
         ({"regex": "(?=a)a"}, "lookahead is not supported: '(?=a)a'"),
         ({"regex": r"\bé"}, r"constraint.regex: \b is not supported"),
         ({"regex": "(" * 3000 + "a" + ")" * 3000}, "constraint.regex: more than 100 nested groups"),
+        ({"regex": r"a?+b"}, r"constraint.regex: ?+ is not supported, a repetition of a repetition: 'a?+b'"),
+        ({"regex": "*a"}, "constraint.regex: * has nothing to repeat: '*a'"),
+        ({"regex": "a{3,2}"}, "constraint.regex: the limits of {3,2} are not in order: 'a{3,2}'"),
+        ({"regex": "a\\"}, r"constraint.regex: a backslash ends the expression: 'a\\'"),
+        ({"regex": "(a"}, "constraint.regex: a parenthesis is not closed: '(a'"),
+        ({"regex": "(?i:a)"}, "constraint.regex: (?i: is not supported: '(?i:a)'"),
+        ({"regex": "(?P<a>x)(?P=a)"}, "constraint.regex: a backreference is not supported: '(?P<a>x)(?P=a)'"),
+        ({"json_schema": {"pattern": r"^\p{Lu}"}}, r"constraint.json_schema: \p is not supported: '^\\p{Lu}'"),
         ({"regex": r"\Qé"}, r"constraint.regex: \Q is not supported"),
         ({"regex": r"a\Ab"}, r"constraint.regex: \A is supported only where a text begins or ends"),
         ({"regex": "(a|b$)c"}, "constraint.regex: $ is supported only where a text begins or ends: '(a|b$)c'"),
