@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
-from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
+from lp_runtime.constraints.exact_grammars import exact_ebnf
+from lp_runtime.constraints.exact_regexes import exact_regex
 from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
 from lp_runtime.constraints.grammar_checks import GrammarParts
 from lp_runtime.constraints.library import library

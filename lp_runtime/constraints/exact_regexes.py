@@ -1,4 +1,4 @@
-r"""Regular expressions and EBNF grammars, rewritten so that xgrammar reads what their writers mean.
+"""Regular expressions, rewritten so that xgrammar reads what their writers mean.
 
 Every part of an expression that matches one character becomes a character or a class of ranges, limited to the
 characters that are allowed. docs/decisions/constraints.md lists what xgrammar 0.2.8 reads otherwise.
@@ -75,11 +75,6 @@ def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str], fr
                 written.append(text)
             before, place = text, place + 1
     return "".join(written)
-
-
-def exact_ebnf(grammar: str) -> str:
-    r"""Write the escapes `\xHH` of an EBNF grammar as `\u00HH`."""
-    return re.sub(r"\\(?:x([0-9a-fA-F]{2})|.)", lambda each: rf"\u00{each[1]}" if each[1] else each[0], grammar)
 
 
 def may_match_one_text(pattern: str, other: str) -> bool:

@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from lp_runtime.constraints.exact_regexes import exact_ebnf, exact_regex
+from lp_runtime.constraints.exact_grammars import exact_ebnf
+from lp_runtime.constraints.exact_regexes import exact_regex
 from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar, with_exact_patterns
 from lp_runtime.constraints.library import library
 

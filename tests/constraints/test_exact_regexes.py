@@ -1,4 +1,4 @@
-"""Regular expressions, grammars and choices follow their syntax for characters of all Unicode planes."""
+"""Regular expressions and choices follow their syntax for characters of all Unicode planes."""
 
 from __future__ import annotations
 
@@ -135,11 +135,6 @@ def test_characters_must_be_valid_utf8(constraint, form):
         assert is_allowed(before + character.encode() + after), character
     for content in (b"\xc0\xaf", b"\xe0\x80\x80", b"\xed\xa0\x80", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80", b"\xff"):
         assert not is_allowed(before + content + after), content
-
-
-def test_grammar_escapes_are_decoded():
-    is_allowed = allows(ConstraintConfig(grammar=r'root ::= "\xe91" [\xdfa] "\\xe9" "\u00e9f"'))
-    assert is_allowed(r"é1ß\xe9éf") and is_allowed(r"é1a\xe9éf") and not is_allowed(r"é1\u0dfa\xe9éf")
 
 
 def test_choices_support_any_character():
