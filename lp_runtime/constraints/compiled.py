@@ -11,6 +11,7 @@ from typing import Any
 
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.exact_grammars import exact_ebnf
+from lp_runtime.constraints.exact_numbers import with_numbers
 from lp_runtime.constraints.exact_regexes import exact_regex
 from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
 from lp_runtime.constraints.grammar_checks import GrammarParts
@@ -65,6 +66,8 @@ def compile_constraint(config: ConstraintConfig, info: Any) -> CompiledConstrain
     xgrammar = library()
     try:
         grammar = _grammar(config)
+        if kind in ("json_schema", "structural_tag"):
+            grammar = with_numbers(grammar)
         if (dead_end := GrammarParts(grammar).dead_end()) is not None:
             raise ConstraintError(f"constraint.{kind}: {dead_end}")
         # With its cache, xgrammar prints and reads the grammar first, which changes U+0080 to U+00FF.

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from lp_runtime.constraints.exact_numbers import mark_numbers
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
@@ -38,7 +39,7 @@ MAX_AUTOMATON_LENGTH = 100
 
 
 def exact_schema(schema: object) -> object:
-    """Check that a grammar can express a schema (parsed JSON), and rewrite it for xgrammar."""
+    """Check that a grammar can express a schema (parsed JSON), and rewrite it for xgrammar; see `with_numbers`."""
     schemas: Schemas = {}
     rewritten = _rewritten(schema, _rewrite_for_json, check_schema, schemas)
     inner = [(place, each) for place, each in schemas.items() if isinstance(each, dict)]
@@ -46,15 +47,18 @@ def exact_schema(schema: object) -> object:
         check_reference(place, each, schemas)
     for place, each in inner:
         _rewrite_names(each, place, schemas)
+    for _, each in inner:
+        _mark_numbers(each)
     return rewritten
 
 
 def with_exact_patterns(schema: object) -> object:
-    """Rewrite only the patterns and free contents of a schema whose text is not JSON."""
+    """Rewrite only the patterns, free contents and numbers of a schema whose text is not JSON."""
 
     def rewrite(schema: dict[str, Any]) -> None:
         _rewrite_free_contents(schema)
         _rewrite_patterns(schema, lambda pattern: exact_regex(pattern, free=NO_SYNTAX))
+        _mark_numbers(schema)
 
     return _rewritten(schema, rewrite)
 
@@ -153,6 +157,14 @@ def _strings_of(schema: object, place: str, schemas: Schemas, depth: int = 0) ->
         return {**schema, "type": "string"}
     strings = [each for each in values if isinstance(each, str)]
     return {"enum": strings} if strings else False
+
+
+def _mark_numbers(schema: dict[str, Any]) -> None:
+    """Mark numbers in `enum` and `const`; the grammar needs `with_numbers`."""
+    for name in ("enum", "const"):
+        if name in schema and (marked := mark_numbers(schema[name])) != schema[name]:
+            schema[name] = marked
+            schema.pop("type", None)  # is checked, and that of a marked number is another
 
 
 def _rewrite_patterns(schema: dict[str, Any], rewrite: Callable[[str], str]) -> None:

@@ -135,6 +135,52 @@ def test_schema_allows_and_refuses_the_same_texts_as_jsonschema(schema, allowed,
         assert not is_allowed(text) and not is_valid(schema, text), text
 
 
+NUMBERS = [3.14, 0.1, 1e-7, 1e22, 1.0, -0.0, 5e-324, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 12345678901234567890]
+MEMBERS = {"type": "object", "properties": {"a": {"type": "number", "enum": NUMBERS}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+@pytest.mark.parametrize(
+    ("schema", "form"),
+    [
+        ({"type": "number", "const": ...}, "%s"),
+        ({"const": {"é1": [..., "x"]}}, '{"é1":[%s,"x"]}'),
+        ({"anyOf": [{"enum": ["\x81f", ..., None]}, {"type": "array"}]}, "%s"),
+        (MEMBERS, '{"a": %s}'),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {"const": ...}}}, "%s"),
+    ],
+)
+def test_numbers_of_constants_are_spelled_as_python_does(schema, form, number):
+    def fill(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: fill(each) for key, each in value.items()}
+        return [*map(fill, value)] if isinstance(value, list) else number if value is ... else value
+
+    part = {"type": "json_schema", "json_schema": fill(schema)}
+    constraints = [ConstraintConfig(json_schema=fill(schema))]
+    tag = {"type": "structural_tag", "format": part}
+    constraints += [ConstraintConfig(structural_tag=tag, whitespace=each) for each in ("fixed", "any")]
+    for is_allowed in map(allows, constraints):
+        assert is_allowed(form % json.dumps(number))
+        for other in (f"{number:.17g}", f'"{number}"', "1.2345678901234567e+19", "7"):
+            assert is_allowed(form % other) == (other == json.dumps(number)), other
+
+
+def test_numbers_in_xml_and_in_names_of_keys():
+    schema = {
+        "type": "object",
+        "properties": {"p": {"enum": ["s", 0.5]}, "q": {"const": [0.1]}},
+        "required": ["p", "q"],
+    }
+    part = {"type": "json_schema", "json_schema": schema, "style": "qwen_xml"}
+    is_allowed = allows(ConstraintConfig(structural_tag={"type": "structural_tag", "format": part}))
+    assert is_allowed("<parameter=p>0.5</parameter><parameter=q>[0.1]</parameter>")
+    assert is_allowed("<parameter=p>s</parameter><parameter=q>[0.1]</parameter>")
+    assert not is_allowed('<parameter=p>"0.5"</parameter><parameter=q>[0.1]</parameter>')
+    is_allowed = allows(ConstraintConfig(json_schema={"type": "object", "propertyNames": {"enum": ["a", 0.5]}}))
+    assert is_allowed('{"a": 0.5}') and not is_allowed('{"0.5": 1}') and not is_allowed("{0.5: 1}")
+
+
 def test_declared_name_is_refused_as_additional_property():
     is_allowed = allows(ConstraintConfig(json_schema={**KEYS, "additionalProperties": {"type": "integer"}}))
     for name in NAMES:
