@@ -14,7 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from support.processes import own_replicas
 from transformers import PreTrainedModel
 
@@ -186,6 +188,9 @@ def make_eos_runtime(small_demo_dir, tmp_path):
         (["a"], 4, "token id 'a' of the prompt: must be an integer 0 to 63"),
         ([1], 0, "max_new_tokens=0: must be an integer >= 1"),
         ([1], 2.0, "max_new_tokens=2.0: must be an integer >= 1"),
+        ([1], "2", "max_new_tokens='2': must be an integer >= 1"),
+        (b"abc", 4, "prompt=b'abc': must be token ids or text, not bytes"),
+        (np.array([[1, 2]]), 4, "token id [1, 2] of the prompt: must be an integer 0 to 63"),
         (
             [1] * 253,
             4,
@@ -371,6 +376,24 @@ def test_prompt_lookup_ignores_a_prediction(single):
     assert predicted.token_ids == plain.token_ids and predicted.steps == plain.steps > 6
 
 
+@pytest.mark.parametrize(
+    "make", [np.array, torch.tensor, lambda ids: list(np.array(ids)), lambda ids: list(torch.tensor(ids))]
+)
+def test_numbers_of_numpy_and_torch_are_taken(tiny, make):
+    sampling = SamplingConfig(temperature=np.float32(0.5), seed=np.int64(3))
+    given = {"sampling": sampling, "stop_token_ids": make([63]), "prediction": make([1]), "sample": np.int64(1)}
+    actual = tiny.generate(make([1, 2]), np.int64(4), **given)
+    plain = {
+        "sampling": SamplingConfig(temperature=0.5, seed=3),
+        "stop_token_ids": [63],
+        "prediction": [1],
+        "sample": 1,
+    }
+    assert actual.token_ids == tiny.generate([1, 2], 4, **plain).token_ids
+    request = tiny.request(make([1, 2]), np.int64(4), **given)
+    assert {*map(type, (*request.prompt_ids, *request.prediction, request.max_new_tokens, request.sample))} == {int}
+
+
 def test_options_that_are_none_count_as_not_given(single):
     names = ("stop_token_ids", "prediction", "logprobs", "tools", "skip_special_tokens", "sample", "request_id")
     assert single.generate(PROMPT, 4, **dict.fromkeys(names)).token_ids == single.generate(PROMPT, 4).token_ids
@@ -380,6 +403,7 @@ def test_options_that_are_none_count_as_not_given(single):
     ("options", "message"),
     [
         ({"stop": [""]}, "stop='': must be strings"),
+        ({"stop": ["\ud83d"]}, r"stop='\\ud83d': is not valid Unicode"),
         ({"max_time": -1}, "max_time=-1: must be a number of seconds"),
         ({"sample": -1}, "sample=-1: must be 0 to"),
         ({"logprobs": 5}, "logprobs=5: must be true or false"),

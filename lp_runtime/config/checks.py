@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from lp_runtime.errors import ConfigError
@@ -12,16 +14,34 @@ from lp_runtime.errors import ConfigError
 MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
+def plain_number(value: Any) -> Any:
+    """Return a number of another library, such as numpy.int64, as int or float; other values as they are."""
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
+
+
+def keep_plain_numbers(config: Any) -> None:
+    """Replace the numbers of a dataclass by plain ones."""
+    for each in fields(config):
+        setattr(config, each.name, plain_number(getattr(config, each.name)))
+
+
+def _shown(value: object) -> str:
+    """Return a value for a message; the text "5" has quotes, since 5 would be allowed."""
+    return repr(value) if isinstance(value, str) else str(value)
+
+
 def require_int(name: str, value: object, low: int, or_none: bool = False) -> None:
     if or_none and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value}: must be an integer >= {low}")
+        raise ConfigError(f"{name}={_shown(value)}: must be an integer >= {low}")
 
 
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={value}: must be true or false")
+        raise ConfigError(f"{name}={_shown(value)}: must be true or false")
 
 
 def require_port(name: str, value: object) -> None:
@@ -35,13 +55,13 @@ def require_seconds(name: str, value: object, or_none: bool = False) -> None:
     if or_none and value is None:
         return
     if not _is_number(value) or not 0 < value <= MAX_SECONDS:
-        raise ConfigError(f"{name}={value}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
+        raise ConfigError(f"{name}={_shown(value)}: must be a number of seconds > 0 and <= {MAX_SECONDS}")
 
 
 def require_number(name: str, value: object, allowed: str, is_allowed: Callable[[float], bool]) -> None:
     """Raise ConfigError, with the range `allowed`, unless a value is None or an allowed finite number."""
     if value is not None and not (_is_number(value) and is_allowed(value)):
-        raise ConfigError(f"{name}={value}: must be {allowed}")
+        raise ConfigError(f"{name}={_shown(value)}: must be {allowed}")
 
 
 def _is_number(value: object) -> TypeGuard[float]:
@@ -52,6 +72,15 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 def is_list(value: object) -> TypeGuard[Sequence[object]]:
     return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no surrogates, which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def path_text(value: Any) -> Any:

@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, require_choice
+from lp_runtime.config.checks import is_list, is_unicode, require_choice
 from lp_runtime.errors import ConstraintError
 
 KINDS = ("json_schema", "regex", "grammar", "choice", "structural_tag")
 WHITESPACES = ("fixed", "any")
+BYTE_ORDER_MARK = "\ufeff"  # begins the files of some editors
 MAX_SOURCE_CHARS = 1 << 18  # of a constraint's text; compile time and memory grow with it
 
 
@@ -47,6 +48,8 @@ class ConstraintConfig:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConstraintError(f"constraint: {' and '.join(given)} are given; give one of them")
+        if isinstance(self.grammar, str):
+            self.grammar = self.grammar.removeprefix(BYTE_ORDER_MARK)
         self._check_texts()
         require_choice("constraint.whitespace", self.whitespace, WHITESPACES)
         if given and len(self.source) > MAX_SOURCE_CHARS:
@@ -57,9 +60,9 @@ class ConstraintConfig:
         for name in ("regex", "grammar", "reasoning_end", "reasoning_begin"):
             value = getattr(self, name)
             if value is not None and not _is_text(value):
-                raise ConstraintError(f"constraint.{name}={value!r}: must be a text of at least one character")
+                raise ConstraintError(f"constraint.{name}={_cut(value)}: must be a Unicode text, not empty")
         if self.choice is not None and not (is_list(self.choice) and self.choice and all(map(_is_text, self.choice))):
-            raise ConstraintError(f"constraint.choice={self.choice!r}: must be a list of texts, none of them empty")
+            raise ConstraintError(f"constraint.choice={_cut(self.choice)}: must be a list of Unicode texts, none empty")
         if self.reasoning_begin is not None and self.reasoning_end is None:
             raise ConstraintError(f"constraint.reasoning_begin={self.reasoning_begin!r}: only with reasoning_end")
 
@@ -88,17 +91,22 @@ class ConstraintConfig:
 
 
 def _is_text(value: object) -> bool:
-    return isinstance(value, str) and value != ""
+    return isinstance(value, str) and value != "" and is_unicode(value)
+
+
+def _cut(value: object) -> str:
+    return repr(value)[:100]
 
 
 def _json_text(name: str, value: object) -> str:
     """Normalize a JSON value or text to JSON text; raise ConstraintError if it is not an object or bool."""
     try:
-        parsed = json.loads(value) if isinstance(value, str) else value
+        parsed = json.loads(value.removeprefix(BYTE_ORDER_MARK)) if isinstance(value, str) else value
         if not isinstance(parsed, Mapping | bool):
             raise ValueError(f"it is a {type(parsed).__name__}")
         text = json.dumps(parsed, allow_nan=False)
-        json.dumps(parsed, ensure_ascii=False).encode()  # refuses surrogates outside pairs
+        if not is_unicode(json.dumps(parsed, ensure_ascii=False)):
+            raise ValueError("a text in it is not valid Unicode")
         return text
     except (ValueError, TypeError, RecursionError) as error:
         raise ConstraintError(f"constraint.{name}: must be a JSON object, true or false: {error}") from error

@@ -8,6 +8,8 @@ from typing import Any, Optional
 
 from lp_runtime.config.checks import (
     is_list,
+    is_unicode,
+    keep_plain_numbers,
     path_text,
     require_choice,
     require_filled,
@@ -193,6 +195,7 @@ class RuntimeConfig:
     """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
+        keep_plain_numbers(self)
         self.cache_dir = path_text(self.cache_dir)
         self.profile_dir = path_text(self.profile_dir)
         require_int("gpus", self.gpus, 1, or_none=True)
@@ -277,4 +280,6 @@ def check_limits(max_new_tokens: int | None, stop: object, max_time: float | Non
     for string in stop or ():
         if not isinstance(string, str) or not string:
             raise ConfigError(f"stop={string!r}: must be strings of at least one character")
+        if not is_unicode(string):
+            raise ConfigError(f"stop={string!r}: is not valid Unicode")
     require_seconds("max_time", max_time, or_none=True)

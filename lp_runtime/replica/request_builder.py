@@ -5,11 +5,11 @@ from __future__ import annotations
 import pickle
 import secrets
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
-from lp_runtime.config.checks import require_bool, require_int
+from lp_runtime.config.checks import plain_number, require_bool, require_int
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
@@ -143,7 +143,7 @@ class RequestBuilder:
         Raises:
             RequestError: if the prompt is empty, too long for the model, or has ids outside the vocabulary.
         """
-        options = _given(options)
+        options, max_new_tokens = _given(options), plain_number(max_new_tokens)
         defaults = self._info.defaults
         eos, sample = options.get("eos", True), options.get("sample", 0)
         processors = options.get("processors", ())
@@ -167,11 +167,12 @@ class RequestBuilder:
         if max_new_tokens is None:
             max_new_tokens = self._default_max_new_tokens(len(ids))
         self._check_lengths(len(ids), max_new_tokens, sampling)  # before each token of a long text is checked
-        stop_tokens = options.get("stop_token_ids", ())
+        stop_tokens = _plain_ids("stop_token_ids", options.get("stop_token_ids", ()))
         prediction = options.get("prediction", ())
         if isinstance(prediction, str):
             arguments = (self._tokenizer(), prediction, False, False, "the prediction")
             prediction = encode(*arguments) if prediction else ()
+        prediction = _plain_ids("prediction", prediction)
         self._check_vocabulary(
             {"of the prompt": ids, "in stop_token_ids": stop_tokens, "in prediction": prediction}, sampling
         )
@@ -195,7 +196,7 @@ class RequestBuilder:
             is_answer=options.get("is_answer", options.get("messages") is not None),
             skip_special_tokens=options.get("skip_special_tokens", True),
             reasoning=options.get("reasoning"),
-            prediction=tuple(prediction),
+            prediction=prediction,
         )
 
     def max_new_tokens_after(self, prompt_length: int) -> int:
@@ -239,7 +240,7 @@ class RequestBuilder:
             tools, template_kwargs = options.get("tools", ()), options.get("chat_template_kwargs")
             ids = tuple(encode_chat(self._tokenizer(), messages, tools=tools, template_kwargs=template_kwargs))
         elif prompt is not None and messages is None:
-            ids = tuple(encode(self._tokenizer(), prompt) if isinstance(prompt, str) else prompt)
+            ids = tuple(encode(self._tokenizer(), prompt)) if isinstance(prompt, str) else _plain_ids("prompt", prompt)
         else:
             raise RequestError("prompt and messages: give one of them")
         if not ids:
@@ -317,10 +318,17 @@ def _given(options: RequestOptions) -> RequestOptions:
     """Return the options that are not None; TypeError for an unknown one, ConfigError for a flag that is no bool."""
     if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-    given = {name: value for name, value in options.items() if value is not None}
+    given = {name: plain_number(value) for name, value in options.items() if value is not None}
     for name in FLAGS & given.keys():
         require_bool(name, given[name])
     return cast(RequestOptions, given)
+
+
+def _plain_ids(name: str, ids: Iterable[Any]) -> tuple[Any, ...]:
+    """Return token ids without the types of numpy and torch; RequestError for bytes."""
+    if isinstance(ids, bytes | bytearray | memoryview):
+        raise RequestError(f"{name}={ids[:100]!r}: must be token ids or text, not bytes")
+    return tuple(each if type(each) is int or not hasattr(each, "tolist") else each.tolist() for each in ids)
 
 
 def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:

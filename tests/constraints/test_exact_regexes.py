@@ -141,8 +141,6 @@ def test_choices_support_any_character():
     texts = ["é1", "\x85f", "\0a", "\n1", '"x"', "\\x41", "😀f", "\u2028", "\x1b\x7f", "a\tb/", "\U0010ffff", " "]
     is_allowed = allows(ConstraintConfig(choice=texts))
     assert all(map(is_allowed, texts)) and not any(is_allowed(text + "1") for text in texts)
-    with pytest.raises(ConstraintError, match=r"constraint.choice: .*surrogates not allowed"):
-        allows(ConstraintConfig(choice=["a", "\ud800"]))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +169,7 @@ def test_choices_support_any_character():
         ({"json_schema": {"pattern": "^(?!é).*$"}}, "lookahead is not supported"),
         ({"json_schema": {"type": "string", "pattern": '^é"$'}}, "no text can satisfy it"),
         ({"json_schema": {"type": "string", "pattern": '^(é|ab")$'}}, "it allows a beginning that no text can end"),
-        ({"json_schema": {"const": "\ud800"}}, "surrogates not allowed"),
+        ({"json_schema": {"const": "\ud800"}}, "a text in it is not valid Unicode"),
     ],
 )
 def test_unsupported_pattern_is_refused_in_one_line(constraint, reason):
