@@ -81,9 +81,22 @@ class PassFailedError(Exception):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its class if the message is empty."""
+    """Return the first line of an error's message, and the next if the first announces it by a colon.
+
+    The name of its class is added if the message is empty, or only a key.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    if isinstance(error, KeyError):
+        return f"{type(error).__name__}: {lines[0]}"
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def class_and_first_line(error: BaseException) -> str:
+    """Return the name of an error's class and its first line."""
+    line, name = first_line(error), type(error).__name__
+    return line if line.startswith(name) else f"{name}: {line}"
 
 
 @contextmanager
@@ -97,4 +110,4 @@ def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exc
     except Exception as error:
         if isinstance(error, (LookaheadError, *passing)):
             raise
-        raise kind(f"{what}: {type(error).__name__}: {first_line(error)}") from error
+        raise kind(f"{what}: {class_and_first_line(error)}") from error

@@ -19,7 +19,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.dropin.callers_cache import CacheCopy
 from lp_runtime.dropin.generate_call import GenerateCall
 from lp_runtime.engine.engine import Engine
-from lp_runtime.errors import RequestError, RequestMemoryError, first_line
+from lp_runtime.errors import RequestError, RequestMemoryError, class_and_first_line
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
@@ -177,7 +177,7 @@ class Rows:
                 except Exception as error:
                     if group.is_alone:
                         raise
-                    answer = RequestError(f"a stopping criterion failed: {type(error).__name__}: {first_line(error)}")
+                    answer = RequestError(f"a stopping criterion failed: {class_and_first_line(error)}")
             answer = broadcast_object(answer, group)
             if isinstance(answer, Exception):
                 raise answer

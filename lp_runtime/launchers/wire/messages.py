@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, ShardError, first_line
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, ShardError, class_and_first_line
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
@@ -170,7 +170,7 @@ class Failed:
         origin = Origin.LOSS if isinstance(error, (ReplicaError, LaunchError, ShardError)) else Origin.CAUSE
         if isinstance(error, LookaheadError):
             return cls(str(error), type(error), origin)
-        return cls(f"{type(error).__name__}: {first_line(error)}", None, origin)
+        return cls(f"{class_and_first_line(error)}", None, origin)
 
 
 Order = Join | Decode | Prefill

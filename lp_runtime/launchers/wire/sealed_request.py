@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lp_runtime.errors import RequestError, first_line
+from lp_runtime.errors import RequestError, class_and_first_line, first_line
 from lp_runtime.request.request import Request
 from lp_runtime.utils.encoding import decode, encode
 
@@ -50,6 +50,6 @@ def _unpickled(data: bytes, name: str) -> Any:
         return pickle.loads(data)
     except Exception as error:  # the caller's classes and modules may raise anything
         raise RequestError(
-            f"processors: {name}: replicas cannot import it ({type(error).__name__}: {first_line(error)});"
+            f"processors: {name}: replicas cannot import it ({class_and_first_line(error)});"
             " define it in a module that they can import"
         ) from error

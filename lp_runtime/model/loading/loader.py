@@ -141,5 +141,5 @@ def eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
     for config in (model.generation_config, model.config.get_text_config()):
         ids = getattr(config, "eos_token_id", None)
         if ids is not None:
-            return frozenset([ids] if isinstance(ids, int) else ids)
+            return frozenset([ids] if isinstance(ids, int) else (each for each in ids if each is not None))
     return frozenset()

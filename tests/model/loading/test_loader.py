@@ -124,6 +124,20 @@ def test_weight_of_wrong_shape_is_named(model_dir):
     assert_refused(model_dir, "wrong shape for .*model.layers.0.mlp.down_proj.weight")
 
 
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"max_position_embeddings": None}, "cannot be loaded: .*'max_position_embeddings': .*None"),
+        ({"rope_scaling": {"type": "su"}}, "cannot be loaded: KeyError: 'su'"),
+    ],
+)
+def test_wrong_value_of_the_config_is_shown(model_dir, values, words):
+    config = json.loads((model_dir / "config.json").read_text())
+    config.pop("rope_parameters", None)
+    (model_dir / "config.json").write_text(json.dumps(config | values))
+    assert_refused(model_dir, words)
+
+
 def test_missing_tokenizer_is_refused(tiny_model_dir):
     assert_refused(tiny_model_dir, "no usable tokenizer", load_tokenizer)
 
@@ -140,6 +154,8 @@ def test_eos_token_ids_prefer_the_generation_config(random_model):
     assert eos_token_ids(model) == {5}
     model.generation_config.eos_token_id = [3, 4]
     assert eos_token_ids(model) == {3, 4}
+    model.generation_config.eos_token_id = [3, None]
+    assert eos_token_ids(model) == {3}
 
 
 def assert_decodes_as_transformers(model) -> None:
