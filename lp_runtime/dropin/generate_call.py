@@ -9,6 +9,7 @@ Letters: B rows of the batch, L tokens of the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import fields
@@ -135,10 +136,10 @@ class GenerateCall:
     def check_length(self, row: int, context_length: int | None) -> None:
         length = len(self.rows[row])
         if context_length is not None and length + self.max_new_tokens > context_length:
-            raise RequestError(
-                f"the prompt is too long: {length} tokens + {self.max_new_tokens} new ones are more than the model's"
-                f" context of {context_length}"
-            )
+            sizes = f"{length} tokens + {self.max_new_tokens} new ones are more than the model's context of"
+            left = context_length - length
+            remedy = f"max_new_tokens={self.max_new_tokens}: must be at most {left}"
+            raise RequestError(f"{remedy if left > 0 else 'the prompt is too long'}: {sizes} {context_length}")
 
     @property
     def pads_rows(self) -> bool:
@@ -234,7 +235,7 @@ def _limits_of(criteria: StoppingCriteriaList) -> _Limits:
         if type(criterion) is MaxTimeCriteria:
             times.append(criterion)
         elif type(criterion) is MaxLengthCriteria:
-            lengths.append(criterion.max_length)
+            lengths.append(math.ceil(criterion.max_length))  # `generate` accepts 5.0
         elif type(criterion) is EosTokenCriteria:
             eos_token_ids.update(criterion.eos_token_id.reshape(-1).tolist())
         else:
