@@ -394,6 +394,19 @@ def test_numbers_of_numpy_and_torch_are_taken(tiny, make):
     assert {*map(type, (*request.prompt_ids, *request.prediction, request.max_new_tokens, request.sample))} == {int}
 
 
+def test_defaults_that_ask_for_beams_are_reported(tiny_model_dir, tmp_path, caplog):
+    path = shutil.copytree(tiny_model_dir, tmp_path / "model")
+    file = path / "generation_config.json"
+    given = json.loads(file.read_text()) if file.exists() else {}
+    file.write_text(json.dumps(given | {"num_beams": 4, "penalty_alpha": 0.6, "dola_layers": None}))
+    with LookaheadRuntime(str(path), gpus=1, device="cpu") as runtime:
+        assert runtime.generate([1, 2], 4).num_tokens == 4
+    reports = [each.getMessage() for each in caplog.records if "generation_config.json" in each.getMessage()]
+    assert len(reports) == 1 and reports[0].startswith(
+        "generation_config.json: num_beams=4, penalty_alpha=0.6: not used"
+    )
+
+
 def test_options_that_are_none_count_as_not_given(single):
     names = ("stop_token_ids", "prediction", "logprobs", "tools", "skip_special_tokens", "sample", "request_id")
     assert single.generate(PROMPT, 4, **dict.fromkeys(names)).token_ids == single.generate(PROMPT, 4).token_ids

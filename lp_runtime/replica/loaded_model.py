@@ -34,7 +34,7 @@ from lp_runtime.replica.loading import choose_device, ready_follower, ready_mode
 from lp_runtime.replica.pass_memory import measure_pass_bytes
 from lp_runtime.replica.profiler import check_folder
 from lp_runtime.request.request import Request
-from lp_runtime.sampling.hf_settings import defaults_of
+from lp_runtime.sampling.hf_settings import defaults_of, warn_of_ignored_defaults
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.utils.startup import Progress
 
@@ -116,6 +116,8 @@ def load_replica(
     if config.lookahead.drafter == "full" and early_start is None:
         compile_steps(is_shared=config.num_replicas > 1)
     model, self_check = ready_model(config, device, progress, place, batches)
+    if device_index == 0:  # one per machine reports
+        warn_of_ignored_defaults(model.model)
     end = eos_token_ids(model.model)
     any_request = Request((0,), PLAIN, max_new_tokens=1, sampling=SamplingConfig(seed=0), eos_token_ids=end)
     make_sampler(model, any_request)  # refuses model defaults that are not supported

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Collection, Sequence
 
 import torch
@@ -13,6 +14,15 @@ from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.utils.warnings import WITHOUT_WARNINGS
 
+log = logging.getLogger(__name__)
+# Defaults of a model that ask for another way of decoding, and the value of each that does not.
+IGNORED_DEFAULTS = {
+    "num_beams": 1,
+    "penalty_alpha": 0,
+    "dola_layers": None,
+    "force_words_ids": None,
+    "constraints": None,
+}
 # Defaults from a model's generation_config.json that apply unless overridden. The others concern beams, caches and
 # outputs, which do not apply here, or are read elsewhere (end-of-sequence ids).
 APPLIED_DEFAULTS = (
@@ -45,6 +55,13 @@ APPLIED_DEFAULTS = (
 def defaults_of(model: PreTrainedModel) -> dict[str, object]:
     values = model.generation_config.to_dict()
     return {name: values[name] for name in APPLIED_DEFAULTS if values.get(name) is not None}
+
+
+def warn_of_ignored_defaults(model: PreTrainedModel) -> None:
+    values = {name: getattr(model.generation_config, name, None) for name in IGNORED_DEFAULTS}
+    ignored = [f"{name}={value}" for name, value in values.items() if value not in (None, IGNORED_DEFAULTS[name])]
+    if ignored:
+        log.warning("generation_config.json: %s: not used; there is greedy search and sampling", ", ".join(ignored))
 
 
 def build_processors(
