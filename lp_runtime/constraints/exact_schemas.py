@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import unquote
 
 from lp_runtime.constraints.exact_numbers import mark_numbers
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
@@ -44,6 +45,8 @@ def exact_schema(schema: object) -> object:
     rewritten = _rewritten(schema, _rewrite_for_json, check_schema, schemas)
     inner = [(place, each) for place, each in schemas.items() if isinstance(each, dict)]
     for place, each in inner:
+        if isinstance(reference := each.get("$ref"), str) and reference not in schemas:
+            each["$ref"] = unquote(reference).replace("~0", "~")  # places are not escaped
         check_reference(place, each, schemas)
     for place, each in inner:
         _rewrite_names(each, place, schemas)

@@ -52,7 +52,7 @@ OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"
         ({"grammar": 'root ::= "b" | "a" loop\nloop ::= "a" loop'}, "the rule loop never ends"),
         ({"regex": "é"}, "no token of the model's vocabulary can begin"),
         ({"regex": "a", "choice": ["a"]}, "regex and choice are given"),
-        ({"choice": []}, "must be a list of texts"),
+        ({"choice": []}, "must be a list of Unicode texts"),
         ({"regex": "a" * (MAX_SOURCE_CHARS + 1)}, "must be at most"),
         ({"structural_tag": {"x": 1}}, "structural_tag"),
     ],

@@ -125,6 +125,7 @@ def is_valid(schema: dict, text: str) -> bool:
             ['"a"'],
         ),
         ({"$ref": "#/$defs/a", "$defs": {"a": True}}, ['"ab"'], ["ab"]),
+        ({"$ref": "#/$defs/a%20%C3%A9~0b", "$defs": {"a é~b": {"const": 1}}}, ["1"], ["2"]),
     ],
 )
 def test_schema_allows_and_refuses_the_same_texts_as_jsonschema(schema, allowed, refused):
