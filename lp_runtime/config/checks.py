@@ -27,21 +27,24 @@ def keep_plain_numbers(config: Any) -> None:
         setattr(config, each.name, plain_number(getattr(config, each.name)))
 
 
-def _shown(value: object) -> str:
-    """Return a value for a message; the text "5" has quotes, since 5 would be allowed."""
-    return repr(value) if isinstance(value, str) else str(value)
+def _shown(value: object, kind: type = float) -> str:
+    """Return a value for a message; a text that reads as a number of a kind has quotes, since the number is allowed."""
+    try:
+        return repr(value) if isinstance(value, str) and kind(value) is not None else str(value)
+    except ValueError:
+        return str(value)
 
 
 def require_int(name: str, value: object, low: int, or_none: bool = False) -> None:
     if or_none and value is None:
         return
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={_shown(value)}: must be an integer >= {low}")
+        raise ConfigError(f"{name}={_shown(value, int)}: must be an integer >= {low}")
 
 
 def require_bool(name: str, value: object) -> None:
     if not isinstance(value, bool):
-        raise ConfigError(f"{name}={_shown(value)}: must be true or false")
+        raise ConfigError(f"{name}={value}: must be true or false")
 
 
 def require_port(name: str, value: object) -> None:

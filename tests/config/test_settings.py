@@ -59,7 +59,7 @@ def test_boundary_lookahead_settings_are_accepted(values):
         ({"N": 0}, "lookahead.N=0: must be an integer >= 2"),
         ({"G": -3}, "lookahead.G=-3: must be an integer >= 0"),
         ({"W": 1.5}, "lookahead.W=1.5: must be an integer >= 0"),
-        ({"W": "a"}, "lookahead.W='a': must be an integer >= 0"),
+        ({"W": "a"}, "lookahead.W=a: must be an integer >= 0"),
         ({"W": True}, "lookahead.W=True: must be an integer >= 0"),
         ({"budget": 0}, "lookahead.budget=0: must be an integer >= 1"),
         ({"tokens": 0}, "lookahead.tokens=0: must be an integer >= 1"),
@@ -113,7 +113,7 @@ def test_invalid_model_settings_are_refused(values, message):
         ({"timeout": 0.0}, "launcher.timeout=0.0: must be a number of seconds > 0 and <= 1000000"),
         ({"timeout": float("inf")}, "launcher.timeout=inf: must be a number of seconds > 0 and <= 1000000"),
         ({"start_timeout": float("nan")}, "launcher.start_timeout=nan: must be a number of seconds > 0 and <= 1000000"),
-        ({"start_timeout": "x"}, "launcher.start_timeout='x': must be a number of seconds > 0 and <= 1000000"),
+        ({"start_timeout": "x"}, "launcher.start_timeout=x: must be a number of seconds > 0 and <= 1000000"),
     ],
 )
 def test_invalid_launcher_settings_are_refused(values, message):
@@ -149,7 +149,7 @@ def test_valid_sampling_settings_are_accepted():
         ({"temperature": True}, "sampling.temperature=True: must be 0 (greedy) or a number >= 0.0001"),
         ({"top_p": 0}, "sampling.top_p=0: must be in (0, 1]"),
         ({"top_p": 1.1}, "sampling.top_p=1.1: must be in (0, 1]"),
-        ({"typical_p": "x"}, "sampling.typical_p='x': must be in (0, 1]"),
+        ({"typical_p": "x"}, "sampling.typical_p=x: must be in (0, 1]"),
         ({"min_p": -0.1}, "sampling.min_p=-0.1: must be in [0, 1]"),
         ({"top_k": -1}, "sampling.top_k=-1: must be an integer >= 0"),
         ({"repetition_penalty": -1}, "sampling.repetition_penalty=-1: must be a number > 0"),
@@ -261,6 +261,7 @@ def test_numbers_of_numpy_become_plain_ones():
     assert [*map(type, numbers[:3])] + [*map(type, numbers[3])] == [float, int, int, int, float]
     assert type(LookaheadConfig(W=np.int64(5)).W) is int
     assert refusal(SamplingConfig, logit_bias={"5": 1.0}) == "sampling.logit_bias='5': must be an integer >= 0"
+    assert refusal(SamplingConfig, temperature="0.5").startswith("sampling.temperature='0.5': must be")
     assert refusal(SamplingConfig, top_k=np.True_).startswith("sampling.top_k=True: ")
 
 
