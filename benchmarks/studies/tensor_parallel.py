@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from lp_runtime import LookaheadRuntime
 from lp_runtime.bench.methods import HuggingFace
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
-from lp_runtime.model.loading.loader import DTYPES, QUIET
+from lp_runtime.model.loading.loader import DTYPES, quiet
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def load(path: str, dtype: str, device: str, **options: Any) -> PreTrainedModel:
     """Load a model with transformers; `options` are those of `from_pretrained`."""
-    with QUIET:
+    with quiet():
         model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=DTYPES[dtype], **options)
         return model.to(device).eval()
 

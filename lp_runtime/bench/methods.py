@@ -20,7 +20,7 @@ from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.model.hf.types import CausalLM
-from lp_runtime.model.loading.loader import QUIET, load_model
+from lp_runtime.model.loading.loader import load_model, quiet
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.loading import choose_device, ready_model
 from lp_runtime.request.request import Request
@@ -104,7 +104,7 @@ class HuggingFace:
         self._num_passes = 0
         clock = _FirstTokenClock()
         started = time.perf_counter()
-        with torch.inference_mode(), QUIET:  # transformers warns about decoding without an end-of-sequence token
+        with torch.inference_mode(), quiet():  # transformers warns about decoding without an end-of-sequence token
             output = self._generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

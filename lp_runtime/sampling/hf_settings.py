@@ -12,7 +12,7 @@ from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, first_line
 from lp_runtime.sampling.types import LogitsProcessor
-from lp_runtime.utils.warnings import WITHOUT_WARNINGS
+from lp_runtime.utils.warnings import without_warnings
 
 log = logging.getLogger(__name__)
 # Defaults of a model that ask for another way of decoding, and the value of each that does not.
@@ -83,7 +83,7 @@ def build_processors(
         captured.extend(logits_processor)
 
     try:
-        with WITHOUT_WARNINGS:
+        with without_warnings():
             ids = torch.tensor([list(prompt_ids)], dtype=torch.int64, device=model.device)
             _without_inapplicable_defaults(model, eos_token_ids).generate(  # type: ignore[operator]  # from a mixin unknown to the type checker
                 ids,

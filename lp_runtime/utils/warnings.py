@@ -37,17 +37,49 @@ class SharedContext:
                 context.__exit__(None, None, None)
 
 
+class ThreadFilter(logging.Filter):
+    """Drops log records up to level WARNING of some threads.
+
+    `logging.disable` would drop those of all threads, the program's own included.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[int] = []  # identifiers, each as often as the thread is inside a block
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return record.levelno > logging.WARNING or threading.get_ident() not in self.threads
+
+
+SILENT = ThreadFilter()
+
+
 @contextmanager
-def _silence() -> Iterator[None]:
-    disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+def _filter_all() -> Iterator[None]:
+    """Add SILENT to every handler, because only a record's own logger asks the filters of loggers."""
+    loggers = [logging.root, *logging.root.manager.loggerDict.copy().values()]
+    handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
+    handlers |= {logging.lastResort} if logging.lastResort else set()
+    for handler in handlers:
+        handler.addFilter(SILENT)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
+        for handler in handlers:
+            handler.removeFilter(SILENT)
 
 
-# Suppresses Python warnings and log records up to level WARNING in the whole process.
-WITHOUT_WARNINGS = SharedContext(_silence)
+SHARED_FILTERS = SharedContext(_filter_all)
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Suppress this thread's log records up to level WARNING, and the whole process's Python warnings."""
+    with SHARED_FILTERS:
+        SILENT.threads.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            SILENT.threads.remove(threading.get_ident())

@@ -1,45 +1,55 @@
-"""Tests of silencing warnings in the whole process, from several threads at once."""
+"""Tests of silencing warnings from several threads at once."""
 
 import logging
 import threading
 import warnings
 
-from lp_runtime.utils.warnings import WITHOUT_WARNINGS
+from lp_runtime.utils.warnings import without_warnings
 
 
-def test_overlapping_threads_restore_warnings():
+def test_overlapping_threads(caplog):
     """The first thread to enter leaves first.
 
-    It must not end the other thread's silence, and the other must not make the silence permanent.
+    It must not end the other thread's silence, and the other must not make the silence permanent. Records of a thread
+    outside are never lost, nor are errors.
     """
-    disabled, filters = logging.root.manager.disable, list(warnings.filters)
+    filters = list(warnings.filters)
     second_is_in, first_has_left = threading.Event(), threading.Event()
-    seen = []
 
     def second():
-        with WITHOUT_WARNINGS:
+        with without_warnings():
             second_is_in.set()
             assert first_has_left.wait(60)
-            seen.append(logging.root.manager.disable)
+            logging.warning("silent in second")
+            logging.error("error in second")
 
-    with WITHOUT_WARNINGS:
+    with without_warnings():
         thread = threading.Thread(target=second)
         thread.start()
         assert second_is_in.wait(60)
+        with without_warnings():
+            pass
+        logging.getLogger("transformers").warning("silent in first")
+        logging.warning("silent in first")
+        outside = threading.Thread(target=logging.warning, args=["of a thread outside"])
+        outside.start()
+        outside.join()
+    logging.warning("after the first")
     first_has_left.set()
     thread.join()
-    assert seen == [logging.WARNING]
-    assert logging.root.manager.disable == disabled and warnings.filters == filters
+    logging.warning("after both")
+    assert caplog.messages == ["of a thread outside", "after the first", "error in second", "after both"]
+    assert warnings.filters == filters and not caplog.handler.filters
 
 
-def test_error_inside_restores_warnings():
+def test_error_inside_restores_warnings(caplog):
     """The error is passed on."""
-    disabled = logging.root.manager.disable
+    filters = list(warnings.filters)
     try:
-        with WITHOUT_WARNINGS:
+        with without_warnings():
             raise KeyError("inside")
     except KeyError:
-        pass
+        logging.warning("after the error")
     else:
         raise AssertionError("the error was kept back")
-    assert logging.root.manager.disable == disabled
+    assert caplog.messages == ["after the error"] and warnings.filters == filters

@@ -18,14 +18,14 @@ from lp_runtime.distributed.shards import ShardPlace, loading_group
 from lp_runtime.errors import LookaheadError, ModelError, first_line
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.tensor_parallel.slicing import check_shards, own_plan
-from lp_runtime.utils.warnings import WITHOUT_WARNINGS, SharedContext
+from lp_runtime.utils.warnings import SharedContext, without_warnings
 
 WHOLE = ShardPlace()  # of a process that holds a whole model
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet_libraries() -> Iterator[None]:
     libraries = (transformers_logging, hub_logging)
     verbosities = [library.get_verbosity() for library in libraries]
     bars = transformers_logging.is_progress_bar_enabled()
@@ -33,8 +33,7 @@ def _quiet() -> Iterator[None]:
         library.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     try:
-        with WITHOUT_WARNINGS:  # packages imported during loading print notices too
-            yield
+        yield
     finally:
         for library, verbosity in zip(libraries, verbosities, strict=True):
             library.set_verbosity(verbosity)
@@ -42,8 +41,14 @@ def _quiet() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-# Context manager that silences progress bars, notices and warnings of transformers and the hub.
-QUIET = SharedContext(_quiet)
+QUIET_LIBRARIES = SharedContext(_quiet_libraries)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence progress bars, notices and warnings of transformers, the hub, and packages imported in the block."""
+    with QUIET_LIBRARIES, without_warnings():
+        yield
 
 
 def load_model(
@@ -63,7 +68,7 @@ def load_model(
     options = _load_options(config, device, dtype)
     try:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(QUIET)
+            stack.enter_context(quiet())
             if not place.is_whole:
                 options |= _slice_options(config, place)
                 stack.enter_context(loading_group(place, device, timeout))
@@ -85,7 +90,7 @@ def load_model(
 
 def without_memory(config: ModelConfig, dtype: str) -> PreTrainedModel:
     """Build a model on the meta device: names and shapes, no weights; dtype "auto" is the checkpoint's."""
-    with QUIET:
+    with quiet():
         hf_config = AutoConfig.from_pretrained(config.location, **_source(config))
         given = DTYPES.get(dtype) or getattr(hf_config, "dtype", None) or torch.float32
         with torch.device("meta"):
@@ -130,7 +135,7 @@ def _check_weights(config: ModelConfig, loading: dict[str, Any]) -> None:
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     check_location(config)
     try:
-        with QUIET:
+        with quiet():
             return AutoTokenizer.from_pretrained(config.location, **_source(config))
     except Exception as error:
         raise ModelError(f"model.path={config.location}: no usable tokenizer: {first_line(error)}") from error
