@@ -21,6 +21,7 @@ from lp_runtime.constraints.compiled import CompiledConstraint, compile_constrai
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, LookaheadError, ReplicaError
 from lp_runtime.text.token_text import TokenTexts
+from lp_runtime.utils.owner import OwnerProcess
 from lp_runtime.utils.startup import hide_triton_without_gpu, python_command
 
 COMPILE_SECONDS = 5.0  # limit for one constraint; a large schema takes about 0.1 s
@@ -49,6 +50,7 @@ class ConstraintCompiler:
         self._tokenizer, self._vocabulary_size = tokenizer, vocabulary_size
         self._eos_token_ids = eos_token_ids
         self.seconds = seconds
+        self._owner = OwnerProcess()
         self._lock = threading.Lock()  # held while a constraint is compiled
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
@@ -60,6 +62,7 @@ class ConstraintCompiler:
 
     def kept(self, config: ConstraintConfig) -> CompiledConstraint | None:
         """Return a constraint from the cache, or None. Never waits for a compilation."""
+        self._owner.check("the runtime")
         key = config.key
         with self._state_lock:
             if (known := self._kept.get(key)) is not None:
@@ -71,6 +74,7 @@ class ConstraintCompiler:
 
         Callers with equal constraints share one future, so none of them may cancel it.
         """
+        self._owner.check("the runtime")
         key = config.key
         with self._state_lock:
             if (pending := self._pending.get(key)) is not None:
@@ -172,6 +176,8 @@ class ConstraintCompiler:
 
     def close(self) -> None:
         """End the process after its current constraint; constraints that still wait are refused."""
+        if not self._owner.is_current:
+            return
         with self._state_lock:
             self._is_closed = True
         self._threads.shutdown(wait=False)

@@ -12,6 +12,7 @@ from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
+from lp_runtime.utils.owner import OwnerProcess
 
 # Errors caused by the request itself. All replicas raise them at the same point (see Sequence.advance), or before they
 # exchange anything, so they stay in step for the next request.
@@ -24,11 +25,13 @@ class Launcher(ABC):
     # Whether the replicas can decode another request after one was interrupted or failed. After one of REQUEST_ERRORS
     # they always can.
     outlives_failures: bool = False
+    works_after_fork: bool = False  # also in a process forked from its owner
 
     def __init__(self, num_replicas: int = 1, is_leader: bool = True, gpus_per_replica: int = 1):
         self.num_replicas = num_replicas
         self.gpus_per_replica = gpus_per_replica  # on CPUs: processes
         self.is_leader = is_leader  # whether this process accepts requests; under torchrun only rank 0's does
+        self._owner = OwnerProcess()
         self._is_busy = False
         self._is_closed = False
         self._failure_seen: str | None = None
@@ -47,10 +50,10 @@ class Launcher(ABC):
         Raises:
             RequestError: if another request is being decoded, or this one cannot be.
             ConfigError: if a setting of the request is refused.
-            ReplicaError: if a replica fails or is lost, or the launcher is closed or has failed before.
+            ReplicaError: if a replica fails or is lost, or the launcher is closed, has failed before, or belongs to
+                the process from which this one was forked.
         """
-        if self._is_closed:
-            raise ReplicaError("the runtime is closed")
+        self._check_open()
         if self._failure_seen:
             raise ReplicaError(f"the runtime cannot be used any more, create a new one ({self._failure_seen})")
         if self._is_busy:
@@ -104,15 +107,22 @@ class Launcher(ABC):
         """Decode a request on the replicas of a lease. Only launchers whose `ready` is not None implement it."""
         raise NotImplementedError
 
+    def _check_open(self) -> None:
+        if not self.works_after_fork:
+            self._owner.check("the runtime")
+        if self._is_closed:
+            raise ReplicaError("the runtime is closed")
+
     @abstractmethod
     def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         """Decode one request for `run`, which closes the generator (GeneratorExit) to cancel the request."""
 
     def close(self) -> None:
-        """Stop every replica. Safe to call twice."""
+        """Stop every replica. Safe to call twice. In a forked process, replicas in other processes go on."""
         if not self._is_closed:
             self._is_closed = True
-            self._close()
+            if self.works_after_fork or self._owner.is_current:
+                self._close()
 
     @abstractmethod
     def _close(self) -> None:

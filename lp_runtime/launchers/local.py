@@ -22,6 +22,7 @@ class LocalLauncher(Launcher):
     """launcher=local with one replica, which runs in this process."""
 
     outlives_failures = True
+    works_after_fork = True
 
     def __init__(self, config: RuntimeConfig):
         super().__init__(gpus_per_replica=config.replica_gpus)

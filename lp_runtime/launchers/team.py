@@ -78,8 +78,7 @@ class TeamLauncher(Launcher):
 
         Several requests may be decoded at once, on the same or on different replicas, each in a separate thread.
         """
-        if self._is_closed:
-            raise ReplicaError("the runtime is closed")
+        self._check_open()
         with unforeseen_as(ReplicaError, "decoding failed"):
             yield from RequestDriver(self.pool, self._groups, request, lease).run()
 

@@ -26,6 +26,7 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.allocation import Allocator
 from lp_runtime.scheduler.job import CHECK_SECONDS, Job, JobLease, Totals
 from lp_runtime.scheduler.job_runner import JobRunner
+from lp_runtime.utils.owner import OwnerProcess
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Scheduler:
         require_int("max_waiting", max_waiting, 0)
         require_int("max_batch", max_batch, 1)
         self.totals = Totals()
+        self._owner = OwnerProcess()
         self._runtime = runtime
         self._launcher = runtime.launcher
         self.max_waiting = max_waiting
@@ -143,7 +145,7 @@ class Scheduler:
         Raises:
             BusyError: too many requests are waiting.
             ConfigError: the runtime has fewer than `gpus` GPUs, or `gpus` is not a multiple of gpus_per_replica.
-            ReplicaError: the scheduler is closed.
+            ReplicaError: the scheduler is closed, or belongs to the process from which this one was forked.
         """
         return self.submit_all([request], timeout, gpus)[0]
 
@@ -164,6 +166,7 @@ class Scheduler:
 
         Arguments and errors are as in `submit`, for each request.
         """
+        self._owner.check("the scheduler")
         if gpus is not None:
             require_int("gpus", gpus, 1)
             gpus = self._num_replicas_on(gpus)
@@ -255,7 +258,9 @@ class Scheduler:
             return None
 
     def close(self) -> None:
-        """Cancel all requests, and wait until all of them have ended."""
+        """Cancel all requests, and wait until all of them have ended. No effect in a forked process."""
+        if not self._owner.is_current:
+            return
         with self._changed:
             self._is_closed = True
             _cancel((*self._waiting, *(lease.job for lease in self._running)))

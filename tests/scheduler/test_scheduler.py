@@ -18,11 +18,12 @@ import pytest
 from held_runtime import HeldRuntime, first_delta
 from support import reference
 from support.gate import Gate
-from support.processes import one_core, wait_until
+from support.processes import in_fork, one_core, wait_until
 
 from lp_runtime import (
     BusyError,
     ConfigError,
+    ConstraintConfig,
     DeadlineError,
     Job,
     LookaheadConfig,
@@ -444,3 +445,25 @@ def test_request_moves_from_busy_replica_to_idle_one(alone, alone_long, small_de
                 os.kill(runtime.launcher.process_ids[0], signal.SIGCONT)
             held.release(busy)
             assert firsts[jobs.index(busy)] + rest_of(busy) == alone_long[LONG_CASES[jobs.index(busy)]]
+
+
+def test_forked_process_is_refused_and_leaves_the_replicas_alone(runtime, single, alone):
+    """A fork copies none of the threads that drive requests, and shares the pipes to replicas."""
+    case, ours = CASES[0], os.getpid()
+    pids = runtime.launcher.process_ids
+    with Scheduler(single) as lone, Scheduler(runtime) as scheduler:
+        requests = make(single, case), make(runtime, case)
+        answers = in_fork(
+            lambda: lone.submit(requests[0], timeout=5).result(),
+            lambda: scheduler.submit(requests[1], timeout=5).result(),
+            lambda: list(runtime.stream_request(requests[1])),
+            lambda: runtime.request("a", constraint=ConstraintConfig(regex="a")),
+            scheduler.close,
+            runtime.close,
+            lambda: list(single.stream_request(requests[0]))[-1].token_ids[-1],
+        )
+        whose = ["the scheduler"] * 2 + ["the runtime"] * 2
+        refusals = [f"ReplicaError: {each} belongs to process {ours}: create it after the fork" for each in whose]
+        assert answers == [*refusals, "None", "None", str(alone[case][-1])]
+        assert scheduler.submit(requests[1]).result().token_ids == alone[case]
+    assert runtime.launcher.process_ids == pids and runtime.num_ready == GPUS

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,3 +141,28 @@ def start_cli(*arguments: str, cwd: Path, environment: dict) -> subprocess.Popen
         # If a shell runs these tests in the background, they ignore Ctrl-C, and so would their children.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+
+
+def in_fork(*calls: Callable[[], object]) -> list[str]:
+    """Return what each call gives in a process forked from this one: "ErrorName: message", or its result as text."""
+    ours, theirs = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: that is what callers test
+        child = os.fork()
+    if child == 0:
+        for call in calls:
+            try:
+                answer = str(call())
+            except BaseException as error:
+                answer = f"{type(error).__name__}: {error}"
+            os.write(theirs, f"{answer}\n".encode())
+        os._exit(0)
+    os.close(theirs)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0], lambda: "the forked process hangs")
+    except AssertionError:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    with os.fdopen(ours) as file:
+        return file.read().splitlines()
