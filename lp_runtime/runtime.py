@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -230,8 +231,13 @@ class LookaheadRuntime:
             if needs_text or request.stop:  # token ids in and out need no tokenizer
                 raise
         read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
-        events = self.launcher.run(request, should_cancel) if lease is None else self.launcher.run_on(request, lease)
-        return GenerationStream(events, text, read)
+        is_closed = threading.Event()
+
+        def must_end() -> bool:
+            return is_closed.is_set() or should_cancel()
+
+        events = self.launcher.run(request, must_end) if lease is None else self.launcher.run_on(request, lease)
+        return GenerationStream(events, text, read, is_closed)
 
     def request(
         self,

@@ -10,6 +10,7 @@ import shutil
 import signal
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.gate import Gate
 from support.processes import own_replicas
 from transformers import PreTrainedModel
 
@@ -124,6 +126,19 @@ def test_stream_closed_early_does_not_affect_next_request(runtime):
         assert seen == whole.token_ids[: len(seen)]
         again = runtime.generate(PROMPT, max_new_tokens=16, eos=False)
         assert (again.token_ids, again.steps) == (whole.token_ids, whole.steps)
+
+
+def test_stream_is_closed_by_another_thread_during_a_step(runtime, tmp_path):
+    gate = Gate(tmp_path, len(IDS) + 3)
+    stream = runtime.stream(IDS, max_new_tokens=2000, eos=False, processors=[gate])
+    with ThreadPoolExecutor(1) as threads:
+        reader = threads.submit(list, stream)
+        gate.wait_until_held()
+        stream.close()
+        gate.open()
+        num_tokens = sum(len(delta.token_ids) for delta in reader.result())
+    assert num_tokens < 100 and stream.generation is None
+    assert runtime.generate(IDS, max_new_tokens=4, eos=False).num_tokens == 4
 
 
 def test_stream_that_is_left_early_is_cancelled_at_once(runtime):

@@ -44,8 +44,8 @@ class Launcher(ABC):
     def run(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Generator[Event, None, None]:
         """Decode one request on all replicas. Closing the iterator early cancels the request.
 
-        `should_cancel` is asked between steps and between chunks of the prompt, by launchers that decode in this
-        process.
+        `should_cancel` is asked between steps; by launchers that decode in this process, also between chunks of the
+        prompt, and by those with replicas in others several times a second.
 
         Raises:
             RequestError: if another request is being decoded, or this one cannot be.

@@ -71,7 +71,7 @@ class TeamLauncher(Launcher):
         ready = self.pool.wait_until_ready(self._start_timeout)
         if not ready:
             raise ReplicaError(f"no replica is left ({self.pool.why_lost()})")
-        yield from RequestDriver(self.pool, self._groups, request, ReplicaLease(ready)).run()
+        yield from RequestDriver(self.pool, self._groups, request, ReplicaLease(ready, should_cancel)).run()
 
     def run_on(self, request: Request, lease: ReplicaLease) -> Generator[Event, None, None]:
         """Decode a request on the replicas of a lease. Closing the iterator early cancels the request.

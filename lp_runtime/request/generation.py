@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,15 +94,16 @@ class Delta:
 
 
 class GenerationStream:
-    """Iterator over the deltas of one request. Closing the stream early cancels the request.
+    """Iterator over the deltas of one request. Closing the stream early, from any thread, cancels the request.
 
     Args:
         events: yielded by the launcher: a StepOutput per step, then a Report.
         text: None if the model has no tokenizer.
         read_message: returns the message of an answer's tokens; None if the text is not an answer.
+        is_closed: set by `close`, so that `events` can end during a step; None for a new one.
 
     Attributes:
-        generation: the complete result after the iteration; None before.
+        generation: the complete result after the iteration; None before, and if the stream was closed early.
         has_text: False if the model has no tokenizer; deltas then contain token ids only.
     """
 
@@ -110,10 +112,13 @@ class GenerationStream:
         events: Generator[Event, None, None],
         text: RequestText | None,
         read_message: Callable[[list[int]], dict[str, Any]] | None = None,
+        is_closed: threading.Event | None = None,
     ):
         self.generation: Generation | None = None
         self.has_text = text is not None
         self._events = events
+        self._is_closed = is_closed or threading.Event()
+        self._lock = threading.Lock()  # held while a generator runs
         # Holds no reference to this stream, so that a stream that is dropped early cancels its request at once.
         self._deltas = _deltas_of(events, text, read_message)
 
@@ -122,15 +127,25 @@ class GenerationStream:
 
     def __next__(self) -> Delta:
         try:
-            return next(self._deltas)
+            with self._lock:
+                return next(self._deltas)
         except StopIteration as end:
-            self.generation = self.generation or end.value
+            if not self._is_closed.is_set():
+                self.generation = self.generation or end.value
             raise
+        finally:
+            if self._is_closed.is_set():
+                self.close()
 
     def close(self) -> None:
-        """Cancel the rest of the request."""
-        self._deltas.close()
-        self._events.close()
+        """Cancel the rest of the request; during another thread's `next`, that thread ends it after the step."""
+        self._is_closed.set()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._deltas.close()
+                self._events.close()
+            finally:
+                self._lock.release()
 
 
 def _deltas_of(

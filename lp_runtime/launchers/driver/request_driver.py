@@ -189,8 +189,11 @@ class RequestDriver:
         that has not sent a token yet is not waited for: it may be in a long step of another request, which cannot be
         interrupted. `attempt` receives the final answers.
         """
-        group = inbox.members
+        group, is_cancelled = inbox.members, False
         for index, message in reader.read():
+            if not is_cancelled and self._lease.should_cancel():
+                is_cancelled = True
+                self._cancel(inbox, reader, group)
             if message is None:
                 if self._may_leave(group):
                     attempt.is_paused = True

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
+from lp_runtime.engine.running_request import never_cancel
+
 
 class ReplicaLease:
-    """Indices of the replicas that one request may use."""
+    """Indices of the replicas that one request may use, and whether it is to be cancelled."""
 
-    def __init__(self, wanted: Iterable[int]):
+    def __init__(self, wanted: Iterable[int], should_cancel: Callable[[], bool] = never_cancel):
         self.wanted = frozenset(wanted)  # a request that runs on others moves to these between two steps
+        self.should_cancel = should_cancel  # asked by the thread that drives the request
 
     def lose(self, lost: Iterable[int]) -> None:
         self.wanted -= frozenset(lost)
