@@ -13,7 +13,7 @@ import torch
 
 from lp_runtime.distributed.context import NO_GPUS, visible_gpus
 from lp_runtime.errors import ConfigError
-from lp_runtime.utils.cores import num_cores
+from lp_runtime.utils.limits import num_cores
 
 log = logging.getLogger(__name__)
 

@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lp_runtime.bench.command import bench, check_bench
 from lp_runtime.bench.load import put_under_load
 from lp_runtime.bench.splits import measure_splits
@@ -28,6 +30,7 @@ from lp_runtime.model.tokenizer import check_chat_template
 from lp_runtime.replica.compile_ahead import compile_steps, is_compiled
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.server.http.settings import check_serve, listen
+from lp_runtime.utils.limits import num_cores
 from lp_runtime.utils.prompt_file import check_conversations, parse_ids, read_prompts
 
 Work = Callable[[LookaheadRuntime], None]
@@ -36,6 +39,8 @@ Work = Callable[[LookaheadRuntime], None]
 def run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Run the command that the class of `config` stands for; torchrun's ranks other than 0 are no leader."""
     turn_off_tf32()
+    if num_cores() < torch.get_num_threads():  # torch does not know a container's quota
+        torch.set_num_threads(num_cores())
     if not config.has_runtime:
         for part in _parts_without_runtime(config) if is_leader else ():
             part(config)

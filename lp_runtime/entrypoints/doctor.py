@@ -21,6 +21,7 @@ from lp_runtime.launchers.split import choose_split, free_of_this_machine, visib
 from lp_runtime.model.capacity import free_bytes
 from lp_runtime.model.loading.sizes import size_of_model
 from lp_runtime.utils.jit import cache_root
+from lp_runtime.utils.limits import num_cores
 
 PACKAGES = ("lp_runtime", "torch", "transformers", "numba", "hydra-core", "triton", "ray", "xgrammar", "fastapi")
 GIB = 2**30
@@ -52,7 +53,7 @@ def _versions(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def _machine(config: DoctorConfig) -> Iterator[Finding]:
-    cores, free = len(os.sched_getaffinity(0)), free_bytes(torch.device("cpu"))
+    cores, free = num_cores(), free_bytes(torch.device("cpu"))
     memory = "unknown memory" if free is None else f"{free / GIB:.1f} GiB free"
     yield "CPU", f"{torch.backends.cpu.get_cpu_capability()}, {cores} cores for this process, {memory}", False
 

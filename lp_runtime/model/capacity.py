@@ -10,6 +10,7 @@ import torch
 
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.utils.limits import read_limits
 
 USABLE_FRACTION = 0.9  # of the free memory if passes are not measured; they need the rest
 MEASURED_FRACTION = 0.97  # of the free memory if they are; the rest is for a slot that grows, and for libraries
@@ -19,7 +20,8 @@ BYTES_PER_INTEGER = 8
 MAX_WIDTH = 8  # integers exchanged per node, rounded up
 NO_POOL = (0, 0)  # id of torch's default memory pool
 RECLAIMABLE = ("inactive_file", "active_file", "slab_reclaimable")  # memory.stat entries the kernel frees on demand
-CGROUP = Path("/sys/fs/cgroup")
+LIMIT_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+NO_LIMIT = 1 << 60  # version 1 of control groups has a larger number where there is none
 MEMINFO = Path("/proc/meminfo")
 
 
@@ -66,14 +68,20 @@ def _free_of_machine() -> int | None:
 
 
 def _free_of_container() -> int | None:
-    """Return the bytes left below this container's memory limit; None without a limit."""
-    try:  # memory.max reads "max" without a limit: int() raises ValueError
-        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        # cached files, such as a checkpoint just read, count as used until the kernel needs the memory
-        stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-        return max(0, limit - used + sum(int(stat.get(name, 0)) for name in RECLAIMABLE))
-    except (OSError, ValueError):
-        return None
+    """Return the bytes left below the memory limits of this process's control groups; None without a limit."""
+    left = []
+    for folder, (limit, used) in read_limits("memory", *LIMIT_FILES):
+        if limit == "max" or int(limit) >= NO_LIMIT:
+            continue
+        try:
+            # cached files, such as a checkpoint just read, count as used until the kernel needs the memory
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            stat = {}
+        # version 1 has sums over the groups inside with this prefix
+        cached = sum(int(stat.get(f"total_{name}", stat.get(name, 0))) for name in RECLAIMABLE)
+        left.append(max(0, int(limit) - int(used) + cached))
+    return min(left, default=None)
 
 
 def num_sharing(device: torch.device, num_local: int, owns_device: bool) -> int:

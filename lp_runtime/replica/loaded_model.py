@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +35,7 @@ from lp_runtime.replica.profiler import check_folder
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of, warn_of_ignored_defaults
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.utils.limits import num_cores
 from lp_runtime.utils.startup import Progress
 
 MAY_SHARE_GPUS = ("gloo", "shared")  # backends with which replicas may share a GPU
@@ -178,7 +178,7 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
             use_expandable_segments()
         torch.cuda.set_device(device)
     elif owns_process:  # the processes of a machine share its cores equally
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // num_local))
+        torch.set_num_threads(max(1, num_cores() // num_local))
     return device
 
 

@@ -7,13 +7,13 @@ so a script needs no main guard. A child exits when its pipe closes, however the
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import NamedTuple
 
 from lp_runtime.config.settings import RuntimeConfig
+from lp_runtime.utils.limits import num_cores
 from lp_runtime.utils.startup import python_command
 
 
@@ -55,7 +55,7 @@ def starting_ahead(config: RuntimeConfig) -> Iterator[None]:
     try:
         wanted = config.num_gpus // config.num_stages
         if config.launcher.name in ("auto", "local") and (wanted > 1 or config.launcher.own_process):
-            for _ in range(min(wanted, len(os.sched_getaffinity(0)))):  # the number has not been checked yet
+            for _ in range(min(wanted, num_cores())):  # the number has not been checked yet
                 _waiting.insert(0, _start())
         yield
     finally:

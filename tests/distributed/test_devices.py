@@ -12,7 +12,7 @@ from lp_runtime.distributed.devices import check_one_each, device_type, must_sle
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers.split import free_of_this_machine, visible_on
 from lp_runtime.replica.loading import choose_device
-from lp_runtime.utils import cores
+from lp_runtime.utils import limits
 
 CLOSED = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\nGCC version: 12\n"
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@host)\n"
@@ -119,7 +119,7 @@ def test_replicas_must_sleep_if_cores_do_not_suffice_for_polling(
 ):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(affinity)))
-    monkeypatch.setattr(cores, "CPU_QUOTA", tmp_path / "cpu.max")
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
     if quota is not None:
         (tmp_path / "cpu.max").write_text(f"{quota}\n")
     assert must_sleep(num_local, owns_device) is expected

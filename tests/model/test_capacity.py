@@ -7,6 +7,7 @@ from lp_runtime.model import capacity
 from lp_runtime.model.capacity import PassBytes
 from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
 from lp_runtime.model.runner import ModelRunner
+from lp_runtime.utils import limits
 
 CPU = torch.device("cpu")
 
@@ -15,7 +16,9 @@ CPU = torch.device("cpu")
 def machine(tmp_path, monkeypatch):
     """Return a function that writes a machine's files: available kB; a container's limit and use in bytes."""
     monkeypatch.setattr(capacity, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(capacity, "CGROUP", tmp_path)
+    monkeypatch.setattr(limits, "ROOT", tmp_path)
+    monkeypatch.setattr(limits, "OWN_GROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text("0::/\n")
 
     def write(available=None, limit=None, used=None):
         if available is not None:
@@ -41,6 +44,18 @@ def machine(tmp_path, monkeypatch):
 def test_free_memory_respects_machine_and_container_limits(files, expected, machine):
     machine(**files)
     assert capacity.free_bytes(CPU) == expected
+
+
+def test_free_memory_respects_limits_of_version_1(tmp_path, machine):
+    machine()
+    (tmp_path / "own").write_text("5:cpu,cpuacct:/\n4:memory:/job/step\n0::/\n")
+    for name, limit in (("", 9223372036854771712), ("job", 5000), ("job/step", 7000)):
+        folder = tmp_path / "memory" / name
+        folder.mkdir()
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+        (folder / "memory.usage_in_bytes").write_text("4000\n")
+        (folder / "memory.stat").write_text("inactive_file 7\ntotal_inactive_file 90\ntotal_active_file 5\n")
+    assert capacity.free_bytes(CPU) == 1095
 
 
 def test_capacity_in_tokens_follows_free_memory(random_model, machine):

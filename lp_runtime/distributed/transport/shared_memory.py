@@ -30,8 +30,8 @@ import torch
 from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import LaunchError, PassFailedError, ReplicaError
 from lp_runtime.utils.atomic import load_acquire, store_release
-from lp_runtime.utils.cores import num_cores
 from lp_runtime.utils.jit import bound, compiled, compiles
+from lp_runtime.utils.limits import num_cores
 
 FOLDER = Path("/dev/shm")  # an in-memory file system on Linux
 LINE_WORDS = 16  # 128 bytes, so that no two lines share a pair of cache lines, which CPUs prefetch together
