@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Mapping
@@ -73,20 +75,32 @@ class OutputFile:
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:
-        """Open the file for appending; return the texts of the results that it already has."""
+        """Open the file for appending, for this run alone; return the texts of the results that it already has."""
         path = self._path
         done: dict[Key, str] = {}
-        try:
-            if self._is_kept and path.is_file() and path.stat().st_size:
-                self._check_settings()
-                done = self._read_done()
-            elif self._is_kept:
-                path.open("a").close()  # raises before the settings are written if the output is not writable
-                self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
-            self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
-        except OSError as error:
-            raise ConfigError(f"output={path}: cannot be written: {error.strerror or error}") from error
+        with contextlib.ExitStack() as stack:
+            try:
+                self._file = stack.enter_context(open(path, "a", encoding="utf-8"))
+                if self._is_kept:
+                    self._lock(self._file)
+                if self._is_kept and path.stat().st_size:
+                    self._check_settings()
+                    done = self._read_done()
+                elif self._is_kept:
+                    self._settings_path.write_text(json.dumps(self._settings | {"seed": self.seed}, indent=1) + "\n")
+            except OSError as error:
+                raise ConfigError(f"output={path}: cannot be written: {error.strerror or error}") from error
+            stack.pop_all()  # __exit__ closes the file
         return done
+
+    def _lock(self, file: TextIO) -> None:
+        """Lock the file until it is closed, so that no other run writes the same results."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"output={self._path}: another lp-generate is writing it") from error
+        except OSError:  # a file system without locks
+            pass
 
     def _check_settings(self) -> None:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from support.thinned import slow
 from lp_runtime import LookaheadRuntime
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.entrypoints.output_file import OutputFile
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import ConfigError, LookaheadError
 
 NUM_NEW = 6
 FIELDS = [
@@ -407,6 +408,27 @@ def test_progress_is_shown_in_lines_if_stderr_is_no_terminal(complete):
     shown = [re.fullmatch(r"(\d)/5 prompts, [\d.]+ tokens/s, S [\d.]+", line) for line in err.splitlines()]
     numbers = [match[1] for match in shown if match]
     assert (numbers[0], numbers[-1]) == ("1", "5")
+
+
+def test_output_that_another_run_is_writing_is_refused_and_unchanged(begun, refusal):
+    """The other run's line is incomplete: it is not removed."""
+    with begun.output.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        print('{"index": 1, "te', end="", file=other, flush=True)
+        before = begun.output.read_text()
+        assert refusal(begun, "ids=true") == f"error: output={begun.output}: another lp-generate is writing it"
+        assert begun.output.read_text() == before
+    assert [result["index"] for result in begun.run("ids=true")] == list(range(5))
+
+
+def test_output_is_locked_until_its_run_ends(tmp_path):
+    first, second = (OutputFile(tmp_path / "out", {}, None) for _ in range(2))
+    first.resume()
+    with first, pytest.raises(ConfigError, match="another lp-generate is writing it"):
+        second.resume()
+    second.resume()
+    with second:
+        second.write({"text": "a"})
 
 
 def test_full_disk_raises_one_error(tmp_path):
