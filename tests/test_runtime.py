@@ -6,12 +6,13 @@ import gc
 import itertools
 import json
 import os
+import pickle
 import shutil
 import signal
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,16 @@ def test_deltas_add_up_to_output_of_generate(runtime, prompt):
     assert whole.text == decoded  # with U+FFFD for a character that the length limit cut off
     assert stream.generation.token_ids == whole.token_ids
     assert len([delta for delta in deltas if delta.token_ids]) == whole.steps
+
+
+def test_generation_can_be_compared_copied_and_written_as_json(runtime):
+    out = runtime.generate(
+        PROMPT, max_new_tokens=16, eos=False, logprobs=True, top_logprobs=2, lookahead=replace(FIXED, drafter="paper")
+    )
+    assert pickle.loads(pickle.dumps(out)) == out != replace(out, num_steps=0)
+    values = json.loads(json.dumps(asdict(out)))
+    assert values["token_ids"] == out.token_ids and values["pool"]["num_keys"] == out.pool.num_keys
+    assert sum(map(sum, values["counts"]["fed"])) > 0
 
 
 def test_request_for_one_token_takes_one_step(runtime):

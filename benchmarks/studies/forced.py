@@ -115,7 +115,7 @@ def run(args: argparse.Namespace) -> int:
                 texts.append(token_ids)
                 steps[place] += report.num_steps
             tokens += len(texts[0])
-            forced += int(report.counts.accepted[report.counts.sources.index("forced")].sum())
+            forced += sum(report.counts.accepted[report.counts.sources.index("forced")])
             num_wrong += texts[0] != texts[1] or texts[0] != texts[2]
             if report.finish_reason == "eos":
                 num_ended += 1

@@ -325,7 +325,7 @@ class RunningRequest:
             prefill_seconds=self._prefill_seconds,
             times=StepTimes(**self.timer.seconds),
             exchange_bytes=num_bytes / max(1, state.num_steps),
-            counts=drafter.counts,
+            counts=drafter.counts.so_far(),
             pool=drafter.pool_statistics(),
             seed=self.request.sampling.seed,
             cached_tokens=self._prefix.num_read,

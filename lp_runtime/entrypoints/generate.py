@@ -113,8 +113,8 @@ def summary(
             f"{generation.step_tokens:20.1f}{generation.seconds:10.2f}{generation.tokens_per_second:10.1f}"
         )
     counts = rows[0][1].counts
-    accepted, fed = counts.accepted.sum(axis=1), counts.fed.sum(axis=1)
-    parts = [f"{name} {hits}/{total}" for name, hits, total in zip(counts.sources, accepted, fed, strict=True) if total]
+    by_source = zip(counts.sources, map(sum, counts.accepted), map(sum, counts.fed), strict=True)
+    parts = [f"{name} {hits}/{total}" for name, hits, total in by_source if total]
     lines.append(f"draft tokens accepted / fed, by source: {', '.join(parts) or 'none fed'}")
     if num_without := sum(generation.steps_without_drafter for _, generation in rows):
         lines.append(f"the drafter was still being compiled in {num_without} of these steps, once per machine")

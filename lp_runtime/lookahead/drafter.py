@@ -83,8 +83,26 @@ class Counts:
         if path:
             np.add.at(self.accepted, (self.latest, columns[path]), 1)
 
+    def so_far(self) -> DraftCounts:
+        rows = [tuple(map(tuple, numbers.tolist())) for numbers in (self.fed, self.accepted)]
+        return DraftCounts(self.sources, *rows)
+
     def latest_sources(self) -> list[str]:
         return [self.sources[row] for row in self.latest]
+
+
+@dataclass(frozen=True)
+class DraftCounts:
+    """Numbers of fed and accepted draft tokens, plain so that they can be compared and written as JSON.
+
+    Attributes:
+        sources: names of the rows: the origin of a draft token.
+        fed, accepted: by source, then by depth; column d counts depth d + 1, the last column also all deeper ones.
+    """
+
+    sources: tuple[str, ...] = ()
+    fed: tuple[tuple[int, ...], ...] = ()
+    accepted: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclass(frozen=True)

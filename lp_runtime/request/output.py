@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lp_runtime.lookahead.drafter import Counts, PoolStatistics
+from lp_runtime.lookahead.drafter import DraftCounts, PoolStatistics
 from lp_runtime.request.step_timer import StepTimes
 
 MODEL = "model"  # source of a token that was not drafted
@@ -76,7 +76,7 @@ class Report:
     prefill_seconds: float
     times: StepTimes
     exchange_bytes: float
-    counts: Counts
+    counts: DraftCounts
     pool: PoolStatistics | None
     seed: int | None
     cached_tokens: int = 0
@@ -86,7 +86,7 @@ class Report:
     @classmethod
     def of_unstarted(cls, seed: int | None) -> Report:
         """Return the report of a request that was cancelled before it was fed."""
-        return cls(0, "cancelled", 0.0, 0.0, 0.0, StepTimes(0.0, 0.0, 0.0), 0.0, Counts(()), None, seed)
+        return cls(0, "cancelled", 0.0, 0.0, 0.0, StepTimes(0.0, 0.0, 0.0), 0.0, DraftCounts(), None, seed)
 
 
 Event = StepOutput | Report  # a StepOutput per step, then a Report

@@ -165,11 +165,9 @@ class Totals:
         self.cache_hits += generation.cached_tokens > 0
         self.losses += generation.losses
         counts = generation.counts
-        for name, fed, accepted in zip(
-            counts.sources, counts.fed.sum(1).tolist(), counts.accepted.sum(1).tolist(), strict=True
-        ):
-            self.fed[name] = self.fed.get(name, 0) + fed
-            self.accepted[name] = self.accepted.get(name, 0) + accepted
+        for name, fed, accepted in zip(counts.sources, counts.fed, counts.accepted, strict=True):
+            self.fed[name] = self.fed.get(name, 0) + sum(fed)
+            self.accepted[name] = self.accepted.get(name, 0) + sum(accepted)
         for name, value in {**vars(generation.times), "prefill": generation.prefill_seconds}.items():
             self.seconds[name] = self.seconds.get(name, 0.0) + value
 

@@ -97,9 +97,9 @@ def test_forced_tokens_are_drafted_and_forbidden_tokens_are_not(drafter):
     *outputs, report = engine.run(request, observe=observe)
     text = [token for output in outputs for token in output.token_ids]
     forced = report.counts.sources.index("forced")
-    assert report.counts.accepted[forced].sum() >= 5, text
+    assert sum(report.counts.accepted[forced]) >= 5, text
     actual = Counter(source for output in outputs for source in output.sources)
-    accepted = dict(zip(report.counts.sources, report.counts.accepted.sum(axis=1), strict=True))
+    accepted = dict(zip(report.counts.sources, map(sum, report.counts.accepted), strict=True))
     assert actual.pop(MODEL) >= len(outputs) - 1 and actual == Counter(accepted)
     assert all(len(output.sources) == len(output.token_ids) for output in outputs)
     plain = decode(model, replace(request, lookahead=PLAIN), Group.alone())

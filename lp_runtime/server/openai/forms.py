@@ -126,9 +126,10 @@ def _num_drafted(choices: list[Choice], source: str | None = None) -> tuple[int,
     for choice in choices:
         if choice.job.generation is not None:
             counts = choice.job.generation.counts
-            rows = [row for row, name in enumerate(counts.sources) if source in (None, name)]
-            num_fed += int(counts.fed[rows].sum())
-            num_accepted += int(counts.accepted[rows].sum())
+            for name, fed, accepted in zip(counts.sources, counts.fed, counts.accepted, strict=True):
+                if source in (None, name):
+                    num_fed += sum(fed)
+                    num_accepted += sum(accepted)
     return num_fed, num_accepted
 
 

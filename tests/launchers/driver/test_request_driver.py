@@ -28,14 +28,14 @@ from lp_runtime.launchers.wire.messages import (
     Streamed,
 )
 from lp_runtime.launchers.worker.process_host import ProcessHost
-from lp_runtime.lookahead.drafter import Counts
+from lp_runtime.lookahead.drafter import DraftCounts
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import MODEL, Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimes
 
 INFO = ReplicaInfo(64, 256, frozenset(), {}, "cpu", "float32", 0.0, None)
-REPORT = Report(1, "length", 1.0, 1.0, 1.0, StepTimes(0.0, 0.0, 0.0), 0.0, Counts(()), None, None)
+REPORT = Report(1, "length", 1.0, 1.0, 1.0, StepTimes(0.0, 0.0, 0.0), 0.0, DraftCounts(), None, None)
 REQUEST = Request((1, 2, 3), PLAIN, 8)
 FAILURE_TIMEOUT = 7.0  # seconds; no test waits for it
 MANY = 10  # groups; more than the driver tries without progress
