@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import socket
 import subprocess
@@ -15,10 +16,13 @@ ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=
 
 
 def connect(address: str | None) -> None:
-    """Connect to the Ray cluster at HOST:PORT; None for that of this machine or job, else a new local one."""
+    """Connect to the Ray cluster at HOST:PORT; None for that of RAY_ADDRESS or this machine, else a new local one."""
     import ray
 
-    _probe(address)
+    where = f"launcher.address={address}" if address else ""
+    if address in (None, "auto") and (of_job := os.environ.get("RAY_ADDRESS")):  # Ray would read it, too
+        address, where = of_job, f"RAY_ADDRESS={of_job}"
+    _probe(address, where)
     cluster = _resolved(address)
     if cluster:
         _authenticate(cluster, address or cluster)
@@ -26,8 +30,8 @@ def connect(address: str | None) -> None:
     try:
         ray.init(address=cluster, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=include_dashboard)
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
-        where = f" at launcher.address={address}" if address else ""
-        raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{where}: {first_line(error)}") from error
+        at = f" at {where}" if where else ""
+        raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{at}: {first_line(error)}") from error
 
 
 def _resolved(address: str | None) -> str | None:
@@ -67,7 +71,7 @@ def _is_refused(address: str) -> bool:
     return "AuthenticationError" in asked.stderr
 
 
-def _probe(address: str | None) -> None:
+def _probe(address: str | None, where: str) -> None:
     """Try to connect to the cluster's port: Ray retries a dead address for minutes, with many log lines."""
     match = re.fullmatch(r"(?:ray://)?(.+):(\d+)", address or "")
     if not match:
@@ -76,4 +80,4 @@ def _probe(address: str | None) -> None:
         socket.create_connection((match[1].strip("[]"), int(match[2])), CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise LaunchError(f"launcher=ray: no Ray cluster at launcher.address={address}: {reason}") from error
+        raise LaunchError(f"launcher=ray: no Ray cluster at {where}: {reason}") from error

@@ -119,6 +119,13 @@ def test_ray_job_with_wrong_or_no_token_is_refused_in_one_line(token_cluster, va
     assert line.endswith("; set RAY_AUTH_TOKEN to the token of the cluster")
 
 
+def test_dead_cluster_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    for address in (None, "auto"):
+        with pytest.raises(LaunchError, match="no Ray cluster at RAY_ADDRESS=127.0.0.1:1: Connection refused"):
+            connect(address)
+
+
 @pytest.mark.slow
 def test_driver_with_wrong_token_is_refused(token_cluster, monkeypatch):
     for name, value in {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "b2" * 32}.items():
