@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Unpack
 
-from lp_runtime.chat.answer import end_of, read_message
+from lp_runtime.chat.answer import AnswerReader, end_of, read_message
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.config.checks import require_int
 from lp_runtime.config.lookahead import LookaheadConfig
@@ -230,7 +230,7 @@ class LookaheadRuntime:
         except ModelError:
             if needs_text or request.stop:  # token ids in and out need no tokenizer
                 raise
-        read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
+        read = None if request.tools is None else lambda tokens: read_message(self.answer_reader(request), tokens)
         is_closed = threading.Event()
 
         def must_end() -> bool:
@@ -255,6 +255,10 @@ class LookaheadRuntime:
         request = builder.build(None, max_new_tokens, **options)
         reasoning = request.reasoning or chat.reasoning_marks(end_of(request.prompt_ids, self.tokenizer))
         return replace(request, reasoning=reasoning, tools=tuple(options.get("tools") or ()))
+
+    def answer_reader(self, request: Request) -> AnswerReader:
+        """Return a reader that splits the answer to a request with messages into reasoning, content and calls."""
+        return AnswerReader(self._chat_format, self.tokenizer, request)
 
     @cached_property
     def _chat_format(self) -> ChatFormat:

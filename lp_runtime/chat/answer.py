@@ -15,18 +15,31 @@ from lp_runtime.request.request import Request
 from lp_runtime.request.request_text import RequestText
 
 
-def read_message(chat: ChatFormat, tokenizer: Tokenizer, request: Request, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the message of the new tokens of a request that was made from a conversation."""
-    tools = request.tools or ()
-    skips_special = request.skip_special_tokens and not chat.shows_special_tokens(tools)
-    text = RequestText(replace(request, skip_special_tokens=skips_special, logprobs=False), tokenizer)
-    whole = text.add(token_ids)[0] + text.finish()[0]
-    trimmer = StopTrimmer(request.stop, special_tokens(tokenizer) if skips_special else ())
-    whole = trimmer.add(whole) + trimmer.finish(text.stop)
-    parser = chat.parser(tools, end_of(request.prompt_ids, tokenizer))
-    if parser is None:
-        return message_of([Piece("content", whole)])
-    return message_of([*parser.add(whole), *parser.finish()])
+class AnswerReader:
+    """Splits the new tokens of a request that was made from a conversation into pieces, as they come."""
+
+    def __init__(self, chat: ChatFormat, tokenizer: Tokenizer, request: Request):
+        tools = request.tools or ()
+        skips_special = request.skip_special_tokens and not chat.shows_special_tokens(tools)
+        self._text = RequestText(replace(request, skip_special_tokens=skips_special, logprobs=False), tokenizer)
+        self._trimmer = StopTrimmer(request.stop, special_tokens(tokenizer) if skips_special else ())
+        self._parser = chat.parser(tools, end_of(request.prompt_ids, tokenizer))
+
+    def add(self, token_ids: Sequence[int]) -> list[Piece]:
+        return self._pieces(self._trimmer.add(self._text.add(token_ids)[0]))
+
+    def finish(self) -> list[Piece]:
+        """Return the rest, after the last token."""
+        rest = self._trimmer.add(self._text.finish()[0]) + self._trimmer.finish(self._text.stop)
+        return self._pieces(rest) + ([] if self._parser is None else self._parser.finish())
+
+    def _pieces(self, text: str) -> list[Piece]:
+        return [Piece("content", text)] if self._parser is None else self._parser.add(text)
+
+
+def read_message(reader: AnswerReader, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the message of all new tokens; `reader` has read none of them."""
+    return message_of([*reader.add(token_ids), *reader.finish()])
 
 
 def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:

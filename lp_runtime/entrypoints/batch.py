@@ -18,7 +18,7 @@ from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.sampling import MAX_SEED
 from lp_runtime.distributed.context import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
-from lp_runtime.entrypoints.output_file import Key, OutputFile, without_tables
+from lp_runtime.entrypoints.output_file import Key, OutputFile, answer_of, without_tables
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.tokenizer import conversation
 from lp_runtime.replica.request_builder import SEED_BITS, RequestOptions
@@ -71,8 +71,9 @@ def generate_file(runtime: LookaheadRuntime, config: GenerateConfig, prompts: li
             # Close the generator, and with it the scheduler, before the replicas, even after an error.
             with contextlib.closing(_generations(runtime, config, requests)) as generations:
                 for item, generation in generations:
-                    output.write(_result(item, generation, has_turn=config.turns == "all"))
-                    answers[item.key] = generation.text
+                    result = _result(item, generation, has_turn=config.turns == "all")
+                    output.write(result)
+                    answers[item.key] = answer_of(result)
                     tokens, steps = tokens + generation.num_tokens, steps + generation.steps
                     speed = tokens / (time.perf_counter() - started)
                     progress.add_one(f"{speed:.1f} tokens/s, S {tokens / steps:.2f}")
@@ -175,6 +176,8 @@ def _result(item: Item, generation: Generation, has_turn: bool) -> dict[str, obj
     }
     if has_turn:
         result["turn"] = item.turn
+    if generation.message is not None:
+        result["message"] = generation.message
     if generation.logprobs is not None:
         result["logprobs"] = generation.logprobs
     return result

@@ -5,15 +5,18 @@ from __future__ import annotations
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from types import FrameType
 
+from lp_runtime.chat.answer import AnswerReader
+from lp_runtime.chat.chat_parser import Piece
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.errors import LookaheadError, ReplicaError
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import conversation, encode_chat
+from lp_runtime.request.generation import GenerationStream
 from lp_runtime.runtime import LookaheadRuntime
 
 HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
@@ -71,19 +74,52 @@ def _read_line() -> str | None:
 
 
 def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -> str:
-    stream = runtime.stream(
+    request = runtime.request(
         messages=messages, max_new_tokens=config.max_new_tokens, stop=config.stop, max_time=config.max_time
     )
-    shown = []
-    with interruptible() as interrupted, closing(stream):
-        for delta in stream:
-            shown.append(delta.text)
-            print(delta.text, end="", flush=True)
-            if interrupted.is_set():
-                break
-    print(flush=True)
+    with closing(runtime.stream_request(request, needs_text=True)) as stream:
+        shown = show_answer(_texts(stream, runtime.answer_reader(request)))
     if stream.generation and stream.generation.seed is not None and config.sampling.seed is None:
         print(f"(seed {stream.generation.seed})", file=sys.stderr)
+    return shown
+
+
+def _texts(stream: GenerationStream, reader: AnswerReader) -> Iterator[tuple[str, str]]:
+    for delta in stream:
+        yield from map(_text_of, reader.add(delta.token_ids))
+    yield from map(_text_of, reader.finish())
+
+
+def _text_of(piece: Piece) -> tuple[str, str]:
+    return ("", piece.text) if piece.kind == "content" else (piece.text, "")
+
+
+def show_answer(texts: Iterable[tuple[str, str]]) -> str:
+    """Print an answer's pairs (piece of reasoning, piece of text); either piece may be empty. Ctrl-C stops the answer.
+
+    Text goes to stdout, and is returned; reasoning goes to stderr.
+    """
+    shown: list[str] = []
+    is_reasoning = False
+    try:
+        with interruptible() as interrupted:
+            for reasoning, text in texts:
+                if reasoning:
+                    print(reasoning, end="", file=sys.stderr, flush=True)
+                    is_reasoning = True
+                if text:
+                    if is_reasoning:
+                        print(file=sys.stderr, flush=True)
+                        is_reasoning = False
+                    shown.append(text)
+                    print(text, end="", flush=True)
+                if interrupted.is_set():
+                    break
+    finally:
+        if is_reasoning:
+            print(file=sys.stderr, flush=True)
+        if shown:
+            print(flush=True)
     return "".join(shown)
 
 

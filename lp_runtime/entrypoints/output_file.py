@@ -61,6 +61,11 @@ def without_tables(lookahead: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in lookahead.items() if not name.startswith(("draft_tables", "corpus"))}
 
 
+def answer_of(result: Mapping[str, Any]) -> str:
+    """Return a result's answer as the next turn of its conversation shows it: of a chat without its reasoning."""
+    return (result.get("message") or {"content": str(result["text"])})["content"] or ""
+
+
 class OutputFile:
     """A file of results, with the settings that produced them in PATH.settings."""
 
@@ -75,7 +80,7 @@ class OutputFile:
         self._file: TextIO | None = None
 
     def resume(self) -> dict[Key, str]:
-        """Open the file for appending, for this run alone; return the texts of the results that it already has."""
+        """Open the file for appending, for this run alone; return the answers of the results that it already has."""
         path = self._path
         done: dict[Key, str] = {}
         with contextlib.ExitStack() as stack:
@@ -117,7 +122,7 @@ class OutputFile:
         self.seed = before.get("seed")
 
     def _read_done(self) -> dict[Key, str]:
-        """Return the texts of the file's results; remove an incomplete last line from the file."""
+        """Return the answers of the file's results; remove an incomplete last line from the file."""
         done: dict[Key, str] = {}
         num_bytes = 0  # of complete lines
         with open(self._path, "rb") as file:
@@ -126,8 +131,8 @@ class OutputFile:
                     break
                 try:
                     result = json.loads(line)
-                    done[int(result["index"]), int(result["sample"]), int(result.get("turn", 0))] = str(result["text"])
-                except (ValueError, KeyError, TypeError) as error:
+                    done[int(result["index"]), int(result["sample"]), int(result.get("turn", 0))] = answer_of(result)
+                except (ValueError, KeyError, TypeError, AttributeError) as error:
                     raise ConfigError(f"output={self._path} line {number}: is not a result of lp-generate") from error
                 num_bytes += len(line)
         os.truncate(self._path, num_bytes)

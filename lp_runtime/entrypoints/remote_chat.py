@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from lp_runtime.config.commands import ChatConfig
-from lp_runtime.entrypoints.chat import Messages, converse, interruptible
+from lp_runtime.entrypoints.chat import Messages, converse, show_answer
 from lp_runtime.errors import ConfigError
 from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
 
@@ -37,29 +36,7 @@ def _fields(config: ChatConfig) -> dict[str, object]:
 
 
 def _answer(endpoint: Endpoint, fields: dict[str, object], messages: Messages) -> str:
-    """Stream an answer to stdout and its reasoning to stderr; return the text shown on stdout."""
-    shown: list[str] = []
-    is_reasoning = False
-    try:
-        with interruptible() as interrupted:
-            for reasoning, text in _texts(endpoint, {**fields, "messages": messages}):
-                if reasoning:
-                    print(reasoning, end="", file=sys.stderr, flush=True)
-                    is_reasoning = True
-                if text:
-                    if is_reasoning:
-                        print(file=sys.stderr, flush=True)
-                        is_reasoning = False
-                    shown.append(text)
-                    print(text, end="", flush=True)
-                if interrupted.is_set():
-                    break
-    finally:
-        if is_reasoning:
-            print(file=sys.stderr, flush=True)
-        if shown:
-            print(flush=True)
-    return "".join(shown)
+    return show_answer(_texts(endpoint, {**fields, "messages": messages}))
 
 
 def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, str]]:

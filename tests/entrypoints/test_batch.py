@@ -178,6 +178,20 @@ def test_turns_all_decodes_every_turn_and_resumes(conversations):
     assert resumed[:2] == results[:2] and resumed[2]["token_ids"] == results[2]["token_ids"]
 
 
+def test_reasoning_is_left_out_of_the_next_turn(conversations, tmp_path):
+    conversations.model_dir = shutil.copytree(conversations.model_dir, tmp_path / "thinking")
+    template = TEMPLATE.replace("m.content", "m.content.split('</think>')[-1]") + "<think>\n"
+    (conversations.model_dir / "chat_template.jinja").write_text(template)
+    results = conversations.run("prompt_field=turns", "chat=true", "turns=all")
+    messages = [{"role": "user", "content": "Write a loop."}]
+    for result in (results[0], results[2]):
+        with LookaheadRuntime(conversations.model_dir, device="cpu") as runtime:
+            out = runtime.generate(messages=messages, max_new_tokens=NUM_NEW)
+        assert (out.token_ids, out.message) == (result["token_ids"], result["message"])
+        assert result["message"]["content"] == "" and result["message"]["reasoning_content"]
+        messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": "And a test."}]
+
+
 @pytest.mark.slow
 def test_chat_applies_the_template_to_the_first_turn(conversations):
     results = conversations.run("prompt_field=turns", "chat=true")

@@ -20,6 +20,9 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}# assistant:{% endif %}"
 )
+THINKING = TEMPLATE.replace("# assistant:", "# assistant:<think>\n").replace(
+    "m.content", "m.content.split('</think>')[-1]"
+)
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +46,22 @@ def run_chat(folder, lines: str, *overrides: str, cwd) -> subprocess.CompletedPr
         )
         mark.assert_gone()
     return result
+
+
+def test_reasoning_goes_to_stderr_and_not_into_the_conversation(small_demo_dir, tmp_path):
+    """The template begins the answer's reasoning part, which the few tokens do not end."""
+    folder = shutil.copytree(small_demo_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(THINKING)
+    arguments = [f"model.path={folder}", "max_new_tokens=6"]
+    result = run_forked(chat_main, arguments, cwd=tmp_path, text="Write a loop.\nAnd a test.\n")
+    assert (result.returncode, result.stdout) == (0, "")
+    messages = [{"role": "user", "content": "Write a loop."}]
+    with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=PLAIN) as runtime:
+        first = runtime.generate(messages=messages, max_new_tokens=6).message
+        messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": "And a test."}]
+        second = runtime.generate(messages=messages, max_new_tokens=6).message
+    assert first["content"] == "" and first["reasoning_content"]
+    assert result.stderr.endswith(f"{first['reasoning_content']}\n{second['reasoning_content']}\n")
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
