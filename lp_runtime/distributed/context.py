@@ -105,3 +105,8 @@ def started_by_torchrun() -> bool:
 def restarted_by_torchrun() -> bool:
     """Whether torchrun restarted this process after a rank failed. There may be fewer ranks now."""
     return started_by_torchrun() and ReplicaContext.from_torchrun().attempt > 0
+
+
+def ray_address() -> str | None:
+    """Return the address of the Ray cluster that the environment names, as Ray reads it; None without one."""
+    return os.environ.get("RAY_ADDRESS") or None

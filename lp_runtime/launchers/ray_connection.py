@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import socket
 import subprocess
 import sys
 
+from lp_runtime.distributed.context import ray_address
 from lp_runtime.errors import LaunchError, first_line
 
 CONNECT_SECONDS = 10.0  # limit for the cluster's answer
@@ -20,7 +20,7 @@ def connect(address: str | None) -> None:
     import ray
 
     where = f"launcher.address={address}" if address else ""
-    if address in (None, "auto") and (of_job := os.environ.get("RAY_ADDRESS")):  # Ray would read it, too
+    if address in (None, "auto") and (of_job := ray_address()):  # Ray would read it, too
         address, where = of_job, f"RAY_ADDRESS={of_job}"
     _probe(address, where)
     cluster = _resolved(address)
