@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check the health of the image: status 0 if lp-serve can answer, 1 if it is loading or has no replica.
 
-python launch/healthcheck.py [COMMAND LINE]      default: the command line of process 1, with its port and certificate
+python launch/healthcheck.py [COMMAND LINE]      default: that of process 1, with its host, port and certificate
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ import urllib.request
 from pathlib import Path
 
 TIMEOUT_SECONDS = 4
+LOOPBACK = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}  # of the addresses that stand for all
 
 
 def health_url(arguments: list[str]) -> str:
     """Return the URL of /health of an lp-serve with these arguments; the last value of a setting counts."""
     settings = dict(argument.partition("=")[::2] for argument in arguments)
     scheme = "https" if "ssl_certfile" in settings else "http"
-    return f"{scheme}://127.0.0.1:{settings.get('port', '8000')}/health"
+    host = settings.get("host", "127.0.0.1").strip("[]'\"")
+    host = LOOPBACK.get(host, host)
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.get('port', '8000')}/health"
 
 
 def main() -> None:

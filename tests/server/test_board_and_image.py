@@ -123,6 +123,14 @@ def test_health_check_fails_while_loading_or_unreachable():
     assert health(f"port={starting.port}") == (1, f"{url}: <urlopen error [Errno 111] Connection refused>")
 
 
+@pytest.mark.parametrize(
+    ("host", "asked"),
+    [("0.0.0.0", "127.0.0.1"), ("::", "[::1]"), ("[::]", "[::1]"), ("::1", "[::1]"), ("127.0.0.2", "127.0.0.2")],
+)
+def test_health_check_asks_the_servers_host(host, asked):
+    assert health(f"host={host}", "port=1")[1].startswith(f"http://{asked}:1/health: ")
+
+
 def test_health_check_passes_on_a_running_server(runtime):
     with served(runtime) as (url, _):
         assert health(f"port={url.rpartition(':')[2]}") == (0, "")

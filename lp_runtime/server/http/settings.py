@@ -79,10 +79,10 @@ def allowed_hosts(config: ServeConfig) -> list[str]:
     if config.server == "ray_serve":
         return []
     try:
-        is_local = config.host == "localhost" or ipaddress.ip_address(config.host).is_loopback
+        is_local = config.host == "localhost" or ipaddress.ip_address(_without_brackets(config.host)).is_loopback
     except ValueError:  # the host is a name, not an address
         is_local = False
-    host = f"[{config.host}]" if ":" in config.host else config.host
+    host = f"[{_without_brackets(config.host)}]" if ":" in config.host else config.host
     return list(dict.fromkeys(("localhost", "127.0.0.1", "[::1]", host))) if is_local else []
 
 
@@ -93,11 +93,18 @@ def served_name(config: ServeConfig) -> str:
 
 
 def listen(config: ServeConfig) -> socket.socket:
+    """Return the server's listening socket; that of all IPv6 addresses accepts IPv4 clients, too."""
     try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+        host = _without_brackets(config.host)
+        family, *_, (address, *_) = socket.getaddrinfo(host, config.port, type=socket.SOCK_STREAM)[0]
+        takes_both = family == socket.AF_INET6 and address == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server((host, config.port), family=family, backlog=2048, dualstack_ipv6=takes_both)
     except (OSError, ValueError) as error:  # ValueError: the text cannot be a host name
         raise ConfigError(f"host={config.host} port={config.port}: {_reason(error)}") from error
+
+
+def _without_brackets(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")
 
 
 def _reason(error: Exception) -> str:

@@ -32,6 +32,16 @@ def status_and_body(url: str, data: bytes | None = None, **options) -> tuple[int
         return error.code, json.load(error) | {"retry_after": error.headers["Retry-After"]}
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("host", ["::", "[::]"])
+def test_server_on_all_ipv6_addresses_accepts_ipv4(host):
+    config = ServeConfig(host=host, port=0)
+    starting = StartingServer(listen(config), config)
+    for address in ("127.0.0.1", "[::1]"):
+        assert status_and_body(f"http://{address}:{starting.port}/live")[0] == 200
+    starting.hand_over().close()
+
+
 def test_starting_server_answers_503_and_hands_over_its_port():
     config = ServeConfig(port=0)
     starting = StartingServer(listen(config), config)
@@ -106,6 +116,7 @@ def test_api_keys_are_read_from_a_file(tmp_path):
         ({}, ["localhost", "127.0.0.1", "[::1]"]),
         ({"host": "127.0.0.2"}, ["localhost", "127.0.0.1", "[::1]", "127.0.0.2"]),
         ({"host": "localhost"}, ["localhost", "127.0.0.1", "[::1]"]),
+        ({"host": "[::1]"}, ["localhost", "127.0.0.1", "[::1]"]),
         ({"host": "0.0.0.0"}, []),
         ({"host": "my.name"}, []),
         ({"allowed_hosts": ["my.name"]}, ["my.name"]),
