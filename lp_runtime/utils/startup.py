@@ -11,7 +11,11 @@ import warnings
 from collections.abc import Iterator
 from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[attr-defined]  # as its spawn does
 
-RUN_MODULE = "import sys; sys.path[:] = {path}; import runpy; runpy.run_module({module!r}, None, '__main__', True)"
+# The path's entries are separate arguments, after their number: Linux limits each argument to 128 KiB.
+RUN_MODULE = (
+    "import sys; end = int(sys.argv[1]) + 2; sys.path[:] = sys.argv[2:end]; del sys.argv[1:end];"
+    " import runpy; runpy.run_module({module!r}, None, '__main__', True)"
+)
 START_STAGES = 5  # stages of a replica's start: compiling, loading, optimizing, checking, measuring
 
 
@@ -22,8 +26,8 @@ def python_command(module: str, *arguments: str) -> list[str]:
     the working directory first, so a `random.py` there would shadow the standard library's module.
     """
     path = [os.path.abspath(entry) for entry in sys.path]  # '' is the working directory
-    code = RUN_MODULE.format(path=path, module=module)
-    return [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", code, *arguments]
+    code = RUN_MODULE.format(module=module)
+    return [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", code, str(len(path)), *path, *arguments]
 
 
 def hide_triton_without_gpu() -> None:
