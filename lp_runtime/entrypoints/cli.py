@@ -88,6 +88,8 @@ def _run(name: str, usage: str, schema: type[RuntimeConfig], arguments: list[str
 
 def _run_command(config: RuntimeConfig, is_leader: bool) -> None:
     """Import the slow modules that commands need, and run the command."""
+    if sys.flags.optimize > 1:
+        raise ConfigError("PYTHONOPTIMIZE=2, or python -OO: must be off; transformers does not work without docstrings")
     from lp_runtime.replica.compile_ahead import compiling_ahead
     from lp_runtime.replica.process_start import starting_ahead
 

@@ -1,13 +1,19 @@
-"""Atomic file writes, and locks between processes."""
+"""Atomic file writes, locks between processes, and files of ASCII text."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+
+
+def read_ascii(path: str) -> str:
+    """Return the text of a file, without the mark that Windows editors write at its start; UnicodeError if not ASCII."""
+    return Path(path).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii")
 
 
 @contextlib.contextmanager

@@ -8,11 +8,11 @@ import ssl
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from lp_runtime.errors import ConfigError, LaunchError, RequestError, first_line
+from lp_runtime.utils.files import read_ascii
 
 MAX_ERROR_CHARS = 300  # a server's message is cut after this
 DONE = "[DONE]"
@@ -31,7 +31,8 @@ class Endpoint:
     def of(cls, url: str, api_key: str | None, api_key_file: str | None) -> Endpoint:
         """Return the endpoint that the settings describe; ConfigError for a bad URL or unreadable key file."""
         if not _can_be_asked(url):
-            raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, with a path or without")
+            what = "with a path or without, and without a user and a query"
+            raise ConfigError(f"url={url}: must be http://HOST:PORT or https://HOST:PORT, {what}")
         if api_key_file is not None:
             api_key = _read_key(api_key_file)
         if api_key is not None and not (api_key and api_key.isascii() and api_key.isprintable()):
@@ -105,18 +106,20 @@ def delta_of(choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _can_be_asked(url: str) -> bool:
-    """Return whether a string is an HTTP(S) URL with a host name that DNS can encode and an ASCII path."""
+    """Return whether a string is an HTTP(S) URL of a host name that DNS can encode and an ASCII path alone."""
     try:
         parts = urlsplit(url)
         has_host = bool((parts.hostname or "").encode("idna")) and (parts.port or 1) > 0
     except ValueError:  # includes UnicodeError: a part of the host name is empty or too long
+        return False
+    if "@" in parts.netloc or parts.query or parts.fragment:  # they would not be sent
         return False
     return has_host and parts.scheme in ("http", "https") and parts.path.isascii()
 
 
 def _read_key(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="ascii").strip()
+        return read_ascii(path).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         raise ConfigError(f"api_key_file={path}: cannot be read: {reason}") from error

@@ -219,6 +219,8 @@ def test_load_runs_against_our_server(capsys, prompts):
         (["url=http://here", "rate=1e-12"], "rate=1e-12: must be higher; 64 requests would take over 1000000 seconds"),
         (["url=http://a..b:80"], "url=http://a..b:80: must be http://HOST:PORT"),
         ([f"url=http://{'a' * 64}:80"], "must be http://HOST:PORT"),
+        (["url=http://user:pw@here"], "with a path or without, and without a user and a query"),
+        (["url=http://here/v1?api-version=2024"], "with a path or without, and without a user and a query"),
         (["url=http://here:80/é"], "url=http://here:80/é: must be http://HOST:PORT"),
         (["url=http://here", "degrees=[2]"], "degrees=[2]: has no effect with url"),
         (["url=http://here", "lookahead=none"], ": not with url; it is a setting of the server"),

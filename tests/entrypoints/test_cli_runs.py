@@ -206,6 +206,12 @@ def test_disabled_numba_jit_is_refused(own_folder):
     assert done.stderr == "error: NUMBA_DISABLE_JIT=1: must be unset; a step would take seconds without compiled code\n"
 
 
+def test_interpreter_without_docstrings_is_refused(own_folder):
+    done = run_cli("prompt=hello", cwd=own_folder, environment=os.environ | {"PYTHONOPTIMIZE": "2"})
+    what = "must be off; transformers does not work without docstrings"
+    assert (done.returncode, done.stderr) == (2, f"error: PYTHONOPTIMIZE=2, or python -OO: {what}\n")
+
+
 @pytest.mark.slow
 def test_compile_process_runs_only_with_an_empty_cache(own_folder, tiny_model_dir, tmp_path):
     command = [f"model.path={tiny_model_dir}", "ids=true", IDS]

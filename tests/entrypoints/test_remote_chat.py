@@ -28,7 +28,7 @@ def converse(monkeypatch, capsys):
 
 def test_chat_sends_settings_and_history_without_failed_turns(converse, tmp_path):
     key = tmp_path / "key"
-    key.write_text("my-key\n")
+    key.write_text("my-key\n", encoding="utf-8-sig")  # as Windows editors write it
     answers: dict[int, list[str] | int] = {0: ["Hel", "lo."], 1: 503, 2: ["Fi", "ne", ""], 3: ["Yes."]}
     with fake_server(answers.__getitem__) as (url, fake):
         status, out, err = converse(

@@ -16,6 +16,7 @@ from lp_runtime.distributed.context import started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_variables
+from lp_runtime.utils.files import read_ascii
 
 
 def check_serve(config: ServeConfig) -> None:
@@ -53,7 +54,7 @@ def read_api_keys(config: ServeConfig) -> dict[str, str]:
     if config.api_keys is None:
         return keys
     try:
-        lines = Path(config.api_keys).expanduser().read_text(encoding="ascii").splitlines()
+        lines = read_ascii(config.api_keys).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"api_keys={config.api_keys}: {_reason(error)}") from error
     for number, line in enumerate(lines, start=1):

@@ -104,6 +104,8 @@ def test_api_keys_are_read_from_a_file(tmp_path):
     path.write_text("# clients\nfirst alpha\n\nsecond beta\n")
     keys = {"default": "gamma", "first": "alpha", "second": "beta"}
     assert read_api_keys(ServeConfig(api_key="gamma", api_keys=str(path))) == keys
+    path.write_text("first alpha\n", encoding="utf-8-sig")
+    assert read_api_keys(ServeConfig(api_keys=str(path))) == {"first": "alpha"}
     for text, message in (("one\n", "line 1"), ("a x\na y\n", "line 2"), ("# none\n", "has no key")):
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
