@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Unpack
 
@@ -230,7 +230,7 @@ class LookaheadRuntime:
         except ModelError:
             if needs_text or request.stop:  # token ids in and out need no tokenizer
                 raise
-        read = None if request.tools is None else lambda tokens: read_message(self.answer_reader(request), tokens)
+        read = None if request.tools is None else partial(read_message, self._chat_format, self.tokenizer, request)
         is_closed = threading.Event()
 
         def must_end() -> bool:

@@ -37,8 +37,9 @@ class AnswerReader:
         return [Piece("content", text)] if self._parser is None else self._parser.add(text)
 
 
-def read_message(reader: AnswerReader, token_ids: Sequence[int]) -> dict[str, Any]:
-    """Return the message of all new tokens; `reader` has read none of them."""
+def read_message(chat: ChatFormat, tokenizer: Tokenizer, request: Request, token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the message of the new tokens of a request that was made from a conversation."""
+    reader = AnswerReader(chat, tokenizer, request)
     return message_of([*reader.add(token_ids), *reader.finish()])
 
 
