@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ConfigDict, Field
 
 from lp_runtime.chat.chat_format import ToolUse
+from lp_runtime.config.checks import is_unicode
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, SAMPLING_ONLY, SamplingConfig
@@ -238,7 +239,7 @@ def check_stops(name: str, stops: list[str]) -> list[str]:
             raise RequestError(f"{name}={stop!r}: must be strings of at least one character")
         if len(stop) > MAX_STOP_CHARS:
             raise RequestError(f"{name}: a string has {len(stop)} characters; must have at most {MAX_STOP_CHARS}")
-        if any("\ud800" <= character <= "\udfff" for character in stop):
+        if not is_unicode(stop):
             raise RequestError(f"{name}={stop!r}: is not valid Unicode")
     return stops
 
