@@ -12,7 +12,7 @@ from typing import Unpack
 
 from lp_runtime.chat.answer import AnswerReader, end_of, read_message
 from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.config.checks import require_int
+from lp_runtime.config.checks import plain, require_int
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
@@ -184,6 +184,7 @@ class LookaheadRuntime:
             RequestError: decoding is greedy, and num_samples is above 1.
             LookaheadError: any other error of `generate`.
         """
+        num_samples = plain(num_samples)
         require_int("num_samples", num_samples, 1)
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:

@@ -418,6 +418,8 @@ def test_numbers_of_numpy_and_torch_are_taken(tiny, make):
     assert actual.token_ids == tiny.generate([1, 2], 4, **plain).token_ids
     request = tiny.request(make([1, 2]), np.int64(4), **given)
     assert {*map(type, (*request.prompt_ids, *request.prediction, request.max_new_tokens, request.sample))} == {int}
+    assert tiny.request(IDS, torch.tensor(4), eos=np.False_) == tiny.request(IDS, 4, eos=False)
+    assert len(tiny.samples(IDS, np.int64(2), 2, sampling=sampling)) == 2
 
 
 def test_defaults_that_ask_for_beams_are_reported(tiny_model_dir, tmp_path, caplog):

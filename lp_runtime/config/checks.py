@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 from lp_runtime.errors import ConfigError
@@ -14,17 +13,15 @@ from lp_runtime.errors import ConfigError
 MAX_SECONDS = 1_000_000  # 11 days, longer than any sensible timeout
 
 
-def plain_number(value: Any) -> Any:
-    """Return a number of another library, such as numpy.int64, as int or float; other values as they are."""
-    if isinstance(value, Integral) and not isinstance(value, bool):
-        return int(value)
-    return float(value) if isinstance(value, Real) and not isinstance(value, int) else value
+def plain(value: Any) -> Any:
+    """Return a number or an array of numpy or torch as a plain number or list; other values as they are."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
-def keep_plain_numbers(config: Any) -> None:
-    """Replace the numbers of a dataclass by plain ones."""
+def keep_plain_values(config: Any) -> None:
+    """Replace the values of a dataclass by plain ones."""
     for each in fields(config):
-        setattr(config, each.name, plain_number(getattr(config, each.name)))
+        setattr(config, each.name, plain(getattr(config, each.name)))
 
 
 def _shown(value: object, kind: type = float) -> str:

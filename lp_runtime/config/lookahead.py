@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Optional
 
-from lp_runtime.config.checks import keep_plain_numbers, path_text, require_choice, require_int
+from lp_runtime.config.checks import keep_plain_values, path_text, require_choice, require_int
 from lp_runtime.errors import ConfigError
 
 MAX_STEP_TOKENS = 1200  # tokens of a step at most: the largest calibrated step (1024), plus pending tokens
@@ -69,7 +69,7 @@ class LookaheadConfig:
     """Drafter paper: seed, >= 0, for choosing the prompt tokens that fill the first window."""
 
     def __post_init__(self) -> None:
-        keep_plain_numbers(self)
+        keep_plain_values(self)
         self._check_sizes()
         self.draft_tables = path_text(self.draft_tables)
         self.corpus = path_text(self.corpus)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from lp_runtime.config.checks import is_list, keep_plain_numbers, plain_number, require_int, require_number
+from lp_runtime.config.checks import is_list, keep_plain_values, plain, require_int, require_number
 from lp_runtime.errors import ConfigError
 
 MAX_SEED = 2**64 - 1
@@ -53,7 +54,7 @@ class SamplingConfig:
     same output at any LP degree."""
 
     def __post_init__(self) -> None:
-        keep_plain_numbers(self)
+        keep_plain_values(self)
         self._check_numbers()
         self._check_bad_words()
         self._check_logit_bias()
@@ -82,19 +83,20 @@ class SamplingConfig:
     def _check_bad_words(self) -> None:
         if self.bad_words_ids is not None and not is_list(self.bad_words_ids):
             raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids")
-        for words in self.bad_words_ids or ():
-            if not is_list(words) or not words:
-                raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids, not empty")
-            for token in map(plain_number, words):
-                require_int("sampling.bad_words_ids", token, 0)
-        if self.bad_words_ids is not None:
-            self.bad_words_ids = [[*map(plain_number, words)] for words in self.bad_words_ids]
+        if self.bad_words_ids is None:
+            return
+        lists = [plain(words) for words in self.bad_words_ids]
+        if not all(is_list(words) and words for words in lists):
+            raise ConfigError(f"sampling.bad_words_ids={self.bad_words_ids}: must be lists of token ids, not empty")
+        self.bad_words_ids = [[*map(plain, words)] for words in lists]
+        for token in itertools.chain(*self.bad_words_ids):
+            require_int("sampling.bad_words_ids", token, 0)
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is not None and not isinstance(self.logit_bias, Mapping):
             raise ConfigError(f"sampling.logit_bias={self.logit_bias}: must be {{TOKEN_ID: BIAS, ...}}")
         if self.logit_bias is not None:
-            self.logit_bias = {plain_number(token): plain_number(bias) for token, bias in self.logit_bias.items()}
+            self.logit_bias = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
         for token, bias in (self.logit_bias or {}).items():
             require_int("sampling.logit_bias", token, 0)
             require_number(f"sampling.logit_bias of token {token}", bias, "a number", lambda value: True)

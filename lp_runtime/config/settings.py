@@ -9,7 +9,7 @@ from typing import Any, Optional
 from lp_runtime.config.checks import (
     is_list,
     is_unicode,
-    keep_plain_numbers,
+    keep_plain_values,
     path_text,
     require_choice,
     require_filled,
@@ -71,6 +71,7 @@ class ModelConfig:
     faster unpacked; off: pack none."""
 
     def __post_init__(self) -> None:
+        keep_plain_values(self)
         self.path = path_text(self.path)
         require_filled("model.path", self.path, "a directory or a hub id")
         require_choice("model.attn_implementation", self.attn_implementation, ATTENTIONS)
@@ -117,6 +118,7 @@ class LauncherConfig:
     """Ray cluster to use; if not given, the one this machine or job belongs to, else a local one is started."""
 
     def __post_init__(self) -> None:
+        keep_plain_values(self)
         require_choice("launcher", self.name, LAUNCHERS)
         require_choice("launcher.backend", self.backend, BACKENDS)
         require_choice("launcher.placement", self.placement, PLACEMENTS)
@@ -141,6 +143,7 @@ class FailureConfig:
     setting."""
 
     def __post_init__(self) -> None:
+        keep_plain_values(self)
         require_seconds("failure.timeout", self.timeout)
         require_seconds("failure.heartbeat", self.heartbeat)
         require_int("failure.restarts", self.restarts, 0)
@@ -195,7 +198,7 @@ class RuntimeConfig:
     """Directory for the traces, one file per replica."""
 
     def __post_init__(self) -> None:
-        keep_plain_numbers(self)
+        keep_plain_values(self)
         self.cache_dir = path_text(self.cache_dir)
         self.profile_dir = path_text(self.profile_dir)
         require_int("gpus", self.gpus, 1, or_none=True)

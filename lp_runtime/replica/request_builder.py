@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict, TypeVar, Unpack, cast, get_type_hints
 
-from lp_runtime.config.checks import plain_number, require_bool, require_int
+from lp_runtime.config.checks import plain, require_bool, require_int
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, check_exactness
 from lp_runtime.config.sampling import SamplingConfig
@@ -143,7 +143,7 @@ class RequestBuilder:
         Raises:
             RequestError: if the prompt is empty, too long for the model, or has ids outside the vocabulary.
         """
-        options, max_new_tokens = _given(options), plain_number(max_new_tokens)
+        options, max_new_tokens = _given(options), plain(max_new_tokens)
         defaults = self._info.defaults
         eos, sample = options.get("eos", True), options.get("sample", 0)
         processors = options.get("processors", ())
@@ -318,7 +318,7 @@ def _given(options: RequestOptions) -> RequestOptions:
     """Return the options that are not None; TypeError for an unknown one, ConfigError for a flag that is no bool."""
     if unknown := sorted(options.keys() - RequestOptions.__annotations__.keys()):
         raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
-    given = {name: plain_number(value) for name, value in options.items() if value is not None}
+    given = {name: plain(value) for name, value in options.items() if value is not None}
     for name in FLAGS & given.keys():
         require_bool(name, given[name])
     return cast(RequestOptions, given)
@@ -328,7 +328,7 @@ def _plain_ids(name: str, ids: Iterable[Any]) -> tuple[Any, ...]:
     """Return token ids without the types of numpy and torch; RequestError for bytes."""
     if isinstance(ids, bytes | bytearray | memoryview):
         raise RequestError(f"{name}={ids[:100]!r}: must be token ids or text, not bytes")
-    return tuple(each if type(each) is int or not hasattr(each, "tolist") else each.tolist() for each in ids)
+    return tuple(map(plain, plain(ids)))
 
 
 def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) -> None:

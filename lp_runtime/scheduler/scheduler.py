@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from functools import partial
 from typing import Unpack
 
-from lp_runtime.config.checks import require_choice, require_int
+from lp_runtime.config.checks import plain, require_choice, require_int
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError
 from lp_runtime.replica.request_builder import RequestOptions
@@ -65,6 +65,7 @@ class Scheduler:
         max_batch: int = MAX_BATCH,
     ):
         require_choice("policy", policy, SCHEDULING_POLICIES)
+        max_waiting, max_batch = plain(max_waiting), plain(max_batch)
         require_int("max_waiting", max_waiting, 0)
         require_int("max_batch", max_batch, 1)
         self.totals = Totals()
@@ -168,6 +169,7 @@ class Scheduler:
         """
         self._owner.check("the scheduler")
         if gpus is not None:
+            gpus = plain(gpus)
             require_int("gpus", gpus, 1)
             gpus = self._num_replicas_on(gpus)
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -37,49 +37,40 @@ class SharedContext:
                 context.__exit__(None, None, None)
 
 
-class ThreadFilter(logging.Filter):
-    """Drops log records up to level WARNING of some threads.
-
-    `logging.disable` would drop those of all threads, the program's own included.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.threads: list[int] = []  # identifiers, each as often as the thread is inside a block
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return record.levelno > logging.WARNING or threading.get_ident() not in self.threads
-
-
-SILENT = ThreadFilter()
+silent_threads: list[int] = []  # identifiers, each as often as the thread is inside a block
 
 
 @contextmanager
-def _filter_all() -> Iterator[None]:
-    """Add SILENT to every handler, because only a record's own logger asks the filters of loggers."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.copy().values()]
-    handlers = {handler for logger in loggers if isinstance(logger, logging.Logger) for handler in logger.handlers}
-    handlers |= {logging.lastResort} if logging.lastResort else set()
-    for handler in handlers:
-        handler.addFilter(SILENT)
+def _drop_records() -> Iterator[None]:
+    """Drop records up to level WARNING of the silent threads, and all Python warnings.
+
+    `logging.disable` would drop those of all threads, the program's own included. Filters of handlers would miss
+    handlers that a library adds inside the block.
+    """
+    call_handlers = logging.Logger.callHandlers
+
+    def call_unless_silent(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if record.levelno > logging.WARNING or threading.get_ident() not in silent_threads:
+            call_handlers(logger, record)
+
+    logging.Logger.callHandlers = call_unless_silent  # type: ignore[method-assign]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        for handler in handlers:
-            handler.removeFilter(SILENT)
+        logging.Logger.callHandlers = call_handlers  # type: ignore[method-assign]
 
 
-SHARED_FILTERS = SharedContext(_filter_all)
+SHARED_DROPPING = SharedContext(_drop_records)
 
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Suppress this thread's log records up to level WARNING, and the whole process's Python warnings."""
-    with SHARED_FILTERS:
-        SILENT.threads.append(threading.get_ident())
+    with SHARED_DROPPING:
+        silent_threads.append(threading.get_ident())
         try:
             yield
         finally:
-            SILENT.threads.remove(threading.get_ident())
+            silent_threads.remove(threading.get_ident())

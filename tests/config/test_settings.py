@@ -6,12 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, paper_depth
 from lp_runtime.config.sampling import SamplingConfig
-from lp_runtime.config.settings import DEMO_MODEL, LauncherConfig, ModelConfig, RuntimeConfig
+from lp_runtime.config.settings import DEMO_MODEL, FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, ConstraintError
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 
@@ -254,12 +255,16 @@ def test_nccl_is_refused_on_cpus():
 
 
 def test_numbers_of_numpy_become_plain_ones():
-    given = {"temperature": np.float32(0.5), "top_k": np.int64(5), "bad_words_ids": [[np.int32(3)]]}
+    given = {"temperature": np.float32(0.5), "top_k": np.int64(5), "bad_words_ids": [np.array([3])]}
     config = SamplingConfig(**given, logit_bias={np.int64(5): np.float32(1)})
     assert config == SamplingConfig(temperature=0.5, top_k=5, bad_words_ids=[[3]], logit_bias={5: 1.0})
     numbers = [config.temperature, config.top_k, config.bad_words_ids[0][0], *config.logit_bias.items()]
     assert [*map(type, numbers[:3])] + [*map(type, numbers[3])] == [float, int, int, int, float]
+    assert SamplingConfig(bad_words_ids=[[np.int32(3)], [torch.tensor(4)]]).bad_words_ids == [[3], [4]]
     assert type(LookaheadConfig(W=np.int64(5)).W) is int
+    assert type(ModelConfig(prefill_chunk=torch.tensor(64)).prefill_chunk) is int
+    assert type(LauncherConfig(timeout=np.float32(64)).timeout) is float
+    assert type(FailureConfig(restarts=np.int64(1)).restarts) is int
     assert refusal(SamplingConfig, logit_bias={"5": 1.0}) == "sampling.logit_bias='5': must be an integer >= 0"
     assert refusal(SamplingConfig, temperature="0.5").startswith("sampling.temperature='0.5': must be")
     assert refusal(SamplingConfig, top_k=np.True_).startswith("sampling.top_k=True: ")

@@ -1,5 +1,6 @@
 """Tests of silencing warnings from several threads at once."""
 
+import io
 import logging
 import threading
 import warnings
@@ -39,7 +40,17 @@ def test_overlapping_threads(caplog):
     thread.join()
     logging.warning("after both")
     assert caplog.messages == ["of a thread outside", "after the first", "error in second", "after both"]
-    assert warnings.filters == filters and not caplog.handler.filters
+    assert warnings.filters == filters
+
+
+def test_handler_added_inside_is_silent():
+    """`logging.warning` adds one to a root logger that has none, as in most programs."""
+    root, text = logging.Logger("root"), io.StringIO()
+    with without_warnings():
+        root.addHandler(logging.StreamHandler(text))
+        root.warning("inside")
+    root.warning("after")
+    assert text.getvalue() == "after\n"
 
 
 def test_error_inside_restores_warnings(caplog):
