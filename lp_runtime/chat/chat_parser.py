@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 import regex
 
-from lp_runtime.chat.arguments import Parameter, dumped, parameter_of
+from lp_runtime.chat.arguments import dumped, parameter_of
 from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.chat.patterns import JSON, NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
 from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
 
 Kind = Literal["reasoning", "content", "arguments"]
@@ -157,7 +157,9 @@ class AnswerParser(ChatParser):
             held.append(text)
             pieces.extend(draft.add(text))
 
-        self._text.keep()
+        if not (yield from self._may_begin_calls(mark)):
+            self._thought(mark)
+            return False
         try:
             hold(mark)
             if (yield from self._text.until(end, hold)) is not None:
@@ -165,14 +167,24 @@ class AnswerParser(ChatParser):
             else:
                 pieces.extend(draft.finish())
         except NotACallError:
-            num_read = len("".join(held)) - draft.num_unread
-            self._thought("".join(held)[:num_read])
-            self._text.rewind(num_read - len(mark))
+            whole = "".join(held)
+            num_read = len(whole) - draft.num_unread
+            self._thought(whole[:num_read])
+            self._text.put_back(whole[num_read:])
             return False
-        self._text.keep(False)
         self._pieces += pieces
         self.num_calls = sum(piece.name is not None for piece in pieces)
         return True
+
+    def _may_begin_calls(self, mark: str) -> Steps[bool]:
+        """Return whether what follows a mark may be a call; consume nothing."""
+        assert self._form is not None
+        text = self._text
+        text.keep()
+        head = yield from text.match(call_patterns(self._form).heads[mark])
+        may_begin = head is not None and not (self._form.is_object and (yield from text.match(OPEN)) is None)
+        text.rewind()
+        return may_begin
 
     def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
         """Return whether the rest may be a call without a mark; if it must be text, look for no more marks."""
@@ -280,7 +292,7 @@ class AnswerParser(ChatParser):
         if not has_arguments:
             yield from text.arguments(self._arguments)
         while (yield from text.match(NEXT_KEY)) is not None:
-            yield from text.literal(JSON, Parameter(), len)  # not shown
+            yield from text.json(len)  # not shown
         yield from text.match(CLOSE)
 
     def _name(self, key: str, name: str | None) -> Steps[str | None]:

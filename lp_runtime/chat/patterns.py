@@ -154,4 +154,4 @@ def any_of(texts: Iterable[str]) -> str:
 
 
 # Other backslashes than these are characters of the text, such as those of a path.
-JSON = literal_patterns(['"', "'"], r"|\\(?:[\"\\/bfnrt']|u[0-9a-fA-F]{4})")  # with mistakes that models make
+JSON = literal_patterns(['"'], r"|\\(?:[\"\\/bfnrt']|u[0-9a-fA-F]{4})")

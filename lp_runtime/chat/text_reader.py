@@ -18,7 +18,12 @@ Out = Callable[[str], object]  # receives text as it comes
 
 MAX_MATCH_CHARS = 4096  # that a match waits for; bounds the text that is held back
 SPACE = regex.compile(r"\s*")
-VALUE_START = regex.compile(r"""\s*(?=([{"']))""")  # of an object, or of a text that may hold one
+NOT_SPACE = regex.compile(r"(?=\S)")
+VALUE_START = regex.compile(r'\s*(?=([{"]))')  # of an object, or of a text that may hold one
+JSON_START = regex.compile(r'["\[{]|(?=[\s,;}\]<])')  # what begins a JSON value, or ends a number or word
+# Inside of brackets; what Python writes otherwise, and a last comma, which JSON does not have.
+JSON_INNER = regex.compile(r'["\[\]{}]|\b(?:True|False|None)\b|,(?=\s{0,32}[}\]])')
+DEPTHS = {**dict.fromkeys("[{", 1), **dict.fromkeys("]}", -1)}
 CLOSING = {"}": "}", "]": "]", ")": "]"}  # in JSON
 JSON_ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 JSON_TEXT = regex.compile(rf'(?:[^"\\\x00-\x1f]++|{JSON_ESCAPE.pattern})*+')
@@ -46,6 +51,10 @@ class TextReader:
     def is_over(self) -> bool:
         return self._is_end and not self.num_unread
 
+    def put_back(self, text: str) -> None:
+        """Let text be read again before what is unread."""
+        self._text, self._at = text + self._text[self._at :], 0
+
     @property
     def num_unread(self) -> int:
         return len(self._text) - self._at
@@ -54,10 +63,10 @@ class TextReader:
         """Keep the text from here on for `rewind`, or no text."""
         self._kept = self._at if is_kept else None
 
-    def rewind(self, num_read: int = 0) -> None:
-        """Go back to where `keep` was called, and `num_read` characters on; keep no text."""
+    def rewind(self) -> None:
+        """Go back to where `keep` was called, and keep no text."""
         if self._kept is not None:
-            self._at, self._kept = self._kept + num_read, None
+            self._at, self._kept = self._kept, None
 
     def match(self, pattern: Pattern) -> Steps[Any]:
         """Consume and return a match at the start of the text, once it cannot grow; None if there is none."""
@@ -101,16 +110,29 @@ class TextReader:
         """
         begin = yield from self.match(VALUE_START)
         if begin is not None and begin[1] == "{":
-            yield from self.literal(JSON, Parameter(), out)
+            yield from self.json(out)
         elif begin is not None:
             encoded = list[str]()
-            yield from self.literal(JSON, Parameter(), encoded.append)
+            yield from self.json(encoded.append)
             if (text := _decoded("".join(encoded))) is not None:  # else it is cut
                 out(object_in(text) or "{}")
         else:
-            yield from self.literal(JSON, Parameter(), len)  # not shown
+            yield from self.json(len)  # not shown
             if may_end_text or not self.is_over:
                 out("{}")
+
+    def json(self, out: Out) -> Steps[None]:
+        """Pass a JSON value to `out` as it comes; only what can be no JSON at its place is repaired."""
+        yield from self.until(NOT_SPACE, len)
+        depth = 0
+        while (mark := (yield from self.until(JSON_INNER if depth else JSON_START, out))) is not None:
+            if mark.group() == '"':
+                yield from self._quoted(JSON, '"', out)
+            elif mark.group() != ",":
+                out(CONSTANTS.get(mark.group(), mark.group()))
+                depth += DEPTHS.get(mark.group(), 0)
+            if not depth:
+                return
 
     def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
@@ -143,7 +165,7 @@ class TextReader:
         out(json_of(json.loads(text), parameter) if text.startswith('"') and not self.is_over else text)
 
     def _token(self, pattern: Pattern) -> Steps[Any]:
-        yield from self.match(SPACE)  # of any length
+        yield from self.until(NOT_SPACE, len)
         return (yield from self.match(pattern))
 
     def _quoted(self, patterns: ArgumentPatterns, quote: str, out: Out) -> Steps[None]:
@@ -173,6 +195,7 @@ class _Marks:
     def __init__(self, write: Out):
         self._write = write
         self._closing = list[str]()  # of the open brackets
+        self._num_open = dict.fromkeys(CLOSING.values(), 0)  # by what closes them
         self._last = ""  # what came last in the innermost ones: "key", ":", "value" or ","; empty if nothing did
 
     @property
@@ -182,7 +205,7 @@ class _Marks:
     def before(self, mark: str | None) -> bool:
         """Write a mark, or what comes before a text or word; return whether that is an object's key."""
         if mark in CLOSING:
-            if CLOSING[mark] in self._closing:
+            if self._num_open[CLOSING[mark]]:
                 self.close(CLOSING[mark])
         elif mark == ",":
             self._complete()
@@ -205,6 +228,7 @@ class _Marks:
         if bracket is not None:
             self._write("{" if bracket == "{" else "[")
             self._closing.append("}" if bracket == "{" else "]")
+            self._num_open[self._closing[-1]] += 1
             self._last = ""
         return is_key
 
@@ -223,6 +247,7 @@ class _Marks:
         while self._closing and bracket != (down_to or ""):
             self._complete()
             self._write(bracket := self._closing.pop())
+            self._num_open[bracket] -= 1
             self._last = "value"
 
 

@@ -255,9 +255,6 @@ WRITTEN = {
     '{"a": "x\ny\t"}': {"a": "x\ny\t"},
     r'{"a": "it\'s", "b": "\d+ C:\Users \/ \u00e9 \\n \n"}': {"a": "it's", "b": "\\d+ C:\\Users / é \\n \n"},
     '{"a": True, "b": [None, False, ], "c": {"d": 1.50,},}': {"a": True, "b": [None, False], "c": {"d": 1.5}},
-    """{'a': 'x "y"', "b": 'it\\'s', c: d e}""": {"a": 'x "y"', "b": "it's", "c": "d e"},
-    '{"a": "x" "b" 1, "c":, "d": [1}': {"a": "x", "b": 1, "c": None, "d": [1]},
-    '{"a": ["x", {"b": NaN}]}': {"a": ["x", {"b": "NaN"}]},
     r'"{\"a\": \"x\ny\"}"': {"a": "x\ny"},
     r'"\"{\\\"a\\\": True}\""': {"a": True},
     **dict.fromkeys(("null", "None", '""', '"x"', r'"{\"a"', "[]", '[{"a": 1}]', "5", "", " "), {}),
@@ -282,21 +279,19 @@ def test_arguments_are_a_json_object_whatever_a_model_writes(form, answer, text,
         assert (content, name) == ("", "f") and json.loads(arguments) == meant, parts
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_arguments_of_an_ended_call_are_a_json_object(seed):
-    """Tokens in any order; texts are closed."""
-    rng = random.Random(seed)
-    tokens = ["{", "}", "[", "]", "(", ")", ",", ":", '"a"', "'b'", "True", "1.5", "c d", '"\\x \\" \'"', " ", "\n"]
-    answer = '<tool_call>{"name": "f", "arguments": {' + "".join(rng.choices(tokens, k=30)) + "</tool_call>"
-    expected = parsed(hermes(), [answer])
-    assert isinstance(json.loads(expected[2][0][1]), dict), answer
-    assert parsed(hermes(), list(answer)) == expected, answer
+@pytest.mark.parametrize("text", ['{"a": "print("x")"}', '{"a": 1 "b": 2}', "{'a': 'x'}", '{"a":  1,"b":[ 2 ]}'])
+def test_other_arguments_are_as_the_model_wrote_them(text):
+    """A client that cannot read them asks again; a guess at what was meant would be run."""
+    answer = f'<tool_call>{{"name": "f", "arguments": {text}}}</tool_call>'
+    for parts in ([answer], list(answer)):
+        _, _, ((_, arguments),) = parsed(hermes(), parts)
+        assert arguments == text
 
 
 @pytest.mark.parametrize("text", ['{"a": tr', '{"a": "x', '{"a": [1, ', r'"{\"a\": 1', "[1,", ""])
 def test_arguments_that_are_cut_are_unfinished_json(text):
     answer = f'<tool_call>{{"name": "f", "arguments": {text}'
-    expected = "" if text[:1] != "{" else text.rstrip(", ")
+    expected = text if text.startswith("{") else ""
     for parts in ([answer], list(answer)):
         assert parsed(hermes(), parts) == ("", "", [("f", expected)])
 
