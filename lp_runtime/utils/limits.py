@@ -48,6 +48,6 @@ def _folders(controller: str) -> Iterator[Path]:
         if controllers and controller not in controllers.split(","):
             continue
         for mount in mounts:
-            # In a container, the path may be that on the host, of which only the mount itself exists.
+            # In a container, the path may be that on the host, where only the mount itself exists.
             own = mount / path.lstrip("/")
             yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(mount))

@@ -96,7 +96,7 @@ def test_random_regexes_match_python_re(seed):
 
 
 def test_random_syntax_is_that_of_python_re():
-    """What `re` refuses is refused, and possessive repetitions and extensions of groups."""
+    """An expression that `re` refuses is refused, and possessive repetitions and extensions of groups are, too."""
     rng, texts = random.Random(0), ["".join(text) for n in range(4) for text in itertools.product("ab{,", repeat=n)]
     counts = {True: 0, False: 0}
     for _ in range(400):

@@ -147,7 +147,7 @@ def in_fork(*calls: Callable[[], object]) -> list[str]:
     """Return what each call gives in a process forked from this one: "ErrorName: message", or its result as text."""
     ours, theirs = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks: that is what callers test
+        warnings.simplefilter("ignore", DeprecationWarning)  # other threads may hold locks, which callers test
         child = os.fork()
     if child == 0:
         for call in calls:
