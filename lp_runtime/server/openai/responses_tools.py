@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
@@ -80,10 +81,19 @@ def hosted_types(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> 
 
 
 def shown_names(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> dict[FunctionPath, str]:
-    """Return the name under which the model sees each function: with its namespace if another one is called alike."""
-    paths = {path for path, _ in functions_of(tools)}
+    """Return the name under which the model sees each function, by its path; no two are equal.
+
+    Functions of a namespace have it in front if others have the same name, and a number after if that is taken, too.
+    """
+    paths = list(dict.fromkeys(path for path, _ in functions_of(tools)))
     counts = Counter(name for _, name in paths)
-    return {
-        (namespace, name): name if namespace is None or counts[name] == 1 else f"{namespace.rstrip('_')}__{name}"
-        for namespace, name in paths
-    }
+    shown = {(namespace, name): name for namespace, name in paths if namespace is None or counts[name] == 1}
+    taken = set(shown.values())
+    for namespace, name in paths:
+        if namespace is not None and (namespace, name) not in shown:
+            prefixed = f"{namespace.rstrip('_')}__{name}"
+            numbered = (f"{prefixed}_{number}" for number in itertools.count(2))
+            free = next(each for each in itertools.chain([prefixed], numbered) if each not in taken)
+            shown[namespace, name] = free
+            taken.add(free)
+    return shown

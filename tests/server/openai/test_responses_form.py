@@ -50,6 +50,22 @@ def test_answer_has_reasoning_message_and_call_items():
     assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
 
 
+def test_functions_of_equal_names_are_told_apart():
+    """The model sees a different name of each, and its calls come back with their namespace and name."""
+    tool = {"type": "function", "name": "f"}
+    spaces = ["x", "x_", "y"]
+    tools = [{"type": "namespace", "name": name, "tools": [tool]} for name in spaces]
+    tools += [{"type": "function", "name": name} for name in ("x__f", "f")]
+    body = Responses(input="x", tools=tools)
+    names = [each["function"]["name"] for each in body.tool_use().tools]
+    assert names == ["x__f_2", "x__f_3", "y__f", "x__f", "f"]
+    form, choice = ResponsesForm("demo", TEXTS, body), answered()[1]
+    choice.text = "".join(CALL.replace('"f"', f'"{name}"') for name in names)
+    choice.parser = ChatFormat("", "hermes").parser(True, "")
+    calls = [(item.get("namespace"), item["name"]) for item in form.whole([choice])["output"]]
+    assert calls == [*((space, "f") for space in spaces), (None, "x__f"), (None, "f")]
+
+
 def test_client_assembles_stream_events_into_the_answer():
     """The openai client assembles the events into the whole answer."""
     form, choice = answered()
