@@ -14,7 +14,7 @@ from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     NAME_PATTERN,
     NamedFunction,
-    OpenPart,
+    NamedPart,
     ResponseFormat,
     choose_tools,
     constraint_of,
@@ -25,7 +25,7 @@ from lp_runtime.server.openai.protocol import Conversation, check_stops
 CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class AnthropicTool(OpenPart):
+class AnthropicTool(NamedPart):
     """A tool that the client runs; tools that Anthropic's servers run have other types."""
 
     type: str | None = None
@@ -33,6 +33,7 @@ class AnthropicTool(OpenPart):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     strict: bool | None = None
+    cache_control: dict[str, object] | None = None
 
     @property
     def is_own(self) -> bool:
@@ -47,20 +48,20 @@ class AnthropicTool(OpenPart):
         return {"type": "function", "function": known}
 
 
-class ToolChoice(OpenPart):
+class ToolChoice(NamedPart):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class OutputConfig(OpenPart):
+class OutputConfig(NamedPart):
     """Settings of the answer; `effort` is the template's variable `reasoning_effort`."""
 
     effort: str | None = None
     format: ResponseFormat | None = None
 
 
-class Thinking(OpenPart):
+class Thinking(NamedPart):
     type: Literal["enabled", "adaptive", "between_tools", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=0)
 
@@ -96,7 +97,7 @@ class Messages(Conversation):
 
     def unknown_fields(self) -> list[str]:
         tools = [f"tools[{tool.type}]" for tool in self.tools if not tool.is_own]
-        return [*super().unknown_fields(), *tools, *(f"messages[{kind}]" for kind in other_types(self.messages))]
+        return [*tools, *super().unknown_fields(), *(f"messages[{kind}]" for kind in other_types(self.messages))]
 
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort

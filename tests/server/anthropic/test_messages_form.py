@@ -105,6 +105,18 @@ def test_thinking_sets_template_variables_and_budget(more, variables, budget):
     assert (body.template_kwargs(), body.reasoning_budget()) == (variables, budget)
 
 
+def test_unknown_fields_of_tools_and_settings_are_named():
+    more = {
+        "tools": [{"name": "f", "input_schema": {}, "cache_control": {"type": "ephemeral"}, "foo": 1}],
+        "tool_choice": {"type": "auto", "foo": 1},
+        "output_config": {"effort": "low", "foo": 1},
+        "thinking": {"type": "adaptive", "foo": 1},
+    }
+    body = Messages(messages=[{"role": "user", "content": "x"}], **more)
+    assert body.unknown_fields() == [f"{name}.foo" for name in more]
+    assert set(body.tool_use().tools[0]["function"]) == {"name", "parameters"}
+
+
 def test_turns_are_converted_to_chat_messages():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": INPUT, "caller": {"type": "direct"}}
     turns = [
