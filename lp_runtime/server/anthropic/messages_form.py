@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pydantic_core import from_json
 
@@ -20,7 +20,12 @@ class OutputBlock:
     """A block of an answer, which grows while the answer is decoded."""
 
     piece: Piece  # the first one, which determines the block's type
-    text: str = ""  # of all pieces so far; of a call, the JSON of its input
+    texts: list[str] = field(default_factory=list)  # of all pieces so far
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call, the JSON of its input."""
+        return "".join(self.texts)
 
     def body(self) -> dict[str, object]:
         """Return the block as JSON. Nothing verifies reasoning that is sent back, so its signature is empty."""
@@ -75,7 +80,7 @@ class MessagesForm(Form):
                 yield self._block_event("content_block_start", content_block=block.body())
             if piece.text:
                 block = self._blocks[-1]
-                block.text += piece.text
+                block.texts.append(piece.text)
                 yield self._block_event("content_block_delta", delta=block.delta(piece.text))
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:

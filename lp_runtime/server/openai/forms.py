@@ -49,7 +49,7 @@ class Choice:
     max_calls: int | None = None  # that the answer shows at most; None for no limit
     shows_new: bool = True  # with `echo` a client may ask for the prompt only, and gets one token that is not counted
     num_shown: int = 0  # new tokens that events have shown
-    arguments: str | None = None  # of the last call so far; None without calls
+    arguments: list[str] = field(default_factory=list)  # of the last call, piece by piece; empty without calls
 
     @property
     def num_final(self) -> int:
@@ -79,16 +79,18 @@ class Choice:
         pieces = [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
         for piece in pieces:
             if piece.kind == "arguments":
-                self.arguments = piece.text if piece.name is not None else (self.arguments or "") + piece.text
+                if piece.name is not None:
+                    self.arguments = []
+                self.arguments.append(piece.text)
         return pieces
 
     @property
     def is_call_cut(self) -> bool:
         """Whether a stop string has ended the text inside a call."""
-        if self.stop is None or self.arguments is None:
+        if self.stop is None or not self.arguments:
             return False
         try:
-            return not isinstance(json.loads(self.arguments), dict)
+            return not isinstance(json.loads("".join(self.arguments)), dict)
         except (ValueError, RecursionError):
             return True
 
@@ -304,7 +306,7 @@ class ChatForm(ChoicesForm):
 
     def _body(self, choice: Choice, name: str, parts: dict[str, object], new: slice) -> dict[str, object]:
         """Return a choice whose text has been parsed to `parts`, which are its message or delta."""
-        has_calls = choice.arguments is not None and not choice.is_call_cut
+        has_calls = bool(choice.arguments) and not choice.is_call_cut
         reason = "tool_calls" if has_calls and choice.reason == "stop" else choice.reason
         return {"index": choice.index, name: parts, "logprobs": self._logprobs(choice, new), "finish_reason": reason}
 

@@ -27,11 +27,16 @@ class OutputItem:
 
     piece: Piece  # the first one, which determines the item's type; its name is the function's own
     namespace: str | None = None  # of a call's function
-    text: str = ""  # of all pieces so far; of a call, its arguments
+    texts: list[str] = field(default_factory=list)  # of all pieces so far
     item_id: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.item_id = f"{ITEMS[self.piece.kind][1]}{uuid.uuid4().hex}"
+
+    @property
+    def text(self) -> str:
+        """The text so far; of a call, its arguments."""
+        return "".join(self.texts)
 
     @property
     def events(self) -> str:
@@ -88,7 +93,7 @@ class ResponsesForm(Form):
                 yield from self._begin_item(piece)
             if piece.text:
                 item = self._items[-1]
-                item.text += piece.text
+                item.texts.append(piece.text)
                 more: dict[str, object] = {"logprobs": []} if piece.kind == "content" else {}
                 yield self._event(f"response.{item.events}.delta", **self._place(), delta=piece.text, **more)
 
