@@ -102,7 +102,7 @@ class Submitter:
         return cast(list[str], await self._in_thread(self._encoder.convert_ids_to_tokens, token_ids))
 
     async def _in_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function with `_encoder`, which only this thread uses: a text of 1 MiB takes a second."""
+        """Call a slow function in the only thread that uses `_encoder`: a text of 1 MiB takes a second."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _compile(self, constraint: ConstraintConfig | None) -> None:
@@ -128,7 +128,7 @@ class Submitter:
         check_variables(variables)
         for name in unknown_variables(self._tokenizer, variables):
             self._log_once("the chat template has no variable %s: it has no effect", name)
-        messages = self.chat_format.history(messages)
+        messages = await self._in_thread(self.chat_format.history, messages)
         variables |= rendering
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 

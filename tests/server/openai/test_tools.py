@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import threading
 
 import jsonschema
 import openai
@@ -263,6 +264,19 @@ def test_tool_results_in_history_are_accepted(client):
     ]
     answer = client.chat.completions.create(model="demo", messages=MESSAGES + more, max_tokens=5, tools=[CLOCK])
     assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_calls_in_history_are_read_outside_of_the_event_loop(client, monkeypatch):
+    """Clients send arguments of up to `max_body_bytes`; other requests go on meanwhile."""
+    threads, history = [], ChatFormat.history
+
+    def recorded(self, messages):
+        threads.append(threading.current_thread().name)
+        return history(self, messages)
+
+    monkeypatch.setattr(ChatFormat, "history", recorded)
+    assert chat(client).choices
+    assert threads and all(name.startswith("tokenizer") for name in threads)
 
 
 @pytest.mark.parametrize(
