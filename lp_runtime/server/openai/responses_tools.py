@@ -83,17 +83,17 @@ def hosted_types(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> 
 def shown_names(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> dict[FunctionPath, str]:
     """Return the name under which the model sees each function, by its path; no two are equal.
 
-    Functions of a namespace have it in front if others have the same name, and a number after if that is taken, too.
+    Functions of a namespace have it in front if others have the same name, and a number after if that name exists, too.
     """
     paths = list(dict.fromkeys(path for path, _ in functions_of(tools)))
     counts = Counter(name for _, name in paths)
     shown = {(namespace, name): name for namespace, name in paths if namespace is None or counts[name] == 1}
-    taken = set(shown.values())
+    used = set(shown.values())
     for namespace, name in paths:
         if namespace is not None and (namespace, name) not in shown:
             prefixed = f"{namespace.rstrip('_')}__{name}"
             numbered = (f"{prefixed}_{number}" for number in itertools.count(2))
-            free = next(each for each in itertools.chain([prefixed], numbered) if each not in taken)
+            free = next(each for each in itertools.chain([prefixed], numbered) if each not in used)
             shown[namespace, name] = free
-            taken.add(free)
+            used.add(free)
     return shown
