@@ -53,7 +53,7 @@ def _drop_records() -> Iterator[None]:
         if record.levelno > logging.WARNING or threading.get_ident() not in silent_threads:
             call_handlers(logger, record)
 
-    logging.Logger.callHandlers = call_unless_silent  # type: ignore[method-assign]
+    logging.Logger.callHandlers = call_unless_silent  # type: ignore[assignment, method-assign]
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
