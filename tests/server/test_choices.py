@@ -110,7 +110,7 @@ def test_message_without_tool_calls_has_no_tool_calls_field(calls):
     ("sent", "shown"),
     [
         *((text, {}) for text in ("", " ", "null", "[]", "[1]", "5", '"x"', '""')),
-        *((text, {"a": "x\n"}) for text in ('{"a": "x\\n"}', '{"a": "x\n"}', r'"{\"a\": \"x\n\"}"', "{'a': 'x\n',}")),
+        *((text, {"a": "x\n"}) for text in ('{"a": "x\\n"}', '{"a": "x\n"}', r'"{\"a\": \"x\n\"}"', '{"a": "x\n",}')),
         ("x", "x"),
         ('{"a": "x', '{"a": "x'),
     ],
