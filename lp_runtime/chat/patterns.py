@@ -49,6 +49,11 @@ class ArgumentPatterns(NamedTuple):
     quotes: dict[str, Pattern]  # what ends a text in a literal, or is an escape in it, by its quotation mark
 
 
+# Texts of JSON. Other backslashes than these are characters of the text, such as those of a path.
+TEXTS = {'"': regex.compile(r"""\"|\\(?:["\\/bfnrt']|u[0-9a-fA-F]{4})""")}
+JSON = ArgumentPatterns(key=NEVER, close=None, value=NEVER, inner=NEVER, quote=NEVER, quotes=TEXTS)
+
+
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
     marks = marks_of(form)
@@ -109,23 +114,14 @@ def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatter
         line_break = "\n?" if style.open.endswith("\n") else ""
         key = r"\s*" + lenient(style.open.rstrip("\n")) + line_break
         close = regex.compile(line_break + "|".join([regex.escape(style.close.strip("\n")), *_ends(form, style)]))
-    return literal_patterns(quotes)._replace(
-        key=regex.compile(key),
-        close=close,
-        quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
-    )
-
-
-def literal_patterns(quotes: list[str], escape: str = ESCAPE) -> ArgumentPatterns:
-    """Return the patterns of literals in which texts have given quotation marks."""
     token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<words>{WORDS}) *|(?P<mark>"
     return ArgumentPatterns(
-        key=NEVER,
-        close=None,
+        key=regex.compile(key),
+        close=close,
         value=regex.compile(token + r"[\[{(]))"),
         inner=regex.compile(token + r"[\[{()}\],:]))"),
-        quote=NEVER,
-        quotes={quote: regex.compile(regex.escape(quote) + escape * (len(quote) == 1), regex.S) for quote in quotes},
+        quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
+        quotes={quote: regex.compile(regex.escape(quote) + ESCAPE * (len(quote) == 1), regex.S) for quote in quotes},
     )
 
 
@@ -151,7 +147,3 @@ def pieces(before: str, text: str) -> list[Pattern]:
 def any_of(texts: Iterable[str]) -> str:
     """Return the pattern of any of some texts, which without texts matches nothing."""
     return "|".join(map(regex.escape, sorted(texts, key=len, reverse=True))) or NEVER.pattern
-
-
-# Other backslashes than these are characters of the text, such as those of a path.
-JSON = literal_patterns(['"'], r"|\\(?:[\"\\/bfnrt']|u[0-9a-fA-F]{4})")
