@@ -20,12 +20,12 @@ from studies.drafting_table import (
 )
 from studies.recorded_text import save_texts
 from studies.starting_rates import (
+    Watcher,
     fit,
-    load_counted,
+    load_contexts,
     promised_and_accepted,
-    save_counted,
+    save_contexts,
     source_of,
-    summed,
 )
 
 BUDGETS = (16, 32, 46, 54, 83, 160, 320, 640)
@@ -159,22 +159,24 @@ def sources(study: Study) -> None:
 
 
 def starting_rates(study: Study) -> None:
-    """Promised and accepted tokens by level of the estimate; fits the rates that estimates start from.
+    """Promised and accepted tokens by level of the estimate; fits what estimates start from.
 
-    OUTPUT gets the rates, fitted on this model and those of --also, and the counts of this model alone.
+    OUTPUT gets starting rates and constants, fitted on this model and those of --also, and this model's contexts.
     """
     fitted, own = {}, {}
     for name, ways in (("GREEDY", [GREEDY]), ("SAMPLED", [{"temperature": 1.0}, {"temperature": 0.7}])):
-        counted = [run.counted for way in ways for run in study.bench.decode_all(full(64), sampling=way)]
-        requests = [each for each in counted if each is not None]
-        for level, (promised, accepted) in enumerate(promised_and_accepted(requests)):
-            study.add_row({"decoding": name, "level": level, "promised": promised, "accepted": accepted})
-        own[name] = summed(requests)
-        models = [[own[name]], *([load_counted(path)[name]] for path in study.also)]
-        fitted[name] = fit(models)
+        watcher = Watcher()
+        study.bench.watch = watcher.watch
+        for way in ways:
+            study.bench.decode_all(full(64), sampling=way)
+        own[name] = watcher.contexts()
+        fitted[name] = fit([own[name], *(load_contexts(path)[name] for path in study.also)])
+        for lowest, promised, accepted in promised_and_accepted(own[name], fitted[name]):
+            study.add_row({"decoding": name, "from": lowest, "promised": promised, "accepted": accepted})
+    study.bench.watch = None
     study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command, and those of --also"))
     if study.output is not None:
-        save_counted(study.output / "starting_rates.npz", own)
+        save_contexts(study.output / "starting_rates.npz", own)
 
 
 def auto(study: Study) -> None:

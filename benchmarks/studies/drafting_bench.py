@@ -23,8 +23,6 @@ from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
-from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
-from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.capacity import STEP_TOKENS
@@ -57,7 +55,6 @@ class Run:
         drafter: the request's drafter after its last step.
         propose_seconds: over all steps.
         advance_seconds: over all steps.
-        counted: candidates counted by the drafter `full`; None for other drafters.
         step_seconds: simulated time of all steps except the prefill's, if step times are given, else 0.
     """
 
@@ -67,7 +64,6 @@ class Run:
     drafter: Drafter
     propose_seconds: float
     advance_seconds: float
-    counted: Rates | None
     step_seconds: float
 
     @property
@@ -117,6 +113,7 @@ class Bench:
         model: the model.
         calibration: its calibration.
         prompts: (kind, token ids) of every prompt.
+        watch: is given each drafter before its first step, unless None.
     """
 
     def __init__(self, args: argparse.Namespace):
@@ -134,6 +131,7 @@ class Bench:
         if args.chat:
             check_chat_template(tokenizer, config.location)
 
+        self.watch: Callable[[Drafter], None] | None = None
         self.prompts: list[tuple[str, list[int]]] = []
         self._recorded: list[RecordedModel] = []
         self._seeds: list[int] = []  # do not change if there are more prompts
@@ -247,6 +245,8 @@ class Bench:
         """Decode a request to its end; `times` are nanoseconds by number of tokens, None if unknown."""
         sampler = replace(sampler, num_top_k=K)
         state, drafter, width = decoder.state, decoder.drafter, decoder.sampler.width
+        if self.watch is not None and recording is not None:
+            self.watch(drafter)
         step = decoder.propose_prefill()
         answers = model.prefill(decoder, step, sampler, recording)
         if isinstance(drafter, Peer):
@@ -269,9 +269,8 @@ class Bench:
             step_ns += max(forward_ns) + host_ns
             advance_seconds += time.perf_counter() - started
             num_fed += max(sizes)
-        counted = drafter.counted() if isinstance(drafter, BestFirstDrafter) else None
         seconds = propose_seconds, advance_seconds
-        return Run(state.new_tokens, state.num_steps, num_fed, drafter, *seconds, counted, 1e-9 * step_ns)
+        return Run(state.new_tokens, state.num_steps, num_fed, drafter, *seconds, 1e-9 * step_ns)
 
     def _open_peer(self, drafter: Drafter, request: Request, sampler: Sampler, degree: int) -> Decoder:
         """Return a decoder for a drafter that the runtime does not have."""

@@ -196,7 +196,7 @@ def test_repeated_text_is_copied_into_tree():
 
 @pytest.mark.parametrize("cut", [0, 9], ids=["one text", "two texts"])
 def test_both_continuations_of_a_fork_are_drafted(cut):
-    copied, drafter = [1, 2, 3, 4, 5, 6], best_first(10)
+    copied, drafter = [1, 2, 3, 4, 5, 6], best_first(40)
     earlier = [0, *copied, 7, 8, 10, *copied, 9, 10, 8]
     drafter.begin(earlier[:cut])
     tokens = [*earlier[cut:], *copied]
@@ -320,93 +320,95 @@ def test_deeper_candidate_is_ranked_by_noise_of_its_position():
     assert num_apart > 5
 
 
-def merged_one_by_one(rates, candidates, num_rows: int, floor: int) -> list[tuple[int, int, int]]:
-    """Return (token, feature, number of sources that agree) as `merge` does, with one list per token."""
-    naming: dict[int, list[tuple[int, bool, int]]] = {}
+def merged_one_by_one(rates, candidates, num_rows: int) -> list[tuple[int, int, int, int]]:
+    """Return (token, best feature, its score, sum of weights) as `merge` does, with one list per token."""
+    naming: dict[int, list[int]] = {}
     for token, feature in zip(candidates.tokens[:num_rows].flat, candidates.features[:num_rows].flat, strict=True):
         if token >= 0:
-            is_strong = bool(rates.highest[feature] >= floor)
-            naming.setdefault(int(token), []).append((int(rates.rate[feature]), is_strong, int(feature)))
+            naming.setdefault(int(token), []).append(int(feature))
+    best = {token: max(named, key=rates.score.__getitem__) for token, named in naming.items()}
     return [
-        (token, max(named, key=lambda each: each[:2])[2], min(len(named), estimates.MAX_AGREEING) - 1)
+        (token, best[token], int(rates.score[best[token]]), int(rates.weight[named].sum()))
         for token, named in naming.items()
-        if any(is_strong for _, is_strong, _ in named)
     ]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.integers(0, features.NUM_ROWS), st.integers(0, 40))
-def test_candidates_of_same_token_are_merged(seed, num_rows, floor):
+def random_candidates(seed: int, num_rows: int, num_tokens: int) -> tuple[estimates.Rates, features.Candidates]:
+    """Return rates and collected candidates, random, with `num_tokens` different tokens."""
     random = np.random.default_rng(seed)
     rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
-    rates.rate[:], rates.highest[:] = random.integers(0, 9, (2, features.NUM_FEATURES)) * 5
+    rates.rate[:] = random.integers(0, 9, features.NUM_FEATURES) * (estimates.ONE // 8)
+    estimates.score_features(rates, estimates.ONE)
     candidates.features[:] = random.integers(0, features.NUM_FEATURES, candidates.features.shape)
+    tokens = random.permutation(1 << 17)[:num_tokens]
     for row in candidates.tokens:
         num = random.integers(0, K + 1)
-        row[:num], row[num:] = random.permutation(14)[:num], -1
-    expected = merged_one_by_one(rates, candidates, num_rows, floor)
-    num = estimates.merge(rates, candidates, num_rows, floor)
-    merged = zip(candidates.merged[:num], candidates.best[:num], candidates.agreeing[:num], strict=True)
-    assert [tuple(map(int, each)) for each in merged] == expected
-
-
-def merged_candidates(chances: list[int]) -> tuple[estimates.Rates, features.Candidates]:
-    """Return fresh rates, and merged candidates 100, 101, ... with these calibrated estimates."""
-    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
-    rates.share_start[:] = estimates.ONE * estimates.CALIBRATION_WEIGHT
-    estimates.calibrate(rates)
-    for place, chance in enumerate(chances):
-        rates.calibrated[0, place] = chance
-        candidates.merged[place], candidates.best[place], candidates.agreeing[place] = 100 + place, place, 0
+        row[:num], row[num:] = random.permutation(tokens)[:num], -1
     return rates, candidates
 
 
-@pytest.mark.slow
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.lists(st.integers(0, estimates.ONE), min_size=1, max_size=20), st.integers(0, 2**32 - 1), st.booleans())
-def test_candidate_probabilities_of_one_context_sum_to_at_most_1(chances, seed, is_root):
-    rates, candidates = merged_candidates(chances)
-    rates.share[:] = np.random.default_rng(seed).integers(0, 3 * estimates.ONE, len(rates.share))
-    num = len(chances)
-    estimates.share_out(rates, candidates, num, is_root)
-    assert candidates.merged[:num].tolist() == [100 + place for place in np.argsort(-np.array(chances), kind="stable")]
-    left = estimates.ONE
-    for place in range(num):
-        estimate, probability = int(candidates.estimates[place]), int(candidates.probabilities[place])
-        factor = int(rates.share[estimates.share_of(estimate, place, is_root)])
-        part = min(estimate * factor >> estimates.ONE_BITS, estimates.ONE)
-        assert probability == left * part >> estimates.ONE_BITS
-        left -= probability
-    assert left >= 0
+@given(st.integers(0, 2**32 - 1), st.integers(0, features.NUM_ROWS), st.sampled_from([K, 14, 100]))
+def test_candidates_of_same_token_are_merged(seed, num_rows, num_tokens):
+    rates, candidates = random_candidates(seed, num_rows, num_tokens)
+    expected = merged_one_by_one(rates, candidates, num_rows)
+    num = estimates.merge(rates, candidates, num_rows)
+    arrays = (candidates.merged, candidates.best, candidates.scores, candidates.weights)
+    assert [tuple(map(int, each)) for each in zip(*(array[:num] for array in arrays), strict=True)] == expected
 
 
-def test_second_candidate_is_rated_by_acceptance_when_first_fails():
-    """The first is right half of the time, and the second half of the rest; the estimates are 0.4 each."""
-    chances = [2 * estimates.ONE // 5 + 1, 2 * estimates.ONE // 5]
-    rates, candidates = merged_candidates(chances)
-    for token in (100, 101, 100, 7) * 200:
-        estimates.count_shares(rates, candidates, 2, False, token)
-    estimates.calibrate(rates)
-    rates.calibrated[0, :2] = chances
-    estimates.share_out(rates, candidates, 2, False)
-    assert candidates.probabilities[:2] / estimates.ONE == pytest.approx([0.5, 0.25], abs=0.03)
-    estimates.share_out(rates, candidates, 2, True)  # at the root nothing was counted
-    assert candidates.probabilities[:2] / estimates.ONE == pytest.approx([0.4, 0.24], abs=0.001)
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32 - 1), st.integers(1, features.NUM_ROWS), st.booleans())
+def test_probabilities_of_one_context_are_those_of_a_conditional_logit(seed, num_rows, is_root):
+    rates, candidates = random_candidates(seed, num_rows, 14)
+    num = estimates.merge(rates, candidates, num_rows)
+    estimates.compete(rates, candidates, num, is_root, 0)
+    probabilities = candidates.probabilities[:num]
+    log_odds = rates.bias[int(is_root)] + candidates.scores[:num] + candidates.weights[:num]
+    odds = np.exp2(np.minimum(log_odds, estimates.MAX_LOG_ODDS) / estimates.OCTAVE)
+    assert probabilities / estimates.ONE == pytest.approx(odds / (1 + odds.sum()), abs=2e-4)
+    assert probabilities.sum() <= estimates.ONE
 
 
-def test_probability_never_exceeds_highest_of_its_feature():
-    """No probability is above the highest probability of its feature."""
-    drafter = best_first(40)
-    decode([1, 2, 3], drafter, 5, 200)
-    rates, candidates = drafter._draft_tables.rates, features.make_candidates()
-    random = np.random.default_rng(0)
-    for _ in range(100):
-        num = int(random.integers(1, 20))
-        candidates.best[:num] = random.integers(0, features.NUM_FEATURES, num)
-        candidates.agreeing[:num] = random.integers(0, estimates.MAX_AGREEING, num)
-        candidates.merged[:num] = np.arange(num)
-        estimates.share_out(rates, candidates, num, bool(random.integers(2)))
-        assert (candidates.probabilities[:num] <= rates.highest[candidates.best[:num]]).all()
+@pytest.mark.parametrize("log_odds", [-(10**6), -1, 0, 1, 10**6])
+def test_extreme_log_odds_are_probabilities(log_odds):
+    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
+    rates.bias[:], candidates.scores[:], candidates.weights[:] = 0, log_odds, 0
+    estimates.compete(rates, candidates, features.MAX_CANDIDATES, False, 0)
+    assert (candidates.probabilities >= 0).all() and candidates.probabilities.sum() <= estimates.ONE
+
+
+def test_token_of_two_sources_is_likelier_than_either_says():
+    def probability(*named: int) -> int:
+        candidates.tokens[:] = -1
+        candidates.tokens[: len(named), 0], candidates.features[: len(named), 0] = 5, named
+        estimates.compete(rates, candidates, estimates.merge(rates, candidates, len(named)), False, 0)
+        return int(candidates.probabilities[0])
+
+    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
+    estimates.score_features(rates, estimates.ONE)
+    text, top_k = 2 * features.NUM_NOISE_BINS, features.FIRST_TOP_K + features.NUM_BINS - 1
+    assert probability(text, top_k) > max(probability(text), probability(top_k)) > 0
+
+
+def test_recent_copies_without_a_miss_make_copies_likelier():
+    def probability() -> int:
+        estimates.score_features(rates, estimates.missing_copies(rates))
+        num = estimates.merge(rates, candidates, 1)
+        estimates.compete(rates, candidates, num, False, 0)
+        return int(candidates.probabilities[0])
+
+    rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
+    candidates.tokens[0, 1:] = -1
+    candidates.tokens[0, 0], candidates.features[0, 0] = 5, features.FIRST_COPY
+    before = probability()
+    for _ in range(300):
+        estimates.count_copies(rates, candidates, 1, 5)
+    after = probability()
+    assert after > before
+    for _ in range(300):
+        estimates.count_copies(rates, candidates, 1, 6)
+    assert probability() == before  # more misses than expected change nothing
 
 
 def test_tree_content_identifies_tree():

@@ -15,15 +15,21 @@ import numpy as np
 from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.corpus import CorpusIndex
 from lp_runtime.lookahead.drafters.best_first.estimates import (
-    CALIBRATION_WEIGHT,
-    NUM_CALIBRATIONS,
-    NUM_SHARES,
+    OCTAVE,
     ONE,
     PRIOR_WEIGHT,
+    SLOPE_BITS,
     make_rates,
 )
-from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES
-from lp_runtime.lookahead.drafters.best_first.starting_rates import CORPUS, GREEDY, UNIT, StartingRates
+from lp_runtime.lookahead.drafters.best_first.features import NUM_FEATURES, PART_OF
+from lp_runtime.lookahead.drafters.best_first.starting_rates import (
+    CORPUS,
+    CORPUS_SLOPE,
+    CORPUS_WEIGHT,
+    GREEDY,
+    UNIT,
+    StartingRates,
+)
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS
 from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K
 
@@ -32,8 +38,8 @@ SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 12 + 16 * 2 * tables.MAX_GRAM  # of the text: a token, its fork, two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 10  # version of saved draft tables
-SHAPE = (NUM_ORDERS, NUM_FEATURES, K, NUM_CALIBRATIONS, NUM_SHARES)
+FORMAT = 11  # version of saved draft tables
+SHAPE = (NUM_ORDERS, NUM_FEATURES, K)
 
 
 def _power_of_two(limit: int) -> int:
@@ -110,8 +116,9 @@ class DraftTables:
             margins[:] = _scaled(margins, self._temperature[0] / temperature)
         self._temperature[0] = temperature
         self.rates.prior[:] = np.array(starting.rates + CORPUS) * ONE // UNIT
-        self.rates.start[:] = np.array(starting.calibration) * ONE // UNIT * CALIBRATION_WEIGHT
-        self.rates.share_start[:] = np.array(starting.shares) * ONE // UNIT * CALIBRATION_WEIGHT
+        self.rates.slope[:] = np.rint(np.array((*starting.slopes, CORPUS_SLOPE)) * (1 << SLOPE_BITS))[PART_OF]
+        self.rates.weight[:] = np.rint(np.array((*starting.weights, CORPUS_WEIGHT)) * OCTAVE / math.log(2))[PART_OF]
+        self.rates.bias[:] = np.rint(np.array(starting.bias) * OCTAVE / math.log(2))
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
@@ -180,11 +187,7 @@ class DraftTables:
         return {
             "tried": rates.tried,
             "accepted": rates.accepted,
-            "expected": rates.expected,
-            "observed": rates.observed,
             "copies": rates.copies,
-            "share_expected": rates.share_expected,
-            "share_observed": rates.share_observed,
         }
 
     def _saved(self) -> dict[str, np.ndarray]:

@@ -82,9 +82,15 @@ class BestFirstDrafter(Drafter):
         self._advance = advance
         self._store_prompt = store_prompt
 
-    def counted(self) -> Rates:
-        """Return a copy of the acceptance counts and estimates."""
-        return Rates(*(values.copy() for values in self._draft_tables.rates))
+    @property
+    def rates(self) -> Rates:
+        """Acceptance counts of candidates, and estimates."""
+        return self._draft_tables.rates
+
+    @property
+    def arrays(self) -> tuple[tables.DraftArrays, tables.Noise, Nodes]:
+        """The arrays that candidates are collected from: draft tables, the sample's noise, and the latest tree."""
+        return self._drafts, self._noise, self._nodes
 
     @property
     def _drafts(self) -> tables.DraftArrays:
@@ -126,7 +132,7 @@ class BestFirstDrafter(Drafter):
     def _grow_below(
         self, num_seeds: int, limits: guided.Limits, position: int, root: int, max_nodes: int, max_depth: int
     ) -> tuple[int, int]:
-        state = (self._drafts, self._noise, self._draft_tables.rates, self._nodes, self._frontier, self._candidates)
+        state = (self._drafts, self._noise, self.rates, self._nodes, self._frontier, self._candidates)
         return self._grow(*state, position, root, num_seeds, limits, max_nodes, max_depth)
 
     def _grow_guided(self, guide: Guide, position: int, root: int, max_nodes: int, max_depth: int) -> int:
@@ -193,7 +199,7 @@ class BestFirstDrafter(Drafter):
         self._advance(
             self._drafts,
             self._noise,
-            self._draft_tables.rates,
+            self.rates,
             self._nodes,
             (self.counts.fed, self.counts.accepted),
             self._candidates,

@@ -40,6 +40,7 @@ class Source(NamedTuple):
     name: str
     num_features: int
     num_rows: int  # rows of `Candidates` that it may fill for one context
+    num_parts: int = 1  # parts of equally many features; each has constants in starting_rates.py
 
 
 # The sources in the order of their features. Candidates of a forward pass, whether of a step, the vocabulary or the
@@ -48,17 +49,24 @@ LAYOUT = (
     Source("text", NUM_TEXT_FEATURES, 1),
     *(Source(f"top-k {order + 1}", FEATURES_PER_ORDER, 1) for order in range(NUM_ORDERS)),
     Source("vocabulary", FEATURES_PER_ORDER, 1),
-    Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0),  # takes the rows of "top-k": an entry is of one or the other
-    Source("same position", 2 * K, 2),  # by rank: after any token, then after the same token
-    Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK),  # to the last token, then to the one before it
+    Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0, NUM_ORDERS),  # an entry is of it or of "top-k", in one row
+    Source("same position", 2 * K, 2, 2),  # by rank: after any token, then after the same token
+    Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK, MAX_BACK),  # to the last token, the one before it
     Source("corpus", NUM_LENGTHS * NUM_CORPUS_SHARES * NUM_NOISE_BINS, 1),  # by length, share and noise; last
-    Source("forced", 0, 0),  # tokens that a constraint forces
+    Source("forced", 0, 0, 0),  # tokens that a constraint forces
 )
 SOURCES = tuple(source.name for source in LAYOUT)
 NUM_ROWS = sum(source.num_rows for source in LAYOUT)
 FORCED = SOURCES.index("forced")
 SOURCE_OF = np.repeat(np.arange(len(LAYOUT)), [source.num_features for source in LAYOUT])  # by feature
 NUM_FEATURES = len(SOURCE_OF)
+# Parts of sources, by the sources' names.
+PARTS = tuple(source.name for source in LAYOUT for _ in range(source.num_parts))
+NUM_PARTS = len(PARTS)
+PART_OF = np.repeat(  # by feature
+    np.arange(NUM_PARTS),
+    [source.num_features // source.num_parts for source in LAYOUT for _ in range(source.num_parts)],
+)
 
 
 def _first_of(name: str) -> int:
@@ -75,6 +83,7 @@ FIRST_CORPUS = _first_of("corpus")
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
 MAX_CANDIDATES = NUM_ROWS * K
+NUM_PLACES = 256  # of the hash table of merged candidates, a power of two above MAX_CANDIDATES
 
 
 class Nodes(NamedTuple):
@@ -105,13 +114,12 @@ class Candidates(NamedTuple):
     Attributes:
         tokens: [NUM_ROWS, K] int32 collected token ids, -1 for none.
         features: [NUM_ROWS, K] int32 their features.
-        flat: [C] int32, a view of `tokens`.
         merged: [C] int32 merged token ids.
-        best: [C] int32 each merged candidate's feature with the best estimate.
-        agreeing: [C] int32 how many more features name the token, at most MAX_AGREEING - 1.
-        first: [C] int32 first index of each merged candidate in `flat`.
-        estimates: [C] int64 calibrated estimate of each merged candidate, fixed point.
+        best: [C] int32 feature with the highest score that names each merged candidate.
+        scores: [C] int64 that score.
+        weights: [C] int64 sum of the weights of all features that name each merged candidate.
         probabilities: [C] int64 probability of each merged candidate in competition with the others, fixed point.
+        places: [NUM_PLACES] int8 scratch: hash table of indices into `merged`, -1 for none.
         slots: [NUM_ROWS] int64 row of the top-k table, or of the vocabulary prior, to collect; -1 if collected already.
         bases: [NUM_ROWS] int64 lowest feature of each such row's candidates.
         values: [K] int32 scratch.
@@ -120,13 +128,12 @@ class Candidates(NamedTuple):
 
     tokens: np.ndarray
     features: np.ndarray
-    flat: np.ndarray
     merged: np.ndarray
     best: np.ndarray
-    agreeing: np.ndarray
-    first: np.ndarray
-    estimates: np.ndarray
+    scores: np.ndarray
+    weights: np.ndarray
     probabilities: np.ndarray
+    places: np.ndarray
     slots: np.ndarray
     bases: np.ndarray
     values: np.ndarray
@@ -135,13 +142,12 @@ class Candidates(NamedTuple):
 
 def make_candidates() -> Candidates:
     tokens, features = (np.zeros((NUM_ROWS, K), np.int32) for _ in range(2))
-    merged, best, agreeing, first = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(4))
-    estimates, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(2))
+    merged, best = (np.zeros(MAX_CANDIDATES, np.int32) for _ in range(2))
+    scores, weights, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(3))
     slots, bases = (np.zeros(NUM_ROWS, np.int64) for _ in range(2))
     bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
-    collected = (tokens, features, tokens.reshape(-1))
-    merged_arrays = (merged, best, agreeing, first, estimates, probabilities)
-    return Candidates(*collected, *merged_arrays, slots, bases, np.zeros(K, np.int32), bins)
+    merged_arrays = (merged, best, scores, weights, probabilities, np.zeros(NUM_PLACES, np.int8))
+    return Candidates(tokens, features, *merged_arrays, slots, bases, np.zeros(K, np.int32), bins)
 
 
 def make_nodes(num_nodes: int) -> Nodes:

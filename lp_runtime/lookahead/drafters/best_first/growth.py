@@ -11,7 +11,14 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.corpus import extend_match
-from lp_runtime.lookahead.drafters.best_first.estimates import ONE_BITS, Rates, calibrate, merge, share_out
+from lp_runtime.lookahead.drafters.best_first.estimates import (
+    ONE_BITS,
+    Rates,
+    compete,
+    merge,
+    missing_copies,
+    score_features,
+)
 from lp_runtime.lookahead.drafters.best_first.features import (
     FIRST_CORPUS,
     MAX_CANDIDATES,
@@ -120,7 +127,7 @@ def grow(
     Returns (T, digest): the number of nodes, and a 64-bit digest of tokens and parents.
 
     Args:
-        rates: the estimates; they are recalibrated.
+        rates: the estimates; their scores are recomputed.
         nodes: the tree. The tokens up to the root are the pending ones; everything else is written.
         frontier, candidates: scratch.
         position: absolute position of the token after the root.
@@ -135,15 +142,15 @@ def grow(
     # Candidates below the floor, the smallest path probability of a bin, need not be pushed: enough larger ones to
     # complete the tree have been pushed already.
     floor_size, floor, num_counted = 0, np.int64(1), 0
-    best = calibrate(rates, features_in_use(drafts))
+    score_features(rates, missing_copies(rates), features_in_use(drafts))
     node = root
     plant_root(drafts, nodes, root)
     while num_missing > 0:
         parent_probability = nodes.path_probabilities[node] >> ONE_BITS
-        if nodes.depths[node] < max_depth and parent_probability * best >= floor:
+        if nodes.depths[node] < max_depth and parent_probability << ONE_BITS >= floor:
             num_rows = collect(drafts, noise, position + nodes.depths[node], nodes, root, node, candidates)
-            num = merge(rates, candidates, num_rows, (floor + parent_probability - 1) // parent_probability)
-            share_out(rates, candidates, num, node == root)
+            num = merge(rates, candidates, num_rows)
+            compete(rates, candidates, num, node == root, (floor + parent_probability - 1) // parent_probability)
             for i in range(num):
                 probability = parent_probability * candidates.probabilities[i]
                 is_wanted = probability >= floor and num_pushed < len(frontier.heap)

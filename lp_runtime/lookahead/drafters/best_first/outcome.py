@@ -9,13 +9,14 @@ import numpy as np
 
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.estimates import (
+    ONE,
     Rates,
+    compete,
     count_copies,
     count_features,
-    count_levels,
-    count_shares,
     estimate,
     merge,
+    score_features,
 )
 from lp_runtime.lookahead.drafters.best_first.features import Candidates, Nodes
 from lp_runtime.lookahead.drafters.best_first.tables import (
@@ -148,13 +149,13 @@ def advance(
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
+    score_features(rates, ONE)
     for i in range(len(committed)):
         num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
         count_features(rates, candidates, num_rows, committed[i])
-        num_merged = merge(rates, candidates, num_rows, 0)
+        num_merged = merge(rates, candidates, num_rows)
+        compete(rates, candidates, num_merged, path[i] == root, 0)
         count_copies(rates, candidates, num_merged, committed[i])
-        count_levels(rates, candidates, num_merged, committed[i])
-        count_shares(rates, candidates, num_merged, path[i] == root, committed[i])
         estimate(rates, candidates, num_rows)
     store_results(drafts, position, nodes, root, successors, entries, stamp)
     for node in path:
