@@ -1,9 +1,9 @@
 """Corrections of path probabilities, learned from which nodes were accepted.
 
 A drafter's path probability estimates how likely a node is on the accepted path: that part of a token is expected.
-The estimates of one context are right on average, those of long paths are not: with a real model, the nodes of trees of
-24 tokens were accepted 0.64 to 0.85 times as often, with text that repeats itself 1.0 to 1.45 times. So path
-probabilities are corrected by level, with counts that are carried across requests.
+Those of one token are right on average, those of long paths are not: in trees of 24 tokens, nodes of a real model were
+accepted 0.64 to 0.85 times as often, nodes of a model that repeats itself 1.0 to 1.45 times. So path probabilities are
+corrected by level, with counts that are carried across requests.
 
 All arithmetic is on integers, so equal inputs give equal corrections on every replica.
 
@@ -21,8 +21,10 @@ from lp_runtime.utils.jit import compiled, inlined
 
 EXPECTED_BITS = 22  # fixed point of expected tokens: 512 tokens fit into 31 bits
 CORRECTION_BITS = 10  # fixed point of corrections
-NUM_LEVELS = 10  # one for each halving of the path probability, the last one for all below
-INITIAL_TOKENS = 4  # expected and accepted tokens that each level starts with
+# Assumed accepted tokens per expected token, by level: one level for each halving of the path probability, the last one
+# for all below. Those of unlikely nodes are high so that they are tried: sizes are better than with 1 for all levels.
+STARTING_CORRECTIONS = (0.9, 0.95, 1.2, 1.4, 1.6, 2.0, 2.0, 2.5, 3.0, 3.0)
+INITIAL_TOKENS = 4  # expected tokens per level that the starting corrections count for
 MEMORY_TOKENS = 64  # a level's counts are halved when its expected tokens exceed this
 MAX_DISCOUNT = 4  # path probabilities are divided by at most this: else no tree would ever be tried again
 RECOVERY_FITS = 16  # each tree that does not pay forgives 1/16 of the shortfall of accepted tokens
@@ -37,7 +39,9 @@ class AcceptanceCalibration:
     """
 
     def __init__(self) -> None:
-        self.expected, self.accepted = np.full((2, NUM_LEVELS), INITIAL_TOKENS << EXPECTED_BITS, np.int64)
+        one = 1 << EXPECTED_BITS
+        self.expected = np.full(len(STARTING_CORRECTIONS), INITIAL_TOKENS * one, np.int64)
+        self.accepted = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
         """Return corrected path probabilities, int64 [T] of EXPECTED_BITS, from [T] of PATH_PROBABILITY_BITS."""

