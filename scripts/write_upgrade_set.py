@@ -36,7 +36,7 @@ def write_set(folder: Path) -> None:
     settings.write_text(json.dumps(json.loads(settings.read_text()) | {"model": "DEMO_MODEL"}, indent=1) + "\n")
     with tempfile.TemporaryDirectory() as cache:
         main([f"cache_dir={cache}", f"lookahead.draft_tables={store}", *STORE])
-        main([f"cache_dir={cache}", "prompt=def f(", "device=cpu"])  # a fixed number of tokens needs no measured steps
+        main([f"cache_dir={cache}", "prompt=def f(", "device=cpu"])  # measures steps; a fixed number of tokens does not
         for name in ("steps", "vocabulary"):
             (path,) = Path(cache).glob(f"{name}-*.npz")
             shutil.copy(path, folder / f"{name}.npz")  # its name contains the versions of torch and transformers

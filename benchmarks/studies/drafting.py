@@ -7,6 +7,7 @@ from common import Value
 from peers import SamDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.lookahead.drafters.best_first import starting_rates as starting
 from lp_runtime.model.capacity import STEP_TOKENS
 from studies.drafting_bench import GREEDY
 from studies.drafting_peers import SAM, peers, peers_kept, peers_sampled
@@ -159,7 +160,7 @@ def sources(study: Study) -> None:
 
 
 def starting_rates(study: Study) -> None:
-    """Promised and accepted tokens by level of the estimate; fits what estimates start from.
+    """Promised and accepted tokens by level of the estimate, as the run began; fits what estimates start from.
 
     OUTPUT gets starting rates and constants, fitted on this model and those of --also, and this model's contexts.
     """
@@ -171,7 +172,7 @@ def starting_rates(study: Study) -> None:
             study.bench.decode_all(full(64), sampling=way)
         own[name] = watcher.contexts()
         fitted[name] = fit([own[name], *(load_contexts(path)[name] for path in study.also)])
-        for lowest, promised, accepted in promised_and_accepted(own[name], fitted[name]):
+        for lowest, promised, accepted in promised_and_accepted(own[name], getattr(starting, name)):
             study.add_row({"decoding": name, "from": lowest, "promised": promised, "accepted": accepted})
     study.bench.watch = None
     study.write("starting_rates.py", source_of(fitted, "the prompts and the model of the command, and those of --also"))

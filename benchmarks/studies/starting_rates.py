@@ -4,7 +4,7 @@ They are in lp_runtime/lookahead/drafters/best_first/starting_rates.py. A featur
 candidates with it that came, over all counts of requests. Features that were hardly ever seen keep the rates assumed
 here. Slopes, weights and biases maximize the likelihood of the tokens that came, among the candidates of their
 contexts. Each model has equal weight. The rates of a context depend on the starting rates, so the study is run again
-with its own result until that does not change.
+with its own result, for every model, until that does not change.
 
 Letters: F features, P parts of sources, n contexts, C largest number of candidates of a context, m pairs of a candidate
 and a feature that names it.
@@ -24,7 +24,7 @@ from lp_runtime.lookahead.drafter import Drafter, VerificationResult
 from lp_runtime.lookahead.drafters.best_first import starting_rates, tables
 from lp_runtime.lookahead.drafters.best_first.candidates import collect
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
-from lp_runtime.lookahead.drafters.best_first.estimates import ONE, RATES
+from lp_runtime.lookahead.drafters.best_first.estimates import NUM_RATES, ONE
 from lp_runtime.lookahead.drafters.best_first.features import (
     FIRST_CORPUS,
     LAYOUT,
@@ -128,7 +128,7 @@ class Watcher:
 
 @compiled
 def collect_after(drafts, noise, nodes, position, root, node, candidates):  # type: ignore[no-untyped-def]
-    """Compile `collect`, whose arguments are the same in another order."""
+    """Call `collect` from Python, with the arrays of a drafter first."""
     return collect(drafts, noise, position, nodes, root, node, candidates)
 
 
@@ -182,7 +182,7 @@ class EstimateModel(torch.nn.Module):
         """Return [n, C + 1] log-probabilities; the last column is that of all other tokens."""
         context, candidate, feature, rate = torch.from_numpy(contexts.named).T
         part = torch.from_numpy(SHARED_PART[PART_OF])[feature]
-        share = (rate / ONE).clamp(1 / RATES, 1 - 1 / RATES)
+        share = (rate / ONE).clamp(1 / NUM_RATES, 1 - 1 / NUM_RATES)
         num_candidates = int(candidate.max()) + 1
         cell = context * (num_candidates + 1) + candidate
         num_cells = len(contexts.came) * (num_candidates + 1)

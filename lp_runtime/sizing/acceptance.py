@@ -2,8 +2,8 @@
 
 A drafter's path probability estimates how likely a node is on the accepted path: that part of a token is expected.
 Those of one token are right on average, those of long paths are not: in trees of 24 tokens, nodes of a real model were
-accepted 0.64 to 0.85 times as often, nodes of a model that repeats itself 1.0 to 1.45 times. So path probabilities are
-corrected by level, with counts that are carried across requests.
+accepted 0.64 to 0.85 times as often as estimated, nodes of a model that repeats itself 1.0 to 1.45 times. So path
+probabilities are corrected by level, with counts that are carried across requests.
 
 All arithmetic is on integers, so equal inputs give equal corrections on every replica.
 

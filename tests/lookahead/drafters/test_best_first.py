@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lp_runtime.lookahead.drafter import Drafter, NoiseKey, VerificationResult
-from lp_runtime.lookahead.drafters.best_first import estimates, features, tables
+from lp_runtime.lookahead.drafters.best_first import estimates, features, guided, tables
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
@@ -19,6 +20,7 @@ from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
+from lp_runtime.utils.jit import compiled
 
 VOCABULARY = 11
 CERTAIN = 1 << PATH_PROBABILITY_BITS
@@ -161,18 +163,34 @@ def test_nodes_are_sorted_by_path_probability():
         assert (tree.path_probabilities[tree.root + 1 :] < tree.path_probabilities[parents]).all()
 
 
-def test_smaller_tree_is_prefix_of_larger_tree():
+def test_sorting_a_constrained_tree_moves_all_that_belongs_to_a_node():
+    nodes, size = features.make_nodes(20), 20
+    nodes.tokens[:] = nodes.sources[:] = nodes.hashes[:, 0] = nodes.matches[:, 0] = np.arange(size)
+    nodes.parents[:] = np.arange(size) - 1
+    nodes.parents[1:] //= 2
+    nodes.path_probabilities[:] = 1000 - np.random.default_rng(0).permutation(size) - 100 * nodes.parents
+    guided.sort(nodes, 0, size)
+    assert (np.diff(nodes.path_probabilities) <= 0).all() and (np.diff(nodes.tokens) < 0).any()
+    for moved in (nodes.sources, nodes.hashes[:, 0], nodes.matches[:, 0]):
+        assert (moved == nodes.tokens).all()
+    assert (nodes.tokens[nodes.parents[1:]] == (nodes.tokens[1:] - 1) // 2).all()
+
+
+@pytest.mark.parametrize("noise", [None, NoiseKey(3, 0)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("seed", [4, 5, 6])
+def test_smaller_tree_is_prefix_of_larger_tree(seed, noise):
     """In the same state, the nodes of a smaller budget are the first nodes of a larger one."""
     draft_tables = DraftTables(SMALL)
-    state, _ = decode([1, 2, 3], best_first(24, draft_tables), 4, 60)
+    state, _ = decode([1, 2, 3], best_first(24, draft_tables, noise=noise), seed, 60)
     trees = []
     for max_nodes in (8, 24, 60):
-        drafter = best_first(max_nodes, draft_tables)
+        drafter = best_first(max_nodes, draft_tables, noise=noise)
         trees.append(drafter.propose(state.tokens, len(state.tokens) - 2, max_depth=20))
     assert [len(tree) for tree in trees] == [8, 24, 60]
     for small, large in zip(trees, trees[1:], strict=False):
         assert small.tokens == large.tokens[: len(small)]
         assert small.parents == large.parents[: len(small)]
+        assert (small.path_probabilities == large.path_probabilities[: len(small)]).all()
 
 
 def test_more_nodes_take_fewer_steps():
@@ -358,27 +376,36 @@ def test_candidates_of_same_token_are_merged(seed, num_rows, num_tokens):
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
-@given(st.integers(0, 2**32 - 1), st.integers(1, features.NUM_ROWS), st.booleans())
-def test_probabilities_of_one_context_are_those_of_a_conditional_logit(seed, num_rows, is_root):
+@given(st.integers(0, 2**32 - 1), st.integers(1, features.NUM_ROWS), st.booleans(), st.integers(0, 2000))
+def test_probabilities_of_one_context_are_those_of_a_conditional_logit(seed, num_rows, is_root, floor):
     rates, candidates = random_candidates(seed, num_rows, 14)
     num = estimates.merge(rates, candidates, num_rows)
     estimates.compete(rates, candidates, num, is_root, 0)
-    probabilities = candidates.probabilities[:num]
+    probabilities = candidates.probabilities[:num].copy()
     log_odds = rates.bias[int(is_root)] + candidates.scores[:num] + candidates.weights[:num]
     odds = np.exp2(np.minimum(log_odds, estimates.MAX_LOG_ODDS) / estimates.OCTAVE)
     assert probabilities / estimates.ONE == pytest.approx(odds / (1 + odds.sum()), abs=2e-4)
     assert probabilities.sum() <= estimates.ONE
+    estimates.compete(rates, candidates, num, is_root, floor)
+    assert (candidates.probabilities[:num] == np.where(probabilities >= floor, probabilities, 0)).all()
 
 
-@pytest.mark.parametrize("log_odds", [-(10**6), -1, 0, 1, 10**6])
-def test_extreme_log_odds_are_probabilities(log_odds):
+@compiled
+def compete_compiled(rates, candidates, num, is_root, floor):
+    """Compiled code differs from Python's where integers overflow, or are shifted by too much."""
+    estimates.compete(rates, candidates, num, is_root, floor)
+
+
+@pytest.mark.parametrize(("octaves", "total"), [(-4000, 0), (-70, 0), (30, estimates.ONE), (4000, estimates.ONE)])
+def test_extreme_log_odds_are_probabilities(octaves, total):
     rates, candidates = DraftTables(SMALL).rates, features.make_candidates()
-    rates.bias[:], candidates.scores[:], candidates.weights[:] = 0, log_odds, 0
-    estimates.compete(rates, candidates, features.MAX_CANDIDATES, False, 0)
-    assert (candidates.probabilities >= 0).all() and candidates.probabilities.sum() <= estimates.ONE
+    rates.bias[:], candidates.scores[:], candidates.weights[:] = 0, octaves * estimates.OCTAVE, 0
+    compete_compiled(rates, candidates, features.MAX_CANDIDATES, False, 0)
+    assert (candidates.probabilities >= 0).all()
+    assert candidates.probabilities.sum() == pytest.approx(total, abs=features.MAX_CANDIDATES)
 
 
-def test_token_of_two_sources_is_likelier_than_either_says():
+def test_sources_that_agree_add_up():
     def probability(*named: int) -> int:
         candidates.tokens[:] = -1
         candidates.tokens[: len(named), 0], candidates.features[: len(named), 0] = 5, named
@@ -389,6 +416,12 @@ def test_token_of_two_sources_is_likelier_than_either_says():
     estimates.score_features(rates, estimates.ONE)
     text, top_k = 2 * features.NUM_NOISE_BINS, features.FIRST_TOP_K + features.NUM_BINS - 1
     assert probability(text, top_k) > max(probability(text), probability(top_k)) > 0
+
+
+@pytest.mark.parametrize("starting", [GREEDY, SAMPLED])
+def test_each_part_of_a_source_has_constants(starting):
+    num_parts = features.PARTS.index("corpus")
+    assert len(starting.slopes) == len(starting.weights) == num_parts == features.NUM_PARTS - 1
 
 
 def test_recent_copies_without_a_miss_make_copies_likelier():

@@ -6,9 +6,8 @@ that no source names are
 
     bias + max over the features that name it (slope * log-odds of the rate) + sum over these features (weight)
 
-so that a token which several sources name is likelier than any of them says alone. As only one token comes, the
-candidates of a context compete: their odds are divided by the sum of all odds. Slopes, weights and biases are
-constants, by source (starting_rates.py).
+so that sources which agree add up. As only one token comes, the candidates of a context compete: their odds are divided
+by the sum of all odds. Slopes, weights and biases are constants, by source (starting_rates.py).
 
 A text that repeats itself does so for many tokens in a row, so the misses of recent copies correct the rates of all
 copies at once (`count_copies`).
@@ -45,11 +44,11 @@ OCTAVE = 1 << OCTAVE_BITS  # of log-odds: twice the odds
 MAX_LOG_ODDS = 16 * OCTAVE  # larger ones count as this
 ODDS_BITS = 20  # fixed point of odds
 SLOPE_BITS = 8  # fixed point of slopes
-RATE_BITS = 4  # low bits of a rate that its log-odds do not depend on
-RATES = ONE >> RATE_BITS
-# [RATES + 1] int64 log-odds of a rate by its high bits; those of 0 and ONE are the ones next to them.
+DROPPED_BITS = 4  # low bits of a rate that its log-odds do not depend on
+NUM_RATES = ONE >> DROPPED_BITS
+# [NUM_RATES + 1] int64 log-odds of a rate by its high bits; those of 0 and ONE are the ones next to them.
 LOG_ODDS = np.array(
-    [round(OCTAVE * math.log2(each / (RATES - each))) for each in np.clip(np.arange(RATES + 1), 1, RATES - 1).tolist()],
+    [round(OCTAVE * math.log2(n / (NUM_RATES - n))) for n in np.arange(NUM_RATES + 1).clip(1, NUM_RATES - 1).tolist()],
     np.int64,
 )
 # [OCTAVE] int64 odds, fixed point of ODDS_BITS, by their log-odds between 0 and OCTAVE.
@@ -83,7 +82,7 @@ class Rates(NamedTuple):
 
 
 def make_rates() -> Rates:
-    """Return rates without counts, starting rates and constants."""
+    """Return rates of zeros; `DraftTables.start` sets starting rates and constants."""
     tried, accepted, rate, prior, slope, weight, score = (np.zeros(NUM_FEATURES, np.int64) for _ in range(7))
     bias, copies = np.zeros(2, np.int64), np.zeros(2, np.int64)
     return Rates(tried, accepted, rate, prior, slope, weight, bias, score, copies)
@@ -99,7 +98,7 @@ def score_features(rates: Rates, missing: Int, num_features: Int = NUM_FEATURES)
         rate = np.int64(rates.rate[feature])
         if is_copy(feature):
             rate = np.int64(ONE) - ((ONE - rate) * missing >> ONE_BITS)
-        rates.score[feature] = rates.slope[feature] * LOG_ODDS[rate >> RATE_BITS] >> SLOPE_BITS
+        rates.score[feature] = rates.slope[feature] * LOG_ODDS[rate >> DROPPED_BITS] >> SLOPE_BITS
 
 
 @inlined
@@ -122,9 +121,9 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int) -> Int:
     Writes `merged`, `best`, `scores` and `weights`.
     """
     merged, best, scores, weights = candidates.merged, candidates.best, candidates.scores, candidates.weights
-    places = candidates.places
-    last = len(places) - 1  # mask: the length is a power of two
-    places[:] = -1
+    buckets = candidates.buckets
+    last = len(buckets) - 1  # mask: the length is a power of two
+    buckets[:] = -1
     num = 0
     for row in range(num_rows):
         for rank in range(K):
@@ -132,13 +131,13 @@ def merge(rates: Rates, candidates: Candidates, num_rows: Int) -> Int:
             if token < 0:
                 continue
             feature = np.int64(candidates.features[row, rank])
-            place = token & last
-            while places[place] >= 0 and merged[places[place]] != token:
-                place = (place + 1) & last
-            index = np.int64(places[place])
+            bucket = token & last
+            while buckets[bucket] >= 0 and merged[buckets[bucket]] != token:
+                bucket = (bucket + 1) & last
+            index = np.int64(buckets[bucket])
             if index < 0:
                 index = np.int64(num)
-                places[place] = index
+                buckets[bucket] = index
                 merged[num], best[num], scores[num], weights[num] = token, feature, rates.score[feature], 0
                 num += 1
             elif rates.score[feature] > scores[index]:
@@ -157,11 +156,11 @@ def odds_of(log_odds: Int) -> Int:
 
 @inlined
 def compete(rates: Rates, candidates: Candidates, num: Int, is_root: bool, floor: Int) -> None:
-    """Write the `probabilities` of a context's `num` merged candidates; 0 for those below `floor`.
+    """Write the `probabilities` of a context's `num` merged candidates; 0 for those below `floor`, of ONE.
 
     `is_root` is whether the context ends at the root.
     """
-    odds, bias = candidates.probabilities, rates.bias[1 if is_root else 0]
+    odds, bias = candidates.probabilities, rates.bias[1 if is_root else 0]  # probabilities replace odds in place
     total = np.int64(1) << ODDS_BITS
     for i in range(num):
         odds[i] = odds_of(bias + candidates.scores[i] + candidates.weights[i])
@@ -187,7 +186,7 @@ def count_features(rates: Rates, candidates: Candidates, num_rows: Int, token: I
 def count_copies(rates: Rates, candidates: Candidates, num: Int, token: Int) -> None:
     """Count whether a long match's token among `num` candidates was the one that came, `token`.
 
-    Their probabilities must have been computed from scores without missing copies.
+    Their probabilities must be of scores that no misses of copies have corrected.
     """
     for i in range(num):
         if is_copy(candidates.best[i]):

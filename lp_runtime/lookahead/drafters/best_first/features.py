@@ -49,9 +49,9 @@ LAYOUT = (
     Source("text", NUM_TEXT_FEATURES, 1),
     *(Source(f"top-k {order + 1}", FEATURES_PER_ORDER, 1) for order in range(NUM_ORDERS)),
     Source("vocabulary", FEATURES_PER_ORDER, 1),
-    Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0, NUM_ORDERS),  # an entry is of it or of "top-k", in one row
+    Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0, NUM_ORDERS),  # in the rows of "top-k": entries of the prefill
     Source("same position", 2 * K, 2, 2),  # by rank: after any token, then after the same token
-    Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK, MAX_BACK),  # to the last token, the one before it
+    Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK, MAX_BACK),  # to the last token, the one before
     Source("corpus", NUM_LENGTHS * NUM_CORPUS_SHARES * NUM_NOISE_BINS, 1),  # by length, share and noise; last
     Source("forced", 0, 0, 0),  # tokens that a constraint forces
 )
@@ -83,7 +83,8 @@ FIRST_CORPUS = _first_of("corpus")
 
 MAX_VALUE = 1 << 20  # above any log-probability plus noise, in sixteenths of a nat
 MAX_CANDIDATES = NUM_ROWS * K
-NUM_PLACES = 256  # of the hash table of merged candidates, a power of two above MAX_CANDIDATES
+NUM_BUCKETS = 256  # of the hash table of merged candidates, a power of two
+assert min(NUM_BUCKETS, 128) > MAX_CANDIDATES  # buckets hold int8
 
 
 class Nodes(NamedTuple):
@@ -119,7 +120,7 @@ class Candidates(NamedTuple):
         scores: [C] int64 that score.
         weights: [C] int64 sum of the weights of all features that name each merged candidate.
         probabilities: [C] int64 probability of each merged candidate in competition with the others, fixed point.
-        places: [NUM_PLACES] int8 scratch: hash table of indices into `merged`, -1 for none.
+        buckets: [NUM_BUCKETS] int8 scratch: hash table of indices into `merged`, -1 for none.
         slots: [NUM_ROWS] int64 row of the top-k table, or of the vocabulary prior, to collect; -1 if collected already.
         bases: [NUM_ROWS] int64 lowest feature of each such row's candidates.
         values: [K] int32 scratch.
@@ -133,7 +134,7 @@ class Candidates(NamedTuple):
     scores: np.ndarray
     weights: np.ndarray
     probabilities: np.ndarray
-    places: np.ndarray
+    buckets: np.ndarray
     slots: np.ndarray
     bases: np.ndarray
     values: np.ndarray
@@ -146,7 +147,7 @@ def make_candidates() -> Candidates:
     scores, weights, probabilities = (np.zeros(MAX_CANDIDATES, np.int64) for _ in range(3))
     slots, bases = (np.zeros(NUM_ROWS, np.int64) for _ in range(2))
     bins = np.array([margin_bin(margin) for margin in range(MAX_MARGIN + 1)], np.uint8)
-    merged_arrays = (merged, best, scores, weights, probabilities, np.zeros(NUM_PLACES, np.int8))
+    merged_arrays = (merged, best, scores, weights, probabilities, np.zeros(NUM_BUCKETS, np.int8))
     return Candidates(tokens, features, *merged_arrays, slots, bases, np.zeros(K, np.int32), bins)
 
 

@@ -132,4 +132,5 @@ def sort(nodes: Nodes, root: int, size: int) -> None:
     nodes.rows[:, root:size] = nodes.rows[:, root:size][:, order]
     nodes.sources[root:size] = nodes.sources[root:size][order]
     nodes.hashes[root:size] = nodes.hashes[root:size][order]
+    nodes.matches[root:size] = nodes.matches[root:size][order]
     nodes.parents[root + 1 : size] = places[nodes.parents[root + 1 : size] - root] + root

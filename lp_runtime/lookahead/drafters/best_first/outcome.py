@@ -19,6 +19,7 @@ from lp_runtime.lookahead.drafters.best_first.estimates import (
     score_features,
 )
 from lp_runtime.lookahead.drafters.best_first.features import Candidates, Nodes
+from lp_runtime.lookahead.drafters.best_first.growth import features_in_use
 from lp_runtime.lookahead.drafters.best_first.tables import (
     EMPTY_HASH,
     NUM_ORDERS,
@@ -149,7 +150,7 @@ def advance(
     """
     root = path[0]
     count(nodes, root, root + len(entries), path, counts[0], counts[1])
-    score_features(rates, ONE)
+    score_features(rates, ONE, features_in_use(drafts))  # as of the step's start, like the tree's
     for i in range(len(committed)):
         num_rows = collect(drafts, noise, position + i, nodes, root, path[i], candidates)
         count_features(rates, candidates, num_rows, committed[i])

@@ -3,7 +3,7 @@
 They were fitted on texts of several models (benchmarks/studies/starting_rates.py). A request is over before it has
 counted much, so estimates that start right are worth more than estimates that learn fast.
 
-Letters: F features, P parts of sources (features.py).
+Letters: P parts of sources, F' features without those of a corpus (features.py).
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ UNIT = 10_000  # 1.0 of the numbers here
 class StartingRates(NamedTuple):
     """Assumed acceptance rates, and constants of the model that makes estimates of rates (estimates.py).
 
+    Those of a corpus, whose features and part are the last ones, are the same for all and follow below.
+
     Attributes:
-        rates: [F] how often a candidate with each feature comes, in units of 1 / UNIT.
-        slopes: [P] factors of the rates' log-odds, by part of a source.
-        weights: [P] log-odds that a feature adds to those of the tokens it names, in nats, by part of a source.
+        rates: [F'] how often a candidate with each feature comes, in units of 1 / UNIT.
+        slopes: [P - 1] factors of the rates' log-odds, by part of a source.
+        weights: [P - 1] log-odds that a feature adds to those of the tokens it names, in nats, by part of a source.
         bias: log-odds of all tokens below the root, and at the root, in nats.
     """
 
