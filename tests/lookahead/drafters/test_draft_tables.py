@@ -105,6 +105,14 @@ def test_invalid_saved_draft_tables_are_refused(spoil, message):
         DraftTables.load(spoil(DraftTables(SIZE).dump(VOCABULARY)), SIZE, VOCABULARY)
 
 
+@pytest.mark.parametrize(("tried", "accepted"), [(1, 2), (-1, -1)])
+def test_saved_draft_tables_with_impossible_counts_are_refused(tried, accepted):
+    draft_tables = DraftTables(SIZE)
+    draft_tables.rates.tried[0], draft_tables.rates.accepted[0] = tried, accepted
+    with pytest.raises(ValueError, match="it is damaged"):
+        DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
+
+
 def test_draft_tables_of_another_size_are_refused():
     with pytest.raises(ValueError, match="draft_tables_bytes=65536"):
         DraftTables.load(DraftTables(SIZE).dump(VOCABULARY), 2 * SIZE, VOCABULARY)

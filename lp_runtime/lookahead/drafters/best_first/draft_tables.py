@@ -243,7 +243,9 @@ class DraftTables:
             target[:] = value
         tokens = self.top_k.entries[:, :K]
         has_known_tokens = max(tokens.max(), self.text.buffer.max()) < vocabulary_size and self.text.buffer.min() >= 0
-        if not (has_known_tokens and 0 < self._temperature[0] < math.inf):
+        counts = np.array([self.rates.accepted, self.rates.tried - self.rates.accepted])
+        has_possible_counts = counts.min() >= 0 and self.rates.copies.min() >= 0
+        if not (has_known_tokens and has_possible_counts and 0 < self._temperature[0] < math.inf):
             raise ValueError("it is damaged")
         self._stamp = int(arrays["stamp"])
         self.estimate()
