@@ -15,7 +15,7 @@ S = new tokens / steps over all prompts, the prefill's step included. Decoding c
 
 The model is queried once per node for all drafters (studies/recorded_model.py). --record saves its answers to files, so
 that a study that was cut off, or is repeated with another drafter, feeds new nodes only. The vocabulary prior is saved
-there, too. A GPU knows all of it after its first start, a CPU after many: --prior-seconds asks for all of it now.
+there, too. It takes several starts to know all of it, on a CPU many: --prior-seconds asks for all of it now.
 
 With several replicas, a step is computed as one forward pass of the whole tree. The tree, the partition and therefore
 the number of steps are those of that many replicas. Only the study `host` measures time. Results go to OUTPUT/STUDY.md

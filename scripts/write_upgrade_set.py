@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 
 import lp_runtime
+from lp_runtime.calibration import vocabulary_prior
 from lp_runtime.entrypoints.cli import main
 
 DATA = Path(__file__).resolve().parents[1] / "tests" / "data"
@@ -27,6 +28,7 @@ STORE = ("prompt=def f(", "max_new_tokens=32", "device=cpu", *TABLES)
 def write_set(folder: Path) -> None:
     """Write a prompts file, an unfinished output with its settings, a draft store and measurements."""
     folder.mkdir(parents=True, exist_ok=True)
+    vocabulary_prior.ASKING_SECONDS = 0.0  # a small file: one slice a start
     prompts, output, store = folder / "prompts.jsonl", folder / "out.jsonl", folder / "drafts.npz"
     for path in (output, store):
         path.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import numpy as np
 from peers import NUM_SHOWN
 
 from lp_runtime.kernels.types import NO_TOKEN
+from lp_runtime.lookahead.top_k import ENTRY, PRIOR_ROWS
 from studies.drafting_bench import Bench
 
 
@@ -37,7 +38,7 @@ def save_texts(path: Path, bench: Bench) -> None:
         }
         is_asked[np.concatenate([prompt, nodes[1:, 1]])] = True
     tokens = np.flatnonzero(is_asked)
-    arrays |= {"vocabulary_size": np.array(len(vocabulary)), "prior_tokens": tokens.astype(np.int32)}
+    arrays |= {"vocabulary_size": np.array(bench.model.vocabulary_size), "prior_tokens": tokens.astype(np.int32)}
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays["prior_entries"] = vocabulary[tokens]
+    arrays["prior_entries"] = vocabulary.reshape(-1, PRIOR_ROWS, ENTRY)[tokens]
     np.savez_compressed(path, **arrays)

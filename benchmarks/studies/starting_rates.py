@@ -43,12 +43,12 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import compiled
 
 # Rates of an entry's first token by its margin, from wide to narrow; of the other tokens by their margin, from none to
-# wide, and by rank; times a factor by order. The vocabulary comes after the orders, then the orders of the prompt.
+# wide, and by rank; times a factor by order. The vocabulary and its pairs come after the orders, then the prompt's.
 BY_MARGIN_FIRST = (0.9, 0.85, 0.75, 0.6, 0.45, 0.35, 0.3, 0.3, 0.3)
 BY_MARGIN = (0.4, 0.38, 0.35, 0.3, 0.2, 0.12, 0.06, 0.02, 0.01)
 BY_RANK = (1.0, 1.0, 0.7, 0.4)
 BY_ORDER = (0.55, 0.7, 0.8, 0.85)
-OF_VOCABULARY = 0.2
+OF_VOCABULARY, OF_PAIRS = 0.2, 0.3
 OF_FORKS = (0.2, 0.45, 0.85, 0.07, 0.35, 0.65)  # latest and earlier token: a shorter, an equal and a longer match
 OF_ALTERNATIVES = (0.1, 0.06)  # one and two positions back
 MIN_RATE = 0.003
@@ -149,7 +149,7 @@ def assumed_rates() -> np.ndarray:
     """Return [F] assumed rates of features that were never seen."""
     by_margin = np.multiply.outer(BY_RANK, BY_MARGIN)
     by_margin[0] = BY_MARGIN_FIRST
-    top_k = np.maximum(np.multiply.outer((*BY_ORDER, OF_VOCABULARY, *BY_ORDER), by_margin), MIN_RATE)
+    top_k = np.maximum(np.multiply.outer((*BY_ORDER, OF_VOCABULARY, OF_PAIRS, *BY_ORDER), by_margin), MIN_RATE)
     lengths = [*np.minimum(0.4 + 0.1 * np.arange(NUM_LENGTHS), 0.9), *(0.1 + 0.03 * np.arange(tables.MAX_GRAM))]
     forks = np.ravel([[each] * 3 for each in OF_FORKS])
     same_position = np.concatenate([0.15 / (1 + np.arange(K)), 0.4 / (1 + np.arange(K))])

@@ -32,7 +32,7 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
-FORMAT_VERSION = 7  # of cached files; increment it when their layout or the work of a pass changes
+FORMAT_VERSION = 8  # of cached files; increment it when their layout or the work of a pass changes
 
 
 @dataclass
@@ -95,9 +95,10 @@ class Calibration:
         return max(int(steps.harvest_ns) for steps in self._all_steps())
 
     def vocabulary(self) -> np.ndarray:
-        """Return the vocabulary prior, [V, ENTRY] entries of the draft tables; equal on all replicas.
+        """Return the vocabulary prior, [n, ENTRY] entries of the draft tables; equal on all replicas.
 
-        The first call queries the model for a few seconds. Rows of tokens that it does not reach are empty.
+        Each token has PRIOR_ROWS of them. The first call queries the model for a few seconds. Rows that it does not
+        reach are empty, and those of tokens after the last known one are missing.
         """
         if self._vocabulary is None:
             known, name = self._known, f"vocabulary-{self._fingerprint()}.npz"

@@ -48,8 +48,8 @@ class LookaheadConfig:
     tokens: Optional[int] = None  # noqa: UP045
     """Drafter full: tokens that each replica feeds in every step, >= 1, in place of automatic sizes or W, N and G."""
     prior: str = "vocabulary"
-    """Drafter full: knowledge before any token is seen: vocabulary (the model's prediction after each token of the
-    vocabulary, which itself follows a common token; computed once and kept on disk) or none."""
+    """Drafter full: knowledge before any token is seen: vocabulary (the model's predictions after each token of the
+    vocabulary and after its likeliest pairs, which follow a common token; computed once and kept on disk) or none."""
     prompt_top_k: bool = False
     """Drafter full: whether the prefill also computes top-k candidates after the prompt's tokens; if step sizes are
     chosen automatically, only for as many of the last tokens as is worth the time."""
@@ -134,7 +134,7 @@ class LookaheadConfig:
 
     @property
     def has_vocabulary_prior(self) -> bool:
-        """Whether the drafter uses the model's predictions after each token of the vocabulary."""
+        """Whether the drafter uses the model's predictions after each token of the vocabulary, and after pairs."""
         return self.drafter == "full" and self.prior == "vocabulary"
 
     @property

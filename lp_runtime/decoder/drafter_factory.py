@@ -27,7 +27,7 @@ def make_drafter(
     """Return the drafter that a request asks for.
 
     `noise_key` is None for greedy decoding. `max_nodes` is the largest tree that all replicas together can feed. The
-    tables, the vocabulary prior, [V, ENTRY], the corpus and the tree's depth are for drafter=full only.
+    tables, the vocabulary prior, [n, ENTRY], the corpus and the tree's depth are for drafter=full only.
     """
     W, N, G = settings.window
     if settings.drafter == "full":

@@ -18,6 +18,8 @@ ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
 FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
 ID_BITS, MARGIN_BITS = 24, 8  # of a candidate on the wire
 UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
+# Rows of the vocabulary prior for a token: after the token alone, then after it and each of its K likeliest successors.
+PRIOR_ROWS = 1 + K
 MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
 
 

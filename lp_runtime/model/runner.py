@@ -25,8 +25,8 @@ from lp_runtime.model.forward.passes import (
     BeginFixed,
     EmptyCache,
     EndFixed,
+    FeedBranches,
     FeedChunk,
-    FeedEachAlone,
     FeedShare,
     FeedShares,
     Pass,
@@ -229,13 +229,18 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(self, slot: CacheSlot, tokens: Sequence[int], text: Sequence[int] = ()) -> StepLogits:
-        """Return the logits of n tokens, each appended separately to a text. Overwrites the slot."""
+    def logits_after_each(
+        self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int] = ()
+    ) -> StepLogits:
+        """Return the logits after n branches, each appended separately to a text. Overwrites the slot.
+
+        Branches have equal lengths. The tokens that several begin with are fed once.
+        """
         slot.cache.clear()
         slot.tokens, slot.prompt_length = [], 0
         if text:
             self.feed_prompt(slot, text)
-        return StepLogits(self.feed(FeedEachAlone(tokens), [slot.cache]))
+        return StepLogits(self.feed(FeedBranches.of(branches), [slot.cache]))
 
     # Trees.
 

@@ -18,7 +18,7 @@ from lp_runtime.calibration.step_meter import (
 from lp_runtime.calibration.vocabulary_prior import WIDTH, Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, PRIOR_ROWS, K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import HALF_BITS
@@ -77,22 +77,30 @@ def test_cost_of_longer_texts_is_not_measured_if_steps_are_slow(model, monkeypat
     assert measure_steps(model).prefix_ns.tolist() == [0, 0]
 
 
-def test_vocabulary_entries_match_logits_of_token_after_common_one(model):
-    vocabulary = Calibration(model, Group.alone(), None).vocabulary()
-    assert vocabulary.shape == (model.vocabulary_size, ENTRY)
+@pytest.fixture
+def enough_time(monkeypatch) -> None:
+    """Give each start time for all of the vocabulary prior."""
+    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 60.0)
+
+
+def test_vocabulary_entries_match_logits_of_tokens_after_common_one(model, enough_time):
+    size = model.vocabulary_size
+    vocabulary = Calibration(model, Group.alone(), None).vocabulary().reshape(size, PRIOR_ROWS, ENTRY)
     with torch.inference_mode():
-        size = model.vocabulary_size
         spaced = torch.arange(64) * size // 64
         first = torch.full((64,), size // 2)
         likeliest = model.model(torch.stack([first, spaced], 1)).logits[:, 1].argmax(-1)
         common = likeliest.bincount().argmax().expand(size)
-        logits = model.model(torch.stack([common, torch.arange(size)], 1)).logits[:, 1]
-    top = logits.topk(K)
-    chosen = logits.gather(1, torch.from_numpy(vocabulary[:, :K]).long())
-    assert torch.allclose(chosen, top.values, atol=1e-5)  # the same tokens, up to ties
+        pairs = torch.stack([common, torch.arange(size)], 1)
+        after_token = model.model(pairs).logits[:, 1]
+        successors = torch.from_numpy(vocabulary[:, 0, :K]).reshape(-1, 1).long()
+        after_pair = model.model(torch.cat([pairs.repeat_interleave(K, 0), successors], 1)).logits[:, 2]
+    for logits, rows in ((after_token, vocabulary[:, 0]), (after_pair, vocabulary[:, 1:].reshape(-1, ENTRY))):
+        chosen = logits.gather(1, torch.from_numpy(rows[:, :K]).long())
+        assert torch.allclose(chosen, logits.topk(K).values, atol=1e-5)  # the same tokens, up to ties
 
 
-def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path, monkeypatch):
+def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path, monkeypatch, enough_time):
     first = Calibration(model, Group.alone(), str(tmp_path))
     times, vocabulary = first.times(50), first.vocabulary()
     files = sorted(tmp_path.iterdir())
@@ -110,7 +118,8 @@ def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path
 
 
 def test_unwritable_cache_folder_is_ignored(model):
-    assert len(Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()) == model.vocabulary_size
+    vocabulary = Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()
+    assert len(vocabulary) == PRIOR_ROWS * model.vocabulary_size
 
 
 def test_fingerprint_differs_between_models(model, demo_model_dir):
@@ -122,10 +131,11 @@ def test_fingerprint_differs_between_models(model, demo_model_dir):
 
 def test_vocabulary_entries_without_time_to_compute_are_empty(model, monkeypatch):
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 0.0)
-    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TOKENS", 8)
+    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TEXTS", 8)
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
-    assert (vocabulary[:8, 0] >= 0).all()
-    assert (vocabulary[8:, :K] == -1).all()
+    assert len(vocabulary) == 8 * PRIOR_ROWS
+    rows = vocabulary.reshape(8, PRIOR_ROWS, ENTRY)
+    assert (rows[:, 0, 0] >= 0).all() and (rows[:, 1:, :K] == -1).all()
 
 
 def tune_on_ranks(group: Group, folder: str):
@@ -141,14 +151,14 @@ def tune_on_ranks(group: Group, folder: str):
 def made_up(value: int) -> Answers:
     """Return answers in which all candidates of all tokens are the same token."""
     pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
-    packed = np.full((64, WIDTH), pair, dtype=np.int64)
-    return Answers(packed, np.ones(64, np.bool_))
+    packed = np.full((64, PRIOR_ROWS, WIDTH), pair, dtype=np.int64)
+    return Answers(packed, np.full(64, PRIOR_ROWS))
 
 
-def part_of(answers: Answers, first: int, last: int) -> Answers:
-    """Return answers that are known for some tokens only."""
+def part_of(answers: Answers, first: int, last: int, num_rows: int = PRIOR_ROWS) -> Answers:
+    """Return answers with `num_rows` known rows of some tokens only."""
     places = np.arange(64)
-    return Answers(answers.packed, (places >= first) & (places < last))
+    return Answers(answers.packed, np.where((places >= first) & (places < last), num_rows, 0))
 
 
 # The answers that each of two replicas has before they share them; the keys say which ones both have afterwards.
@@ -158,6 +168,7 @@ KNOWN = {
     "rank 0's, too": (made_up(3), None),
     "rank 1's": (None, made_up(4)),
     "both's": (part_of(made_up(3), 0, 40), part_of(made_up(4), 30, 64)),
+    "rank 1's pairs": (part_of(made_up(3), 0, 64, 1), part_of(made_up(4), 0, 64)),
     "found out": (None, None),
 }
 
@@ -170,10 +181,10 @@ def test_replicas_share_measurements_and_vocabulary_entries(model, tiny_model_di
     results = run_ranks(tune_on_ranks, 2, str(tiny_model_dir))
     alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
-    for _, actual, same, first, first_too, second, both, last in results:
+    for _, actual, same, first, first_too, second, both, with_pairs, last in results:
         assert (actual[:, :K] == alone[:, :K]).mean() > 0.99
         for vocabulary in (same, first, first_too):
             assert (vocabulary == 3).all()
-        assert (second == 4).all()
-        assert (both[:40] == 3).all() and (both[40:] == 4).all()
+        assert (second == 4).all() and (with_pairs == 4).all()
+        assert (both[: 40 * PRIOR_ROWS] == 3).all() and (both[40 * PRIOR_ROWS :] == 4).all()
         assert (last == actual[:, :K]).all()

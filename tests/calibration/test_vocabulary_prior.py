@@ -11,12 +11,12 @@ from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration import vocabulary_prior
 from lp_runtime.calibration.calibration import Calibration, Measured
-from lp_runtime.calibration.vocabulary_prior import FIRST_SLICE_TOKENS, MIN_SLICE_TOKENS
+from lp_runtime.calibration.vocabulary_prior import FIRST_SLICE_TEXTS, MIN_SLICE_TEXTS
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import K
+from lp_runtime.lookahead.top_k import ENTRY, PRIOR_ROWS, K
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import start_replica
@@ -40,17 +40,23 @@ def model_of(folder: Path) -> ModelRunner:
     return ModelRunner(load_model(ModelConfig(path=str(folder)), CPU, "float32"), 2048)
 
 
-def num_known(entries: np.ndarray) -> int:
-    return int((entries[:, 0] >= 0).sum())
+def num_known(entries: np.ndarray) -> tuple[int, int]:
+    """Return for how many tokens, and for how many with all likely successors, the prior is known."""
+    is_known = entries.reshape(-1, PRIOR_ROWS, ENTRY)[:, :, 0] >= 0
+    return int(is_known[:, 0].sum()), int(is_known.all(axis=1).sum())
 
 
 def test_next_start_continues_prior_from_disk(folder, tmp_path, monkeypatch, one_slice):
     model, results = model_of(folder), []
-    for _ in range(-(-SIZE // FIRST_SLICE_TOKENS)):
+    num_slices, num_with_pairs = -(-SIZE // FIRST_SLICE_TEXTS), FIRST_SLICE_TEXTS // K
+    for _ in range(num_slices + 2):
         results.append(Calibration(model, Group.alone(), str(tmp_path)).vocabulary())
-    known = [FIRST_SLICE_TOKENS * (1 + start) for start in range(len(results) - 1)]
-    assert list(map(num_known, results)) == [*known, SIZE]
-    assert (results[0][: known[0], 0] >= 0).all()  # the lowest ids first
+    known = [(FIRST_SLICE_TEXTS * start, 0) for start in range(1, num_slices)]
+    assert list(map(num_known, results)) == [*known, (SIZE, 0), (SIZE, num_with_pairs), (SIZE, 2 * num_with_pairs)]
+    assert (results[0][::PRIOR_ROWS, 0] >= 0).all()  # the lowest ids first
+    assert (results[-1][: 2 * num_with_pairs * PRIOR_ROWS, 0] >= 0).all()
+    monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 60.0)
+    results.append(Calibration(model, Group.alone(), str(tmp_path)).vocabulary())
     monkeypatch.setattr(ModelRunner, "logits_after_each", None)
     complete = Calibration(model, Group.alone(), str(tmp_path)).vocabulary()
     assert (complete == results[-1]).all()
@@ -70,13 +76,13 @@ def test_prior_is_computed_once_per_process(folder, monkeypatch, one_slice):
 def test_lack_of_memory_shrinks_slice_and_then_stops(folder, monkeypatch):
     model, sizes = model_of(folder), []
 
-    def fail(self, slot, tokens, text):
-        sizes.append(len(tokens))
+    def fail(self, slot, branches, text):
+        sizes.append(len(branches))
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(ModelRunner, "logits_after_each", fail)
-    assert num_known(Calibration(model, Group.alone(), None).vocabulary()) == 0
-    assert sizes == [FIRST_SLICE_TOKENS, MIN_SLICE_TOKENS]
+    assert num_known(Calibration(model, Group.alone(), None).vocabulary()) == (0, 0)
+    assert sizes == [FIRST_SLICE_TEXTS, MIN_SLICE_TEXTS]
 
 
 def start_on_ranks(group: Group, folder: Path, cache_dir: Path) -> list[np.ndarray]:
@@ -99,7 +105,7 @@ def test_replicas_share_computation_of_prior_and_agree(folder, tmp_path):
     for mine, theirs in zip(*results, strict=True):
         assert (mine == theirs).all()
     first, second, joined = results[0]
-    assert num_known(first) == 2 * FIRST_SLICE_TOKENS and num_known(second) == 4 * FIRST_SLICE_TOKENS
+    assert num_known(first) == (2 * FIRST_SLICE_TEXTS, 0) and num_known(second) == (4 * FIRST_SLICE_TEXTS, 0)
     assert (joined == second).all()
 
 
@@ -112,4 +118,4 @@ def test_prior_is_computed_before_replica_is_ready(folder, tmp_path, one_slice):
         with start_replica(config, ReplicaContext(owns_process=False)):
             (file,) = (tmp_path / "cache").glob("vocabulary-*.npz")
             with np.load(file) as saved:
-                assert saved["is_known"].sum() == num_starts * FIRST_SLICE_TOKENS
+                assert saved["known"].sum() == num_starts * FIRST_SLICE_TEXTS

@@ -56,7 +56,7 @@ MISMEASURED = {
     "large steps slow": lambda times: 3 * (times[1] + 4 * (times - times[1])),
     "all but one token slow": lambda times: np.where(np.arange(len(times)) > 1, 3 * times, times),
 }
-MIN_SHARE_PERCENT_MISMEASURED = 89  # of the best fixed budgets, over all texts
+MIN_SHARE_PERCENT_MISMEASURED = 87  # of the best fixed budgets, over all texts
 
 
 @pytest.mark.parametrize("curve", ["CPU", pytest.param("slow CPU", marks=pytest.mark.slow), "GPU"])

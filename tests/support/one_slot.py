@@ -37,6 +37,3 @@ class OneSlot:
     def forward(self, tree: TokenTree, nodes: Sequence[int], wanted: Sequence[int], commit: bool = True):
         """Return the logits of the wanted nodes."""
         return self.runner.forward(self.inputs(tree, nodes, wanted), commit).logits
-
-    def logits_after_each(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.runner.logits_after_each(self.slot, tokens).logits

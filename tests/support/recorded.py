@@ -2,10 +2,10 @@
 
 recorded_text.npz holds, for one prompt of each of six kinds of Spec-Bench (odd rows), a trie below the prompt: greedy
 SmolLM2-135M-Instruct in float32, chat template, 64 new tokens. The trie has all nodes that the drafter `full` asked
-about with trees of 4, 8, 16, 32 and 64 nodes, and lookahead=auto, 2026-11-24 (`benchmarks/drafting.py recorded_text`).
+about with trees of 4, 8, 16, 32 and 64 nodes, and lookahead=auto, 2026-11-29 (`benchmarks/drafting.py recorded_text`).
 A node that was not recorded has UNKNOWN as its successor, and no top-k candidates.
 
-Letters: n nodes of the trie, V vocabulary, K top-k candidates.
+Letters: n nodes of the trie, K top-k candidates.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lp_runtime.decoder.decoder import Decoder, DrafterSetup
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.lookahead.top_k import ENTRY, K
+from lp_runtime.lookahead.top_k import ENTRY, PRIOR_ROWS, K
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
@@ -63,17 +63,17 @@ class RecordedText:
 
 
 def load_texts() -> tuple[list[RecordedText], np.ndarray]:
-    """Return the recorded texts, and the vocabulary prior, [V, ENTRY], of the tokens that they look up."""
+    """Return the recorded texts, and the vocabulary prior, [n, ENTRY], of the tokens that they look up."""
     with np.load(FILE) as saved:
         arrays = {name: saved[name] for name in saved.files}
-    vocabulary = np.full((int(arrays["vocabulary_size"]), ENTRY), -1, np.int32)
+    vocabulary = np.full((int(arrays["vocabulary_size"]), PRIOR_ROWS, ENTRY), -1, np.int32)
     vocabulary[arrays["prior_tokens"]] = arrays["prior_entries"]
     texts = []
     for i, kind in enumerate(arrays["kinds"].tolist()):
         children = {(parent, token): node for node, (parent, token) in enumerate(arrays[f"nodes_{i}"].tolist())}
         prompt, length = arrays[f"prompt_{i}"].tolist(), int(arrays[f"length_{i}"])
         texts.append(RecordedText(kind, prompt, children, arrays[f"packed_{i}"], length))
-    return texts, vocabulary
+    return texts, vocabulary.reshape(-1, ENTRY)
 
 
 def greedy_sampler() -> Sampler:
@@ -87,7 +87,7 @@ def open_recorded(text: RecordedText, max_nodes: int, vocabulary: np.ndarray, bu
     Args:
         text: the text.
         max_nodes: largest number of nodes of a tree.
-        vocabulary: [V, ENTRY] the vocabulary prior.
+        vocabulary: [n, ENTRY] the vocabulary prior.
         budget: sizes the steps.
     """
     drafter = BestFirstDrafter(max_nodes, DraftTables(DRAFT_TABLES_BYTES), vocabulary, None, MAX_DEPTH)

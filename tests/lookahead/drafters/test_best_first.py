@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,7 @@ from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, PRIOR_ROWS, STAMP, UNITS_PER_NAT, K
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.utils.jit import compiled
@@ -45,6 +47,15 @@ def entries_of(rankings: list[list[int]], nats: int = 1) -> np.ndarray:
     entries[:, MARGINS:STAMP] = margins.view(np.int32)
     entries[:, :K] = [ranking[:K] for ranking in rankings]
     return entries
+
+
+def prior_of(after_token: np.ndarray, after_pair: Mapping[tuple[int, int], np.ndarray] | None = None) -> np.ndarray:
+    """Return a vocabulary prior from entries after each token, [V, ENTRY], and after (token, its rank-th successor)."""
+    rows = np.full((len(after_token), PRIOR_ROWS, ENTRY), -1, np.int32)
+    rows[:, 0] = after_token
+    for (token, rank), entry in (after_pair or {}).items():
+        rows[token, 1 + rank] = entry
+    return rows.reshape(-1, ENTRY)
 
 
 def best_first(
@@ -238,7 +249,7 @@ def test_overwritten_branch_of_a_fork_is_not_drafted():
 
 def test_vocabulary_prior_gives_candidates_without_history():
     ranked = [[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)]
-    vocabulary = entries_of(ranked, nats=4)
+    vocabulary = prior_of(entries_of(ranked, nats=4))
     drafter = best_first(6, vocabulary=vocabulary)
     drafter.begin([4])
     tree = drafter.propose([4], 0, max_depth=30)
@@ -247,6 +258,28 @@ def test_vocabulary_prior_gives_candidates_without_history():
     none = best_first(6)
     none.begin([4])
     assert len(none.propose([4], 0, max_depth=30)) == 1
+
+
+def test_vocabulary_prior_after_two_tokens_is_used_in_trees_and_at_the_root():
+    """The prior has, after each token, the next number, but 9 after 4 and 5."""
+    ranked = [[(token + rank + 1) % VOCABULARY for rank in range(8)] for token in range(VOCABULARY)]
+    (nine,) = entries_of([[9, 8, 7, 6, 5, 4, 3, 2]], nats=8)
+    drafter = best_first(3, vocabulary=prior_of(entries_of(ranked, nats=4), {(4, 0): nine}))
+    drafter.begin([3])
+    tree = drafter.propose([3, 4], 1, max_depth=30)
+    assert tree.tokens == [4, 5, 9] and tree.parents == [-1, 0, 1]
+    for texts, expected in (([[4, 5]], 9), ([[3, 5]], 6), ([[4], [5]], 6)):  # the last: two texts
+        for text in texts:
+            drafter.begin(text)
+        assert drafter.propose(texts[-1], len(texts[-1]) - 1, max_depth=1).tokens[1] == expected
+
+
+def test_vocabulary_prior_ends_with_the_last_known_token():
+    vocabulary = prior_of(entries_of([[2, 3, 4, 5, 6, 7, 8, 9]] * 3))
+    drafter = best_first(20, vocabulary=vocabulary)
+    drafter.begin([1])
+    tree = drafter.propose([1, 2], 1, max_depth=30)
+    assert {tree.tokens[parent] for parent in tree.parents[1:]} == {2}  # nothing is known after 3
 
 
 def test_rate_of_often_wrong_source_falls():
@@ -291,11 +324,20 @@ def test_candidates_with_noise_include_token_that_would_be_sampled():
     assert ranking[int(np.argmax(values))] in first[:2]  # the token sampled before may be the other one
 
 
+@pytest.mark.parametrize("is_pair", [False, True], ids=["after one token", "after two"])
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_prior_is_ranked_at_temperature_of_request(temperature):
+def test_prior_is_ranked_at_temperature_of_request(temperature, is_pair):
     """The prior holds the model's own log-probabilities, which the request divides by the temperature."""
     ranking, num_apart = [5, 6, 7, 8, 9, 10, 0, 1], 0
     margins = UNITS_PER_NAT * np.arange(K)
+    (entry,) = entries_of([ranking])
+    empty = np.full((VOCABULARY, ENTRY), -1, np.int32)
+    if is_pair:
+        empty[2, 0] = 3
+        vocabulary = prior_of(empty, {(2, 0): entry})
+    else:
+        empty[3] = entry
+        vocabulary = prior_of(empty)
     for seed in range(40):
         key = NoiseKey(seed, 0, temperature)
         noise = tables.make_noise(key)
@@ -304,7 +346,7 @@ def test_prior_is_ranked_at_temperature_of_request(temperature):
         second, first = np.sort(scores)[-2:]
         if first - second < UNITS_PER_NAT:  # nearly a tie
             continue
-        drafter = best_first(2, vocabulary=entries_of([ranking] * VOCABULARY), noise=key)
+        drafter = best_first(2, vocabulary=vocabulary, noise=key)
         tokens = [1, 2, 3]
         drafter.begin(tokens[:-1])
         drafter.advance_prefill(tokens, VerificationResult([3]))
@@ -316,8 +358,9 @@ def test_prior_is_ranked_at_temperature_of_request(temperature):
 def test_deeper_candidate_is_ranked_by_noise_of_its_position():
     """The root has one candidate, so the second guess follows the first, two positions after the root."""
     only, ranking, num_apart = 4, [5, 6, 7, 8, 9, 10, 0, 1], 0
-    vocabulary = entries_of([ranking] * VOCABULARY)
-    vocabulary[3, :K] = [only] + [-1] * (K - 1)
+    after_token = entries_of([ranking] * VOCABULARY)
+    after_token[3, :K] = [only] + [-1] * (K - 1)
+    vocabulary = prior_of(after_token)
     for seed in range(40):
         key = NoiseKey(seed, 0)
         noise = tables.make_noise(key)
@@ -462,7 +505,7 @@ def test_tree_content_identifies_tree():
         vocabulary = np.full((3, ENTRY), -1, np.int32)
         for token, following in top_k.items():
             vocabulary[token, : len(following)] = following
-        drafter = best_first(3, vocabulary=vocabulary)
+        drafter = best_first(3, vocabulary=prior_of(vocabulary))
         drafter.begin([0])
         pair.append(drafter.propose([0], 0, max_depth=5))
     assert pair[0].tokens == pair[1].tokens == [0, 1, 2]

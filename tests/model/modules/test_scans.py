@@ -70,7 +70,7 @@ def test_chain_passes_use_fitted_scans(model, monkeypatch):
     with runner.slots.borrowed() as slot:
         runner.begin(slot, 40)
         runner.prefill(slot, list(range(5, 15)))
-        logits = runner.logits_after_each(slot, [7, 8, 9], [6])
+        logits = runner.logits_after_each(slot, [[7], [8], [9]], [6])
     assert seen == [(7, {8}), (3, {4}), (2, {2})]
     whole = model(input_ids=torch.tensor([[6, 7], [6, 8], [6, 9]])).logits[:, -1]
     torch.testing.assert_close(logits.logits, whole, rtol=1e-4, atol=1e-5)

@@ -14,6 +14,7 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     FIRST_ALTERNATIVE,
     FIRST_CORPUS,
     FIRST_FORK,
+    FIRST_PAIR,
     FIRST_POSITION,
     FIRST_PROMPT,
     FIRST_SHORTER,
@@ -47,7 +48,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     is_held,
     position_key,
 )
-from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, K, margin_of
+from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, PRIOR_ROWS, K, margin_of
 from lp_runtime.utils.jit import Int, inlined
 
 
@@ -83,11 +84,12 @@ def collect(
     table, slots, bases = drafts.top_k, candidates.slots, candidates.bases
     num_known = collect_match(drafts.text, noise, position, nodes, root, node, candidates)
     num_rows = find_contexts(drafts, nodes, node, candidates, num_known)
+    num_rows = find_prior(drafts, nodes, root, node, candidates, num_rows)
     num_rows = collect_position(drafts, position, nodes.tokens[node], candidates, num_rows)
     num_rows = find_alternatives(drafts, position, nodes.depths[node], candidates, num_rows)
     for row in range(num_known, num_rows):  # one call: each copy of `collect_entry` takes long to compile
         if slots[row] >= 0:
-            entries = drafts.vocabulary if bases[row] == FIRST_VOCABULARY else table.entries
+            entries = drafts.vocabulary if is_prior(bases[row]) else table.entries
             collect_entry(entries, slots[row], bases[row], noise, position, candidates, row)
     return collect_corpus(drafts.corpus, noise, position, nodes, node, candidates, num_rows)
 
@@ -164,7 +166,7 @@ def noise_bin(noise: Noise, position: Int, token: Int) -> Int:
 
 @inlined
 def find_contexts(drafts: DraftArrays, nodes: Nodes, node: Int, candidates: Candidates, num_rows: Int) -> Int:
-    """Find the top-k candidates for a node's last 1 to NUM_ORDERS tokens, and the vocabulary prior's.
+    """Find the top-k candidates for a node's last 1 to NUM_ORDERS tokens.
 
     Writes `slots` and `bases` of rows from `num_rows` on, and returns the new number of rows.
     """
@@ -177,11 +179,43 @@ def find_contexts(drafts: DraftArrays, nodes: Nodes, node: Int, candidates: Cand
         first = FIRST_PROMPT if table.entries[slot, ORIGIN] == FROM_PROMPT else FIRST_TOP_K
         slots[num_rows], bases[num_rows] = slot, first + order * FEATURES_PER_ORDER
         num_rows += 1
-    token = nodes.tokens[node]
-    if token < len(drafts.vocabulary):
-        slots[num_rows], bases[num_rows] = token, FIRST_VOCABULARY
-        num_rows += 1
     return num_rows
+
+
+@inlined
+def is_prior(base: Int) -> bool:
+    """Return whether the features from `base` on are those of the vocabulary prior, after one token or two."""
+    return bool(FIRST_VOCABULARY <= base <= FIRST_PAIR)
+
+
+@inlined
+def find_prior(drafts: DraftArrays, nodes: Nodes, root: Int, node: Int, candidates: Candidates, num_rows: Int) -> Int:
+    """Find the vocabulary prior's candidates for a node's token, and for the last two tokens, as in `find_contexts`.
+
+    The latter are known if the node's token is among the K likeliest successors of the token before.
+    """
+    vocabulary, slots, bases = drafts.vocabulary, candidates.slots, candidates.bases
+    token = nodes.tokens[node]
+    row = token * PRIOR_ROWS
+    if row < len(vocabulary):
+        slots[num_rows], bases[num_rows] = row, FIRST_VOCABULARY
+        num_rows += 1
+    row = token_before(drafts.text, nodes, root, node) * PRIOR_ROWS
+    if 0 <= row < len(vocabulary) - K:
+        for rank in range(K):
+            if vocabulary[row, rank] == token:
+                slots[num_rows], bases[num_rows] = row + 1 + rank, FIRST_PAIR
+                num_rows += 1
+    return num_rows
+
+
+@inlined
+def token_before(text: TextIndex, nodes: Nodes, root: Int, node: Int) -> Int:
+    """Return the token before that of a node, in the tree or in the text, which ends at the root; -1 for none."""
+    if node > root:
+        return np.int64(nodes.tokens[nodes.parents[node]])
+    place = text.span[1] - 2
+    return np.int64(text.buffer[place & (len(text.buffer) - 1)]) if place >= text.span[0] else np.int64(-1)
 
 
 @inlined
@@ -263,7 +297,7 @@ def rank_perturbed(
     Entries from steps are at the request's temperature (`DraftTables.start`); the vocabulary prior is at temperature 1.
     """
     values, bins = candidates.values, candidates.bins
-    factor = noise.inverse_temperature if base == FIRST_VOCABULARY else np.int64(1) << TEMPERATURE_BITS
+    factor = noise.inverse_temperature if is_prior(base) else np.int64(1) << TEMPERATURE_BITS
     best, second = np.int32(-MAX_VALUE), np.int32(-MAX_VALUE)
     for i in range(K):
         values[i] = -MAX_VALUE - i

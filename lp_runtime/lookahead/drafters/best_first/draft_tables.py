@@ -38,7 +38,7 @@ SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 12 + 16 * 2 * tables.MAX_GRAM  # of the text: a token, its fork, two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
 MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 11  # version of saved draft tables
+FORMAT = 12  # version of saved draft tables
 SHAPE = (NUM_ORDERS, NUM_FEATURES, K)
 
 
@@ -86,7 +86,7 @@ class DraftTables:
         self.start(GREEDY)
 
     def drafts(self, vocabulary: np.ndarray, corpus: CorpusIndex) -> tables.DraftArrays:
-        """Return the tables' arrays together with a vocabulary prior, [V, ENTRY] int32, and a corpus."""
+        """Return the tables' arrays together with a vocabulary prior, [n, ENTRY] int32, and a corpus."""
         return tables.DraftArrays(self.top_k, self.text, vocabulary, corpus)
 
     def clear(self) -> None:

@@ -2,12 +2,12 @@
 
 Candidates for what follows a context come from these sources (features.LAYOUT): what followed its longest match in the
 text; the top-k candidates that an earlier forward pass computed after the same last 4, 3, 2 and 1 tokens, in the text
-or in a branch of a tree; the model's prediction after the last token alone (vocabulary prior); earlier predictions
-for the same absolute position; the model's alternatives to the last two committed tokens; and what follows the
-longest match in a corpus. Acceptance is counted by source, length or order, rank and margin (estimates.py). The tree
-repeatedly adds the candidate with the highest path probability, of all candidates below all its nodes (growth.py). If
-successors are sampled, candidates are ranked by log-probability plus the noise of their position, so that the tree
-proposes what will be sampled there.
+or in a branch of a tree; the model's predictions after the last token alone, and after the last two (vocabulary prior);
+earlier predictions for the same absolute position; the model's alternatives to the last two committed tokens; and what
+follows the longest match in a corpus. Acceptance is counted by source, length or order, rank and margin (estimates.py).
+The tree repeatedly adds the candidate with the highest path probability, of all candidates below all its nodes
+(growth.py). If successors are sampled, candidates are ranked by log-probability plus the noise of their position, so
+that the tree proposes what will be sampled there.
 
 After: best-first trees as in OPT-Tree (arXiv 2406.17276), top-k candidates as in token recycling (arXiv 2408.08696),
 matches as in prompt lookup. Combining them, the alternatives, and using the known noise are new here.
@@ -43,7 +43,7 @@ class BestFirstDrafter(Drafter):
     Args:
         max_nodes: largest number of nodes of a tree, including pending tokens; the root is always included.
         draft_tables: the drafter's memory; the owner decides whether to clear it.
-        vocabulary: [V, ENTRY] int32 vocabulary prior; None if not available.
+        vocabulary: [n, ENTRY] int32 vocabulary prior, PRIOR_ROWS for each token; None if not available.
         corpus: texts that answers may repeat; NO_CORPUS without any.
         noise: None for greedy decoding.
     """

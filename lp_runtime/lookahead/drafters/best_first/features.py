@@ -49,6 +49,7 @@ LAYOUT = (
     Source("text", NUM_TEXT_FEATURES, 1),
     *(Source(f"top-k {order + 1}", FEATURES_PER_ORDER, 1) for order in range(NUM_ORDERS)),
     Source("vocabulary", FEATURES_PER_ORDER, 1),
+    Source("pairs", FEATURES_PER_ORDER, 1),  # the vocabulary prior after two tokens
     Source("prompt", NUM_ORDERS * FEATURES_PER_ORDER, 0, NUM_ORDERS),  # in the rows of "top-k": entries of the prefill
     Source("same position", 2 * K, 2, 2),  # by rank: after any token, then after the same token
     Source("alternatives", MAX_BACK * FEATURES_PER_ORDER, MAX_BACK, MAX_BACK),  # to the last token, the one before
@@ -76,6 +77,7 @@ def _first_of(name: str) -> int:
 
 FIRST_TOP_K = _first_of("top-k 1")
 FIRST_VOCABULARY = _first_of("vocabulary")
+FIRST_PAIR = _first_of("pairs")
 FIRST_PROMPT = _first_of("prompt")
 FIRST_POSITION = _first_of("same position")
 FIRST_ALTERNATIVE = _first_of("alternatives")

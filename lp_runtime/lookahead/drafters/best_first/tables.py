@@ -74,7 +74,11 @@ class TextIndex(NamedTuple):
 
 
 class DraftArrays(NamedTuple):
-    """All arrays in which candidates are looked up; `vocabulary` is [V, ENTRY] int32, V 0 if unknown."""
+    """All arrays in which candidates are looked up.
+
+    Attributes:
+        vocabulary: [n, ENTRY] int32 vocabulary prior, PRIOR_ROWS for each token; it ends with the last known row.
+    """
 
     top_k: TopKTable
     text: TextIndex
