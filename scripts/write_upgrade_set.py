@@ -9,9 +9,10 @@ tests/test_upgrading.py reads the sets of all versions.
 from __future__ import annotations
 
 import json
-import shutil
 import tempfile
 from pathlib import Path
+
+import numpy as np
 
 import lp_runtime
 from lp_runtime.calibration import vocabulary_prior
@@ -28,7 +29,7 @@ STORE = ("prompt=def f(", "max_new_tokens=32", "device=cpu", *TABLES)
 def write_set(folder: Path) -> None:
     """Write a prompts file, an unfinished output with its settings, a draft store and measurements."""
     folder.mkdir(parents=True, exist_ok=True)
-    vocabulary_prior.ASKING_SECONDS = 0.0  # a small file: one slice a start
+    vocabulary_prior.NUM_PAIRED = 16  # a small file
     prompts, output, store = folder / "prompts.jsonl", folder / "out.jsonl", folder / "drafts.npz"
     for path in (output, store):
         path.unlink(missing_ok=True)
@@ -41,7 +42,8 @@ def write_set(folder: Path) -> None:
         main([f"cache_dir={cache}", "prompt=def f(", "device=cpu"])  # measures steps; a fixed number of tokens does not
         for name in ("steps", "vocabulary"):
             (path,) = Path(cache).glob(f"{name}-*.npz")
-            shutil.copy(path, folder / f"{name}.npz")  # its name contains the versions of torch and transformers
+            with np.load(path) as saved:  # its name contains the versions of torch and transformers
+                np.savez_compressed(folder / f"{name}.npz", **saved)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import lp_runtime
+from lp_runtime.calibration import vocabulary_prior
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.config.settings import DEMO_MODEL, ModelConfig
 from lp_runtime.distributed.transport.group import Group
@@ -52,7 +53,7 @@ def test_unfinished_output_file_is_continued(script, files):
     assert [json.loads(line)["index"] for line in output.read_text().splitlines()] == [0, 1, 2]
 
 
-def test_measurement_files_are_read(files, tmp_path):
+def test_measurement_files_are_read(files, tmp_path, monkeypatch):
     model = ModelRunner(load_model(ModelConfig(), torch.device("cpu"), "float32"), 2048)
 
     def calibration() -> tuple[Calibration, Measured]:
@@ -65,13 +66,15 @@ def test_measurement_files_are_read(files, tmp_path):
     for name in ("steps", "vocabulary"):
         (path,) = (tmp_path / "cache").glob(f"{name}-*.npz")
         shutil.copy(files / f"{name}.npz", path)
+    monkeypatch.setattr(vocabulary_prior, "_ask", lambda *args: None)
     second, known = calibration()
     second.max_step_tokens()
     second.vocabulary()
     steps, vocabulary = (np.load(files / f"{name}.npz") for name in ("steps", "vocabulary"))
     assert known.steps.nanoseconds.tolist() == steps["nanoseconds"].tolist()
-    read = known.vocabulary.packed[vocabulary["known"] > 0, 0]
-    assert len(read) and (read == vocabulary["after_token"]).all()
+    alone, paired = (np.flatnonzero(vocabulary["known"] >= least) for least in (1, 2))
+    assert len(alone) and (known.vocabulary.after_token[alone] == vocabulary["after_token"]).all()
+    assert len(paired) and (known.vocabulary.after_pair[paired] == vocabulary["after_pair"]).all()
 
 
 def test_draft_store_is_read_and_saves_steps(script, files, capsys):

@@ -187,7 +187,7 @@ class Bench:
             steps = StepMeasurement(
                 np.array(tokens), np.array(nanoseconds), np.array(0), np.array(0), np.zeros(2, np.int64)
             )
-            self.calibration.vocabulary  # noqa: B018  # query the model once, not in each of these calibrations
+            self.calibration.vocabulary()  # query the model once, not in each of these calibrations
             calibration = EqualReplicas(self.model, degree, replace(self._measured, steps=steps))
             times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
         engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)

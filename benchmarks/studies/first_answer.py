@@ -1,4 +1,4 @@
-"""Times a new process's first answers with an empty cache, with a full one, and without prior.
+"""Times a new process's first answers with an empty cache, with a filled one, and without prior.
 
     python benchmarks/speed.py first_answer --model REAL --prompts humaneval.jsonl:prompt --limit 3
 

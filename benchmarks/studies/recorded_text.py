@@ -12,7 +12,7 @@ import numpy as np
 from peers import NUM_SHOWN
 
 from lp_runtime.kernels.types import NO_TOKEN
-from lp_runtime.lookahead.top_k import ENTRY, PRIOR_ROWS
+from lp_runtime.lookahead.top_k import ENTRY, K
 from studies.drafting_bench import Bench
 
 
@@ -23,7 +23,7 @@ def save_texts(path: Path, bench: Bench) -> None:
         path: the file.
         bench: has decoded its prompts greedily, and in no other way.
     """
-    vocabulary = bench.calibration.vocabulary()
+    prior = bench.calibration.vocabulary()
     arrays: dict[str, Any] = {"kinds": np.array([kind for kind, _ in bench.prompts])}
     is_asked = np.zeros(NO_TOKEN, np.bool_)
     for index, (_, prompt) in enumerate(bench.prompts):
@@ -38,7 +38,9 @@ def save_texts(path: Path, bench: Bench) -> None:
         }
         is_asked[np.concatenate([prompt, nodes[1:, 1]])] = True
     tokens = np.flatnonzero(is_asked)
-    arrays |= {"vocabulary_size": np.array(bench.model.vocabulary_size), "prior_tokens": tokens.astype(np.int32)}
+    pairs = prior.after_pair.reshape(-1, K, ENTRY)
+    arrays |= {"vocabulary_size": np.array(len(prior.after_token)), "num_paired": np.array(len(pairs))}
     path.parent.mkdir(parents=True, exist_ok=True)
-    arrays["prior_entries"] = vocabulary.reshape(-1, PRIOR_ROWS, ENTRY)[tokens]
+    arrays |= {"prior_tokens": tokens.astype(np.int32), "prior_entries": prior.after_token[tokens]}
+    arrays["prior_pairs"] = pairs[tokens[tokens < len(pairs)]]
     np.savez_compressed(path, **arrays)

@@ -28,6 +28,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.engine.running_request import Callbacks, RunningRequest, capacity_of
 from lp_runtime.errors import LookaheadError
+from lp_runtime.lookahead.top_k import VocabularyPrior
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
@@ -69,7 +70,7 @@ class _EqualReplicas(Calibration):
     def harvest_ns(self) -> int:
         return self._measured.harvest_ns()
 
-    def vocabulary(self) -> np.ndarray:
+    def vocabulary(self) -> VocabularyPrior:
         return self._measured.vocabulary()
 
 

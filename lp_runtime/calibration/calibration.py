@@ -28,7 +28,7 @@ from lp_runtime.calibration.step_meter import (
 from lp_runtime.calibration.vocabulary_prior import Answers, agreed_answers
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import K
+from lp_runtime.lookahead.top_k import K, VocabularyPrior
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
@@ -58,7 +58,7 @@ class Calibration:
         self._files = CalibrationFiles(cache_dir)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas
-        self._vocabulary: np.ndarray | None = None
+        self._vocabulary: VocabularyPrior | None = None
 
     def _all_steps(self) -> list[StepMeasurement]:
         if self._steps is None:
@@ -94,16 +94,15 @@ class Calibration:
         """Return the prefill time of collecting one token's top-k candidates, in ns, on the slowest replica."""
         return max(int(steps.harvest_ns) for steps in self._all_steps())
 
-    def vocabulary(self) -> np.ndarray:
-        """Return the vocabulary prior, [n, ENTRY] entries of the draft tables; equal on all replicas.
+    def vocabulary(self) -> VocabularyPrior:
+        """Return the vocabulary prior; equal on all replicas.
 
-        Each token has PRIOR_ROWS of them. The first call queries the model for a few seconds. Rows that it does not
-        reach are empty, and those of tokens after the last known one are missing.
+        The first call queries the model for a few seconds. Rows that it does not reach are empty.
         """
         if self._vocabulary is None:
             known, name = self._known, f"vocabulary-{self._fingerprint()}.npz"
             known.vocabulary = agreed_answers(self._model, self._group, known.vocabulary, self._files, name)
-            self._vocabulary = known.vocabulary.entries(make_greedy_sampler(self._model))
+            self._vocabulary = known.vocabulary.prior(make_greedy_sampler(self._model))
         return self._vocabulary
 
     def _fingerprint(self) -> str:

@@ -3,8 +3,8 @@
 A model predicts little of use after the first token of a text: attention concentrates on that position, whatever the
 token is (attention sinks, arXiv 2309.17453). So every token is queried after a common first token. On
 SmolLM2-135M-Instruct, 34 to 38% of a text's tokens are then among the eight candidates of the token before; without the
-first token it is 18%. After the two tokens before it is 52%; those are known if the second one is among the K
-likeliest successors of the first.
+first token it is 18%. After the last two tokens it is 52%. Pairs are asked about if the first token is one of the
+NUM_PAIRED lowest ids and the second one of its K likeliest successors.
 
 A start queries the model for ASKING_SECONDS, each replica about its part of the vocabulary, first after single tokens,
 then after pairs. The cache on disk keeps the results, and the next start continues with what is still unknown. The
@@ -19,8 +19,7 @@ import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -29,14 +28,14 @@ from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import make_greedy_sampler
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import PRIOR_ROWS, K
+from lp_runtime.lookahead.top_k import K, VocabularyPrior
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-ASKING_SECONDS = 3.0  # of a start; a GPU answers for 150,000 tokens in this time
+ASKING_SECONDS = 3.0  # of a start
 SLICE_SECONDS = 0.1  # slices grow to about this duration, so that the last one ends soon after ASKING_SECONDS
 FIRST_SLICE_TEXTS = 64
 MIN_SLICE_TEXTS = 8
@@ -46,7 +45,9 @@ NUM_SPACED = 64  # evenly spaced tokens; the most frequent of their likeliest su
 SHARED_TOKENS = 1 << 14  # of a gather; replicas need memory for R times their rows
 NO_CANDIDATES = -1  # packed candidates of an unknown row
 WIDTH = 1 + -(-K // 2)  # int64 of a packed successor with K candidates
-FIRST_ROW, OTHER_ROWS, ALL_ROWS = slice(1), slice(1, None), slice(None)  # of a token
+NUM_PAIRED = 1 << 15  # tokens whose pairs are asked about: 93% of Qwen2.5-Coder's texts, 98% of SmolLM2's
+NOTHING, ALONE, PAIRED = 0, 1, 2  # what is known of a token, each including the one before
+SAVED = ("known", "after_token", "after_pair")  # arrays of a file
 
 
 @dataclass
@@ -54,62 +55,88 @@ class Answers:
     """The model's predictions after one token and after two.
 
     Attributes:
-        packed: [V, PRIOR_ROWS, WIDTH] int64 as packed by a Sampler; 0 if unknown.
-        known: [V] int64 how many of a token's rows are known: none, the first one, or all.
+        after_token: [V, WIDTH] int64 as packed by a Sampler; 0 if unknown.
+        after_pair: [P, K, WIDTH] int64 after each of the first P tokens and each of its K likeliest successors.
+        known: [V] uint8 what is known of each token: NOTHING, what follows it (ALONE), or its pairs, too (PAIRED).
     """
 
-    packed: np.ndarray
+    after_token: np.ndarray
+    after_pair: np.ndarray
     known: np.ndarray
-    _digest: int | None = None  # of the content; None after a change
-    _entries: np.ndarray | None = None
+    _digest: int | None = field(default=None, init=False, repr=False, compare=False)  # None after a change
+    _prior: VocabularyPrior | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
     def none(cls, vocabulary_size: int) -> Answers:
-        """Return answers in which no row is known."""
-        return cls(np.zeros((vocabulary_size, PRIOR_ROWS, WIDTH), np.int64), np.zeros(vocabulary_size, np.int64))
+        """Return answers in which nothing is known."""
+        num_paired = min(vocabulary_size, NUM_PAIRED)
+        after_token, after_pair = (
+            np.zeros((vocabulary_size, WIDTH), np.int64),
+            np.zeros((num_paired, K, WIDTH), np.int64),
+        )
+        return cls(after_token, after_pair, np.zeros(vocabulary_size, np.uint8))
 
-    def add(self, tokens: np.ndarray, rows: slice, packed: np.ndarray, known: np.ndarray | int) -> None:
-        """Store `rows` of m tokens, [m, rows, WIDTH], and how many are `known`; the last of equal tokens counts."""
-        self.packed[tokens, rows] = packed
+    @property
+    def is_missing(self) -> np.ndarray:
+        """[V] bool, whether anything is unknown of each token."""
+        return self.known < np.where(np.arange(len(self.known)) < len(self.after_pair), PAIRED, ALONE)
+
+    def add(
+        self,
+        tokens: np.ndarray,
+        known: int,
+        after_token: np.ndarray | None = None,
+        after_pair: np.ndarray | None = None,
+    ) -> None:
+        """Store what is `known` of m tokens: rows, [m, WIDTH] and [m, K, WIDTH]; the last of equal tokens counts."""
+        if after_token is not None:
+            self.after_token[tokens] = after_token
+        if after_pair is not None:
+            self.after_pair[tokens] = after_pair
         self.known[tokens] = known
-        self._digest = self._entries = None
+        self._digest = self._prior = None
 
     def digest(self) -> int:
         """Return a 63-bit digest of what is known."""
         if self._digest is None:
             whole = hashlib.blake2b(digest_size=8)
             for array in self.arrays().values():
-                whole.update(array.tobytes())
+                whole.update(array.data)
             self._digest = int.from_bytes(whole.digest(), "big") >> 1
         return self._digest
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return what is known as arrays to save; see `load`."""
-        return {
-            "known": self.known,
-            "after_token": self.packed[self.known > 0, 0],
-            "after_pair": self.packed[self.known == PRIOR_ROWS, 1:],
-        }
+        """Return what is known as arrays to save, named as in SAVED."""
+        parts = self.known, self.after_token[self.known >= ALONE], self.after_pair[self._is_paired(self.known)]
+        return dict(zip(SAVED, parts, strict=True))
 
-    def load(self, known: np.ndarray, after_token: np.ndarray, after_pair: np.ndarray) -> None:
+    def load(self, saved: dict[str, np.ndarray]) -> None:
         """Add what `arrays` returned; ValueError if it does not fit."""
-        if known.shape != self.known.shape:
+        known, after_token, after_pair = (saved[name] for name in SAVED)
+        if known.shape != self.known.shape or known.dtype != self.known.dtype:
             raise ValueError("another vocabulary")
-        self.add(np.flatnonzero(known > 0), FIRST_ROW, after_token[:, None], 1)
-        self.add(np.flatnonzero(known == PRIOR_ROWS), OTHER_ROWS, after_pair, PRIOR_ROWS)
+        tokens, paired = np.flatnonzero(known >= ALONE), np.flatnonzero(self._is_paired(known))
+        if after_token.shape != (len(tokens), WIDTH) or after_pair.shape != (len(paired), K, WIDTH):
+            raise ValueError("rows are missing")
+        self.add(tokens, ALONE, after_token=after_token)
+        self.add(paired, PAIRED, after_pair=after_pair)
 
-    def entries(self, sampler: Sampler) -> np.ndarray:
-        """Return [n, ENTRY] int32 entries, PRIOR_ROWS a token up to the last known one; unknown rows are empty."""
-        if self._entries is None:
-            num_tokens = int(np.flatnonzero(self.known).max(initial=-1)) + 1
-            packed = self.packed[:num_tokens].copy()
-            packed[np.arange(PRIOR_ROWS) >= self.known[:num_tokens, None], 1:] = NO_CANDIDATES
-            self._entries = _entries(sampler, packed.reshape(-1, WIDTH))
-        return self._entries
+    def _is_paired(self, known: np.ndarray) -> np.ndarray:
+        return known[: len(self.after_pair)] == PAIRED
+
+    def prior(self, sampler: Sampler) -> VocabularyPrior:
+        """Return the draft tables' entries of what is known."""
+        if self._prior is None:
+            after_token, after_pair = self.after_token.copy(), self.after_pair.copy()
+            after_token[self.known == NOTHING, 1:] = NO_CANDIDATES
+            after_pair[~self._is_paired(self.known), :, 1:] = NO_CANDIDATES
+            self._prior = VocabularyPrior(_unpacked(sampler, after_token), _unpacked(sampler, after_pair))
+        return self._prior
 
 
-def _entries(sampler: Sampler, packed: np.ndarray) -> np.ndarray:
-    *_, entries = sampler.unpack(packed)
+def _unpacked(sampler: Sampler, packed: np.ndarray) -> np.ndarray:
+    """Return [n, ENTRY] entries of n packed rows."""
+    *_, entries = sampler.unpack(packed.reshape(-1, WIDTH))
     assert entries is not None  # the sampler reports top-k candidates
     return entries
 
@@ -120,68 +147,77 @@ def agreed_answers(
     """Return the model's predictions after one token and two, equal on all replicas of the group.
 
     `known` are those of an earlier group of this process, updated in place; a replica without any reads the file
-    `name`. If any replica has some, the model is not queried: a replica that joins others does not delay them. Rank 0
-    writes the file.
+    `name`. If any replica has some, the model is not queried: a replica that joins others does not delay them. What is
+    new is written to the file on each machine.
 
     Raises:
         ReplicaError: if a peer is gone.
     """
-    answers = known or Answers.none(model.vocabulary_size)
-    if known is None:
-        _load(answers, files, name)
+    answers = known or _load(files, name, model.vocabulary_size)
     # Replicas from different groups may have queried the model with different common tokens or slices.
-    rows = gather_rows(np.array([known is not None, answers.digest()]), group)
-    if (rows[:, 1] != rows[0, 1]).any():
-        _share(answers, answers.known > 0, group)
-    if rows[:, 0].any() or answers.known.min() == PRIOR_ROWS:
-        return answers
-    mine, before = np.arange(group.rank, len(answers.known), group.size), answers.known.copy()
-    _ask(model, answers, mine)
-    _share(answers, answers.known > before, group)
-    if group.rank == 0 and (answers.known > before).any():
-        files.store(name, answers.arrays())
-        log.info(
-            "%d of the vocabulary's %d tokens were queried, %d of them with their likeliest successors",
-            (answers.known > 0).sum(),
-            len(answers.known),
-            (answers.known == PRIOR_ROWS).sum(),
-        )
+    digest = 0 if group.is_alone else answers.digest()
+    rows = gather_rows(np.array([known is not None, digest]), group)
+    is_new = bool((rows[:, 1] != rows[0, 1]).any())
+    if is_new:
+        _share(answers, answers.known > NOTHING, group)
+    if not rows[:, 0].any() and answers.is_missing.any():
+        is_new, agreed = True, answers.known.copy()
+        _ask(model, answers, np.arange(group.rank, len(agreed), group.size))
+        _share(answers, answers.known > agreed, group)
+    if is_new:
+        _store(answers, group, files, name)
     return answers
 
 
-def _load(answers: Answers, files: CalibrationFiles, name: str) -> None:
-    """Load what a cache file has."""
-    saved = files.load(name, list(answers.arrays()))
-    if saved is not None:
+def _load(files: CalibrationFiles, name: str, vocabulary_size: int) -> Answers:
+    """Return the answers in a file; none if it is missing or does not fit."""
+    answers = Answers.none(vocabulary_size)
+    if (saved := files.load(name, SAVED)) is not None:
         with contextlib.suppress(ValueError):
-            answers.load(**saved)
+            answers.load(saved)
+    return answers
+
+
+def _store(answers: Answers, group: Group, files: CalibrationFiles, name: str) -> None:
+    """Write the file: rank 0, and then replicas whose file is another one, on another machine."""
+    if group.rank == 0 and (num_missing := int(answers.is_missing.sum())):
+        log.info("the vocabulary prior lacks %d of %d tokens, or their pairs", num_missing, len(answers.known))
+    for is_turn in (group.rank == 0, group.rank > 0):
+        saved = _load(files, name, len(answers.known)) if is_turn else answers
+        # Another group may have asked for more meanwhile.
+        if saved.digest() != answers.digest() and saved.known.sum() <= answers.known.sum():
+            files.store(name, answers.arrays())
+        gather_rows(np.zeros(1, np.int64), group)  # the turns follow each other
 
 
 def _share(answers: Answers, is_shared: np.ndarray, group: Group) -> None:
     """Give other replicas the rows of some tokens, [V] bool, and add theirs.
 
-    If several have a token, the one with the most rows counts, of several the lowest rank.
+    If several have a token, the one that knows most of it counts, of several the lowest rank.
     """
     if group.is_alone:
         return
-    parts = [np.flatnonzero(part) + start for start, part in _parts(is_shared)]
-    num_rows = gather_rows(np.array([len(tokens) for tokens in parts]), group).max(axis=0)
-    for tokens, num in zip(parts, num_rows.tolist(), strict=True):
-        if not num:
-            continue
-        block = np.zeros((num, 2 + PRIOR_ROWS * WIDTH), np.int64)
-        block[: len(tokens), 0], block[: len(tokens), 1] = tokens, answers.known[tokens]
-        block[: len(tokens), 2:] = answers.packed.reshape(-1, PRIOR_ROWS * WIDTH)[tokens]
-        rows = gather_rows(block.reshape(-1), group).reshape(-1, block.shape[1])[::-1]  # rank 0 last: its rows win
-        rows = rows[np.argsort(rows[:, 1], kind="stable")]
-        rows = rows[rows[:, 1] > 0]
-        answers.add(rows[:, 0], ALL_ROWS, rows[:, 2:].reshape(len(rows), PRIOR_ROWS, WIDTH), rows[:, 1])
+    for is_paired in (True, False):  # a token that is paired anywhere is then paired everywhere
+        chosen = is_shared & ((answers.known == PAIRED) == is_paired)
+        parts = [
+            start + np.flatnonzero(chosen[start:][:SHARED_TOKENS]) for start in range(0, len(chosen), SHARED_TOKENS)
+        ]
+        num_rows = gather_rows(np.array([len(tokens) for tokens in parts]), group).max(axis=0)
+        for tokens, num in zip(parts, num_rows.tolist(), strict=True):
+            if num:
+                _share_part(answers, tokens, num, is_paired, group)
 
 
-def _parts(values: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (start, part) of parts of SHARED_TOKENS elements."""
-    for start in range(0, len(values), SHARED_TOKENS):
-        yield start, values[start : start + SHARED_TOKENS]
+def _share_part(answers: Answers, tokens: np.ndarray, num_rows: int, is_paired: bool, group: Group) -> None:
+    """Share the rows of some tokens, at most `num_rows` on each replica; see `_share`."""
+    block = np.full((num_rows, 1 + (1 + K * is_paired) * WIDTH), -1, np.int64)
+    block[: len(tokens), 0], block[: len(tokens), 1 : 1 + WIDTH] = tokens, answers.after_token[tokens]
+    if is_paired:
+        block[: len(tokens), 1 + WIDTH :] = answers.after_pair.reshape(-1, K * WIDTH)[tokens]
+    rows = gather_rows(block.reshape(-1), group).reshape(-1, block.shape[1])[::-1]  # rank 0 last: its rows win
+    rows = rows[rows[:, 0] >= 0]
+    after_pair = rows[:, 1 + WIDTH :].reshape(len(rows), K, WIDTH) if is_paired else None
+    answers.add(rows[:, 0], PAIRED if is_paired else ALONE, rows[:, 1 : 1 + WIDTH], after_pair)
 
 
 def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
@@ -192,10 +228,10 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
     # A model fed with chains computes each text separately, from its first token.
     num_texts = min(MIN_SLICE_TEXTS if model.feeds_chains else FIRST_SLICE_TEXTS, max_texts)
     common_token: int | None = None
-    while len(unknown := tokens[answers.known[tokens] < PRIOR_ROWS]):
+    while len(missing := tokens[answers.is_missing[tokens]]):
         # Single tokens first: the successors of the pairs are then known.
-        fewest = answers.known[unknown].min()
-        asked = unknown[answers.known[unknown] == fewest][: num_texts if fewest == 0 else max(1, num_texts // K)]
+        alone = missing[answers.known[missing] == NOTHING]
+        asked = alone[:num_texts] if len(alone) else missing[: max(1, num_texts // (1 + K))]
         started = time.perf_counter()
         try:
             if common_token is None:
@@ -204,7 +240,7 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
         except torch.OutOfMemoryError:
             if num_texts <= MIN_SLICE_TEXTS:
                 return
-            num_texts = max_texts = MIN_SLICE_TEXTS
+            num_texts = max_texts = max(MIN_SLICE_TEXTS, num_texts // 2)
             continue
         ended = time.perf_counter()
         if ended > deadline:
@@ -215,14 +251,13 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
 
 def _ask_about(model: ModelRunner, sampler: Sampler, common_token: int, answers: Answers, tokens: np.ndarray) -> None:
     """Query the model about m tokens, alone if nothing is known of them yet, else with their likeliest successors."""
-    if answers.known[tokens[0]] == 0:
-        after_token = _candidates_after(model, sampler, common_token, tokens[:, None])
-        answers.add(tokens, FIRST_ROW, after_token[:, None], 1)
+    if answers.known[tokens[0]] == NOTHING:
+        answers.add(tokens, ALONE, after_token=_candidates_after(model, sampler, common_token, tokens[:, None]))
     else:
-        successors = _entries(sampler, answers.packed[tokens, 0])[:, :K]
-        pairs = np.stack([np.repeat(tokens, K), np.maximum(successors, 0).ravel()], axis=1)
+        successors = np.maximum(_unpacked(sampler, answers.after_token[tokens])[:, :K], 0)
+        pairs = np.stack([np.repeat(tokens, K), successors.ravel()], axis=1)
         after_pair = _candidates_after(model, sampler, common_token, pairs)
-        answers.add(tokens, OTHER_ROWS, after_pair.reshape(len(tokens), K, WIDTH), PRIOR_ROWS)
+        answers.add(tokens, PAIRED, after_pair=after_pair.reshape(len(tokens), K, WIDTH))
 
 
 def _common_token(model: ModelRunner, sampler: Sampler, num_texts: int) -> int:
@@ -235,8 +270,9 @@ def _common_token(model: ModelRunner, sampler: Sampler, num_texts: int) -> int:
 
 def _candidates_after(model: ModelRunner, sampler: Sampler, first: int, branches: np.ndarray) -> np.ndarray:
     """Return [m, WIDTH] packed top-k candidates after each text of a `first` token and a branch, [m, length]."""
+    num_fed = 1 + len(np.unique(branches[:, :-1], axis=0)) * (branches.shape[1] - 1) + len(branches)
     with model.slots.borrowed() as slot:
-        model.begin(slot, 1 + branches.size)
+        model.begin(slot, num_fed)
         logits = model.logits_after_each(slot, branches.tolist(), [first])
         packed, _ = sampler.sample(logits, TokenTree([0], max_depth=1), [0] * len(branches), [0])
         return packed.cpu().numpy()

@@ -49,7 +49,8 @@ class LookaheadConfig:
     """Drafter full: tokens that each replica feeds in every step, >= 1, in place of automatic sizes or W, N and G."""
     prior: str = "vocabulary"
     """Drafter full: knowledge before any token is seen: vocabulary (the model's predictions after each token of the
-    vocabulary and after its likeliest pairs, which follow a common token; computed once and kept on disk) or none."""
+    vocabulary, and after frequent ones with their likely successors; found over several starts and kept on disk) or
+    none."""
     prompt_top_k: bool = False
     """Drafter full: whether the prefill also computes top-k candidates after the prompt's tokens; if step sizes are
     chosen automatically, only for as many of the last tokens as is worth the time."""

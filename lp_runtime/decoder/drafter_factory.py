@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
-
 from lp_runtime.config.lookahead import NUM_COPIED, LookaheadConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafter import Drafter, NoiseKey
@@ -13,6 +11,7 @@ from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, c
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
+from lp_runtime.lookahead.top_k import VocabularyPrior
 
 
 def make_drafter(
@@ -20,14 +19,14 @@ def make_drafter(
     noise_key: NoiseKey | None,
     max_nodes: int,
     draft_tables: DraftTables | None,
-    vocabulary: np.ndarray | None,
+    vocabulary: VocabularyPrior | None,
     corpus: CorpusIndex,
     max_depth: int,
 ) -> Drafter:
     """Return the drafter that a request asks for.
 
     `noise_key` is None for greedy decoding. `max_nodes` is the largest tree that all replicas together can feed. The
-    tables, the vocabulary prior, [n, ENTRY], the corpus and the tree's depth are for drafter=full only.
+    tables, the vocabulary prior, the corpus and the tree's depth are for drafter=full only.
     """
     W, N, G = settings.window
     if settings.drafter == "full":

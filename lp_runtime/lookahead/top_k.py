@@ -7,6 +7,8 @@ candidate has 32 bits, its token id above MARGIN_BITS bits of margin, and two ca
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 from lp_runtime.utils.jit import Int, compiled
@@ -18,9 +20,20 @@ ORIGIN = STAMP + 1  # column of the pass that computed an entry's candidates:
 FROM_STEP, FROM_PROMPT = 0, 1  # a step, or the prefill
 ID_BITS, MARGIN_BITS = 24, 8  # of a candidate on the wire
 UNITS_PER_NAT = 16  # margins and noise are integers, sixteenths of a nat
-# Rows of the vocabulary prior for a token: after the token alone, then after it and each of its K likeliest successors.
-PRIOR_ROWS = 1 + K
 MAX_MARGIN = 255  # fits a byte; 16 nats below the likeliest token, differences no longer matter
+
+
+class VocabularyPrior(NamedTuple):
+    """A model's predictions after one token and after two, without a text. Unknown rows have no candidates.
+
+    Attributes:
+        after_token: [V, ENTRY] int32 entries after each token; V may be 0.
+        after_pair: [P * K, ENTRY] int32 entries after each of the first P tokens and each of its K likeliest
+            successors, which are the candidates in `after_token`.
+    """
+
+    after_token: np.ndarray
+    after_pair: np.ndarray
 
 
 @compiled

@@ -15,10 +15,10 @@ from lp_runtime.calibration.step_meter import (
     _StepMeter,
     measure_steps,
 )
-from lp_runtime.calibration.vocabulary_prior import WIDTH, Answers
+from lp_runtime.calibration.vocabulary_prior import ALONE, NOTHING, PAIRED, WIDTH, Answers
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, PRIOR_ROWS, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import HALF_BITS
@@ -84,8 +84,8 @@ def enough_time(monkeypatch) -> None:
 
 
 def test_vocabulary_entries_match_logits_of_tokens_after_common_one(model, enough_time):
-    size = model.vocabulary_size
-    vocabulary = Calibration(model, Group.alone(), None).vocabulary().reshape(size, PRIOR_ROWS, ENTRY)
+    size, vocabulary = model.vocabulary_size, Calibration(model, Group.alone(), None).vocabulary()
+    assert vocabulary.after_token.shape == (size, ENTRY) and vocabulary.after_pair.shape == (size * K, ENTRY)
     with torch.inference_mode():
         spaced = torch.arange(64) * size // 64
         first = torch.full((64,), size // 2)
@@ -93,9 +93,9 @@ def test_vocabulary_entries_match_logits_of_tokens_after_common_one(model, enoug
         common = likeliest.bincount().argmax().expand(size)
         pairs = torch.stack([common, torch.arange(size)], 1)
         after_token = model.model(pairs).logits[:, 1]
-        successors = torch.from_numpy(vocabulary[:, 0, :K]).reshape(-1, 1).long()
+        successors = torch.from_numpy(vocabulary.after_token[:, :K]).reshape(-1, 1).long()
         after_pair = model.model(torch.cat([pairs.repeat_interleave(K, 0), successors], 1)).logits[:, 2]
-    for logits, rows in ((after_token, vocabulary[:, 0]), (after_pair, vocabulary[:, 1:].reshape(-1, ENTRY))):
+    for logits, rows in ((after_token, vocabulary.after_token), (after_pair, vocabulary.after_pair)):
         chosen = logits.gather(1, torch.from_numpy(rows[:, :K]).long())
         assert torch.allclose(chosen, logits.topk(K).values, atol=1e-5)  # the same tokens, up to ties
 
@@ -110,16 +110,16 @@ def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path
         patch.setattr("lp_runtime.calibration.calibration.measure_steps", None)
         patch.setattr("lp_runtime.calibration.vocabulary_prior._ask", None)
         assert (again.times(50) == times).all()
-        assert (again.vocabulary() == vocabulary).all()
+        assert is_equal(again.vocabulary(), vocabulary)
     for file in files:
         file.write_bytes(file.read_bytes()[:50])
-    assert (Calibration(model, Group.alone(), str(tmp_path)).vocabulary() == vocabulary).all()
+    assert is_equal(Calibration(model, Group.alone(), str(tmp_path)).vocabulary(), vocabulary)
     assert files[1].stat().st_size > 50
 
 
 def test_unwritable_cache_folder_is_ignored(model):
     vocabulary = Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()
-    assert len(vocabulary) == PRIOR_ROWS * model.vocabulary_size
+    assert len(vocabulary.after_token) == model.vocabulary_size
 
 
 def test_fingerprint_differs_between_models(model, demo_model_dir):
@@ -133,9 +133,8 @@ def test_vocabulary_entries_without_time_to_compute_are_empty(model, monkeypatch
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 0.0)
     monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.FIRST_SLICE_TEXTS", 8)
     vocabulary = Calibration(model, Group.alone(), None).vocabulary()
-    assert len(vocabulary) == 8 * PRIOR_ROWS
-    rows = vocabulary.reshape(8, PRIOR_ROWS, ENTRY)
-    assert (rows[:, 0, 0] >= 0).all() and (rows[:, 1:, :K] == -1).all()
+    assert (vocabulary.after_token[:8, 0] >= 0).all() and (vocabulary.after_token[8:, :K] == -1).all()
+    assert (vocabulary.after_pair[:, :K] == -1).all()
 
 
 def tune_on_ranks(group: Group, folder: str):
@@ -143,22 +142,23 @@ def tune_on_ranks(group: Group, folder: str):
     calibration = Calibration(model, group, None)
     return (
         calibration.times(20),
-        calibration.vocabulary(),
-        *(vocabulary_of(model, group, each)[:, :K] for each in KNOWN.values()),
+        candidates_of(calibration.vocabulary()),
+        *(vocabulary_of(model, group, each) for each in KNOWN.values()),
     )
 
 
 def made_up(value: int) -> Answers:
     """Return answers in which all candidates of all tokens are the same token."""
     pair = value << MARGIN_BITS | value << MARGIN_BITS + HALF_BITS
-    packed = np.full((64, PRIOR_ROWS, WIDTH), pair, dtype=np.int64)
-    return Answers(packed, np.full(64, PRIOR_ROWS))
+    after_token, after_pair = np.full((64, WIDTH), pair, np.int64), np.full((64, K, WIDTH), pair, np.int64)
+    return Answers(after_token, after_pair, np.full(64, PAIRED, np.uint8))
 
 
-def part_of(answers: Answers, first: int, last: int, num_rows: int = PRIOR_ROWS) -> Answers:
-    """Return answers with `num_rows` known rows of some tokens only."""
+def part_of(answers: Answers, first: int, last: int, known: int = PAIRED) -> Answers:
+    """Return answers about some tokens only; see `Answers.known`."""
     places = np.arange(64)
-    return Answers(answers.packed, np.where((places >= first) & (places < last), num_rows, 0))
+    are_known = np.where((places >= first) & (places < last), known, NOTHING).astype(np.uint8)
+    return Answers(answers.after_token, answers.after_pair, are_known)
 
 
 # The answers that each of two replicas has before they share them; the keys say which ones both have afterwards.
@@ -168,13 +168,23 @@ KNOWN = {
     "rank 0's, too": (made_up(3), None),
     "rank 1's": (None, made_up(4)),
     "both's": (part_of(made_up(3), 0, 40), part_of(made_up(4), 30, 64)),
-    "rank 1's pairs": (part_of(made_up(3), 0, 64, 1), part_of(made_up(4), 0, 64)),
+    "rank 1's pairs": (part_of(made_up(3), 0, 64, ALONE), part_of(made_up(4), 0, 64)),
     "found out": (None, None),
 }
 
 
+def candidates_of(prior: VocabularyPrior) -> np.ndarray:
+    """Return the candidates, [64, 1 + K, K], after each token alone and after its pairs."""
+    after_pair = prior.after_pair[:, :K].reshape(-1, K, K)
+    return np.concatenate([prior.after_token[:, None, :K], after_pair], axis=1)
+
+
+def is_equal(prior: VocabularyPrior, other: VocabularyPrior) -> bool:
+    return all((mine == theirs).all() for mine, theirs in zip(prior, other, strict=True))
+
+
 def vocabulary_of(model, group: Group, known) -> np.ndarray:
-    return Calibration(model, group, None, Measured(vocabulary=known[group.rank])).vocabulary()
+    return candidates_of(Calibration(model, group, None, Measured(vocabulary=known[group.rank])).vocabulary())
 
 
 def test_replicas_share_measurements_and_vocabulary_entries(model, tiny_model_dir):
@@ -182,9 +192,9 @@ def test_replicas_share_measurements_and_vocabulary_entries(model, tiny_model_di
     alone = Calibration(model, Group.alone(), None).vocabulary()
     assert (results[0][0] == results[1][0]).all() and results[0][0].shape == (2, 21)
     for _, actual, same, first, first_too, second, both, with_pairs, last in results:
-        assert (actual[:, :K] == alone[:, :K]).mean() > 0.99
+        assert (actual == candidates_of(alone)).mean() > 0.99
         for vocabulary in (same, first, first_too):
             assert (vocabulary == 3).all()
         assert (second == 4).all() and (with_pairs == 4).all()
-        assert (both[: 40 * PRIOR_ROWS] == 3).all() and (both[40 * PRIOR_ROWS :] == 4).all()
-        assert (last == actual[:, :K]).all()
+        assert (both[:40] == 3).all() and (both[40:] == 4).all()
+        assert (last == actual).all()

@@ -56,7 +56,8 @@ MISMEASURED = {
     "large steps slow": lambda times: 3 * (times[1] + 4 * (times - times[1])),
     "all but one token slow": lambda times: np.where(np.arange(len(times)) > 1, 3 * times, times),
 }
-MIN_SHARE_PERCENT_MISMEASURED = 87  # of the best fixed budgets, over all texts
+# Of the best fixed budgets, over all texts.
+MIN_SHARE_PERCENT_MISMEASURED = {"all slow": 97, "large steps slow": 97, "all but one token slow": 87}
 
 
 @pytest.mark.parametrize("curve", ["CPU", pytest.param("slow CPU", marks=pytest.mark.slow), "GPU"])
@@ -88,4 +89,4 @@ def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     for text in texts:
         sized = StepBudget(MISMEASURED[mistake](times)[None], True, None, learned)
         spent += decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
-    assert 100 * best / spent >= MIN_SHARE_PERCENT_MISMEASURED
+    assert 100 * best / spent >= MIN_SHARE_PERCENT_MISMEASURED[mistake]

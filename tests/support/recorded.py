@@ -22,7 +22,7 @@ from lp_runtime.decoder.decoder import Decoder, DrafterSetup
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.lookahead.top_k import ENTRY, PRIOR_ROWS, K
+from lp_runtime.lookahead.top_k import ENTRY, K, VocabularyPrior
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
@@ -62,18 +62,21 @@ class RecordedText:
         return tokens
 
 
-def load_texts() -> tuple[list[RecordedText], np.ndarray]:
-    """Return the recorded texts, and the vocabulary prior, [n, ENTRY], of the tokens that they look up."""
+def load_texts() -> tuple[list[RecordedText], VocabularyPrior]:
+    """Return the recorded texts, and the vocabulary prior of the tokens that they look up."""
     with np.load(FILE) as saved:
         arrays = {name: saved[name] for name in saved.files}
-    vocabulary = np.full((int(arrays["vocabulary_size"]), PRIOR_ROWS, ENTRY), -1, np.int32)
-    vocabulary[arrays["prior_tokens"]] = arrays["prior_entries"]
+    tokens, num_paired = arrays["prior_tokens"], int(arrays["num_paired"])
+    after_token = np.full((int(arrays["vocabulary_size"]), ENTRY), -1, np.int32)
+    after_pair = np.full((num_paired, K, ENTRY), -1, np.int32)
+    after_token[tokens] = arrays["prior_entries"]
+    after_pair[tokens[tokens < num_paired]] = arrays["prior_pairs"]
     texts = []
     for i, kind in enumerate(arrays["kinds"].tolist()):
         children = {(parent, token): node for node, (parent, token) in enumerate(arrays[f"nodes_{i}"].tolist())}
         prompt, length = arrays[f"prompt_{i}"].tolist(), int(arrays[f"length_{i}"])
         texts.append(RecordedText(kind, prompt, children, arrays[f"packed_{i}"], length))
-    return texts, vocabulary.reshape(-1, ENTRY)
+    return texts, VocabularyPrior(after_token, after_pair.reshape(-1, ENTRY))
 
 
 def greedy_sampler() -> Sampler:
@@ -81,13 +84,13 @@ def greedy_sampler() -> Sampler:
     return Sampler(TreeProcessors([], torch.device("cpu")), None, num_top_k=K)
 
 
-def open_recorded(text: RecordedText, max_nodes: int, vocabulary: np.ndarray, budget: StepBudget) -> Decoder:
+def open_recorded(text: RecordedText, max_nodes: int, vocabulary: VocabularyPrior, budget: StepBudget) -> Decoder:
     """Return the decoder of a recorded text, with the drafter `full` and empty draft tables.
 
     Args:
         text: the text.
         max_nodes: largest number of nodes of a tree.
-        vocabulary: [n, ENTRY] the vocabulary prior.
+        vocabulary: the vocabulary prior.
         budget: sizes the steps.
     """
     drafter = BestFirstDrafter(max_nodes, DraftTables(DRAFT_TABLES_BYTES), vocabulary, None, MAX_DEPTH)

@@ -19,7 +19,7 @@ from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
 from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.drafters.token_recycling import TokenRecyclingDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
-from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, PRIOR_ROWS, STAMP, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, UNITS_PER_NAT, K, VocabularyPrior
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.utils.jit import compiled
@@ -49,19 +49,20 @@ def entries_of(rankings: list[list[int]], nats: int = 1) -> np.ndarray:
     return entries
 
 
-def prior_of(after_token: np.ndarray, after_pair: Mapping[tuple[int, int], np.ndarray] | None = None) -> np.ndarray:
+def prior_of(
+    after_token: np.ndarray, pairs: Mapping[tuple[int, int], np.ndarray] | None = None, num_paired: int = VOCABULARY
+) -> VocabularyPrior:
     """Return a vocabulary prior from entries after each token, [V, ENTRY], and after (token, its rank-th successor)."""
-    rows = np.full((len(after_token), PRIOR_ROWS, ENTRY), -1, np.int32)
-    rows[:, 0] = after_token
-    for (token, rank), entry in (after_pair or {}).items():
-        rows[token, 1 + rank] = entry
-    return rows.reshape(-1, ENTRY)
+    after_pair = np.full((num_paired, K, ENTRY), -1, np.int32)
+    for (token, rank), entry in (pairs or {}).items():
+        after_pair[token, rank] = entry
+    return VocabularyPrior(after_token, after_pair.reshape(-1, ENTRY))
 
 
 def best_first(
     max_nodes: int,
     draft_tables: DraftTables | None = None,
-    vocabulary: np.ndarray | None = None,
+    vocabulary: VocabularyPrior | None = None,
     noise: NoiseKey | None = None,
     max_depth: int = 24,
 ) -> BestFirstDrafter:
@@ -274,12 +275,15 @@ def test_vocabulary_prior_after_two_tokens_is_used_in_trees_and_at_the_root():
         assert drafter.propose(texts[-1], len(texts[-1]) - 1, max_depth=1).tokens[1] == expected
 
 
-def test_vocabulary_prior_ends_with_the_last_known_token():
-    vocabulary = prior_of(entries_of([[2, 3, 4, 5, 6, 7, 8, 9]] * 3))
-    drafter = best_first(20, vocabulary=vocabulary)
-    drafter.begin([1])
-    tree = drafter.propose([1, 2], 1, max_depth=30)
-    assert {tree.tokens[parent] for parent in tree.parents[1:]} == {2}  # nothing is known after 3
+def test_pairs_of_other_tokens_are_unknown():
+    """The first of a token's equal successors counts, and tokens after the paired ones have no pairs."""
+    (next_, nine, eight) = entries_of([[5] * K, [9] * K, [8] * K], nats=8)
+    after_token = np.stack([next_] * VOCABULARY)
+    for num_paired, expected in ((5, 9), (4, 5)):
+        vocabulary = prior_of(after_token, {(4, 0): nine, (4, 1): eight} if num_paired == 5 else None, num_paired)
+        drafter = best_first(2, vocabulary=vocabulary)
+        drafter.begin([4, 5])
+        assert drafter.propose([4, 5], 1, max_depth=30).tokens == [5, expected]
 
 
 def test_rate_of_often_wrong_source_falls():

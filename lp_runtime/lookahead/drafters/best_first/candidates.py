@@ -48,7 +48,7 @@ from lp_runtime.lookahead.drafters.best_first.tables import (
     is_held,
     position_key,
 )
-from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, PRIOR_ROWS, K, margin_of
+from lp_runtime.lookahead.top_k import FROM_PROMPT, MAX_MARGIN, ORIGIN, K, margin_of
 from lp_runtime.utils.jit import Int, inlined
 
 
@@ -89,7 +89,10 @@ def collect(
     num_rows = find_alternatives(drafts, position, nodes.depths[node], candidates, num_rows)
     for row in range(num_known, num_rows):  # one call: each copy of `collect_entry` takes long to compile
         if slots[row] >= 0:
-            entries = drafts.vocabulary if is_prior(bases[row]) else table.entries
+            entries = table.entries
+            if is_prior(bases[row]):
+                prior = drafts.vocabulary
+                entries = prior.after_pair if bases[row] == FIRST_PAIR else prior.after_token
             collect_entry(entries, slots[row], bases[row], noise, position, candidates, row)
     return collect_corpus(drafts.corpus, noise, position, nodes, node, candidates, num_rows)
 
@@ -192,20 +195,19 @@ def is_prior(base: Int) -> bool:
 def find_prior(drafts: DraftArrays, nodes: Nodes, root: Int, node: Int, candidates: Candidates, num_rows: Int) -> Int:
     """Find the vocabulary prior's candidates for a node's token, and for the last two tokens, as in `find_contexts`.
 
-    The latter are known if the node's token is among the K likeliest successors of the token before.
+    The latter are known if the token before is one of the first P, and the node's token one of its K likeliest
+    successors.
     """
-    vocabulary, slots, bases = drafts.vocabulary, candidates.slots, candidates.bases
-    token = nodes.tokens[node]
-    row = token * PRIOR_ROWS
-    if row < len(vocabulary):
-        slots[num_rows], bases[num_rows] = row, FIRST_VOCABULARY
+    prior, slots, bases = drafts.vocabulary, candidates.slots, candidates.bases
+    token, before = nodes.tokens[node], token_before(drafts.text, nodes, root, node)
+    if token < len(prior.after_token):
+        slots[num_rows], bases[num_rows] = token, FIRST_VOCABULARY
         num_rows += 1
-    row = token_before(drafts.text, nodes, root, node) * PRIOR_ROWS
-    if 0 <= row < len(vocabulary) - K:
+    if 0 <= before * K < len(prior.after_pair):
         for rank in range(K):
-            if vocabulary[row, rank] == token:
-                slots[num_rows], bases[num_rows] = row + 1 + rank, FIRST_PAIR
-                num_rows += 1
+            if prior.after_token[before, rank] == token:
+                slots[num_rows], bases[num_rows] = before * K + rank, FIRST_PAIR
+                return num_rows + 1
     return num_rows
 
 

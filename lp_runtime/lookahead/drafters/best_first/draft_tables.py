@@ -31,7 +31,7 @@ from lp_runtime.lookahead.drafters.best_first.starting_rates import (
     StartingRates,
 )
 from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS
-from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K
+from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K, VocabularyPrior
 
 LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * ENTRY
@@ -85,8 +85,8 @@ class DraftTables:
         self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
         self.start(GREEDY)
 
-    def drafts(self, vocabulary: np.ndarray, corpus: CorpusIndex) -> tables.DraftArrays:
-        """Return the tables' arrays together with a vocabulary prior, [n, ENTRY] int32, and a corpus."""
+    def drafts(self, vocabulary: VocabularyPrior, corpus: CorpusIndex) -> tables.DraftArrays:
+        """Return the tables' arrays together with a vocabulary prior and a corpus."""
         return tables.DraftArrays(self.top_k, self.text, vocabulary, corpus)
 
     def clear(self) -> None:

@@ -28,11 +28,11 @@ from lp_runtime.lookahead.drafters.best_first.estimates import Rates
 from lp_runtime.lookahead.drafters.best_first.features import SOURCES, Nodes, make_candidates, make_nodes
 from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
 from lp_runtime.lookahead.guide import Guide
-from lp_runtime.lookahead.top_k import ENTRY, K
+from lp_runtime.lookahead.top_k import ENTRY, K, VocabularyPrior
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.utils.jit import bound, compiles
 
-NO_VOCABULARY = np.zeros((0, ENTRY), np.int32)
+NO_VOCABULARY = VocabularyPrior(*np.zeros((2, 0, ENTRY), np.int32))
 GUIDED_ROUNDS = 2  # growth rounds of a constrained tree: the second grows below tokens forced after the first
 SMALL_BYTES = 1 << 16  # size of the draft tables used to compile the kernels
 
@@ -43,7 +43,7 @@ class BestFirstDrafter(Drafter):
     Args:
         max_nodes: largest number of nodes of a tree, including pending tokens; the root is always included.
         draft_tables: the drafter's memory; the owner decides whether to clear it.
-        vocabulary: [n, ENTRY] int32 vocabulary prior, PRIOR_ROWS for each token; None if not available.
+        vocabulary: the vocabulary prior; None if not available.
         corpus: texts that answers may repeat; NO_CORPUS without any.
         noise: None for greedy decoding.
     """
@@ -55,7 +55,7 @@ class BestFirstDrafter(Drafter):
         self,
         max_nodes: int,
         draft_tables: DraftTables,
-        vocabulary: np.ndarray | None,
+        vocabulary: VocabularyPrior | None,
         noise: NoiseKey | None,
         max_depth: int,
         corpus: CorpusIndex = NO_CORPUS,

@@ -24,7 +24,7 @@ from lp_runtime.lookahead.philox import (
     WORD_BITS,
     WORD_MASK,
 )
-from lp_runtime.lookahead.top_k import ID_BITS, ORIGIN, STAMP, UNITS_PER_NAT, K
+from lp_runtime.lookahead.top_k import ID_BITS, ORIGIN, STAMP, UNITS_PER_NAT, K, VocabularyPrior
 from lp_runtime.utils.jit import Int, compiled, inlined
 
 WAYS = 4  # slots of a bucket; the oldest of them is overwritten
@@ -74,15 +74,11 @@ class TextIndex(NamedTuple):
 
 
 class DraftArrays(NamedTuple):
-    """All arrays in which candidates are looked up.
-
-    Attributes:
-        vocabulary: [n, ENTRY] int32 vocabulary prior, PRIOR_ROWS for each token; it ends with the last known row.
-    """
+    """All arrays in which candidates are looked up."""
 
     top_k: TopKTable
     text: TextIndex
-    vocabulary: np.ndarray
+    vocabulary: VocabularyPrior
     corpus: CorpusIndex
 
 
