@@ -254,7 +254,7 @@ def _ask_about(model: ModelRunner, sampler: Sampler, common_token: int, answers:
     if answers.known[tokens[0]] == NOTHING:
         answers.add(tokens, ALONE, after_token=_candidates_after(model, sampler, common_token, tokens[:, None]))
     else:
-        successors = np.maximum(_unpacked(sampler, answers.after_token[tokens])[:, :K], 0)
+        successors = np.maximum(_unpacked(sampler, answers.after_token[tokens])[:, :K], 0)  # -1 in a tiny vocabulary
         pairs = np.stack([np.repeat(tokens, K), successors.ravel()], axis=1)
         after_pair = _candidates_after(model, sampler, common_token, pairs)
         answers.add(tokens, PAIRED, after_pair=after_pair.reshape(len(tokens), K, WIDTH))
@@ -270,9 +270,10 @@ def _common_token(model: ModelRunner, sampler: Sampler, num_texts: int) -> int:
 
 def _candidates_after(model: ModelRunner, sampler: Sampler, first: int, branches: np.ndarray) -> np.ndarray:
     """Return [m, WIDTH] packed top-k candidates after each text of a `first` token and a branch, [m, length]."""
+    branches, rows = np.unique(branches, axis=0, return_inverse=True)  # a tiny vocabulary repeats some
     num_fed = 1 + len(np.unique(branches[:, :-1], axis=0)) * (branches.shape[1] - 1) + len(branches)
     with model.slots.borrowed() as slot:
         model.begin(slot, num_fed)
         logits = model.logits_after_each(slot, branches.tolist(), [first])
         packed, _ = sampler.sample(logits, TokenTree([0], max_depth=1), [0] * len(branches), [0])
-        return packed.cpu().numpy()
+        return packed.cpu().numpy()[rows.reshape(-1)]

@@ -128,9 +128,7 @@ class ChainRunner(ModelRunner):
             yield from self.prefill_in_chunks(slot, rest)
 
     @torch.inference_mode()
-    def logits_after_each(
-        self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int] = ()
-    ) -> StepLogits:
+    def logits_after_each(self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int]) -> StepLogits:
         """Return the logits after n branches, each appended to a text; they are fed as a batch, without the slot."""
         return StepLogits(self.passes.logits_of_texts([[*text, *branch] for branch in branches]))
 

@@ -25,7 +25,6 @@ from lp_runtime.model.forward.passes import (
     BeginFixed,
     EmptyCache,
     EndFixed,
-    FeedBranches,
     FeedChunk,
     FeedShare,
     FeedShares,
@@ -229,18 +228,6 @@ class ModelRunner:
             yield
 
     @torch.inference_mode()
-    def logits_after_each(
-        self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int] = ()
-    ) -> StepLogits:
-        """Return the logits after n branches, each appended separately to a text. Overwrites the slot.
-
-        Branches have equal lengths. The tokens that several begin with are fed once.
-        """
-        slot.cache.clear()
-        slot.tokens, slot.prompt_length = [], 0
-        if text:
-            self.feed_prompt(slot, text)
-        return StepLogits(self.feed(FeedBranches.of(branches), [slot.cache]))
 
     # Trees.
 
@@ -257,6 +244,16 @@ class ModelRunner:
         output = self._feed_tree(FeedShare(layout, rope_length), [slot.cache]) if logits is None else logits[0]
         slot.commit(tree.pending, commit)
         return output
+
+    def logits_after_each(self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int]) -> StepLogits:
+        """Return the logits after n branches, each appended separately to a text. The slot must be empty.
+
+        Branches are distinct and of equal length. The tokens that several begin with are fed once.
+        """
+        tree = TokenTree(text, max_depth=len(branches[0]))
+        leaves = [tree.add_branch(branch)[-1] for branch in branches]
+        layout = lay_out(tree, range(len(tree)), leaves, slot.cache.length)
+        return self._feed_tree(FeedShare(layout, is_strict=False), [slot.cache])
 
     def _ensure_capacity(self, slot: CacheSlot, num_nodes: int) -> None:
         """Grow a slot that is too small for the nodes that a step feeds; all tokens in it are committed."""

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from support.calibration import is_equal
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration import step_meter
@@ -177,10 +178,6 @@ def candidates_of(prior: VocabularyPrior) -> np.ndarray:
     """Return the candidates, [64, 1 + K, K], after each token alone and after its pairs."""
     after_pair = prior.after_pair[:, :K].reshape(-1, K, K)
     return np.concatenate([prior.after_token[:, None, :K], after_pair], axis=1)
-
-
-def is_equal(prior: VocabularyPrior, other: VocabularyPrior) -> bool:
-    return all((mine == theirs).all() for mine, theirs in zip(prior, other, strict=True))
 
 
 def vocabulary_of(model, group: Group, known) -> np.ndarray:

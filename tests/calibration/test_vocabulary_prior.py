@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.calibration import is_equal
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration import vocabulary_prior
@@ -45,10 +46,6 @@ def num_known(prior: VocabularyPrior) -> tuple[int, int]:
     """Return for how many tokens, and for how many with their likely successors, the prior is known."""
     after_pair = prior.after_pair.reshape(-1, K, ENTRY)[:, :, 0]
     return int((prior.after_token[:, 0] >= 0).sum()), int((after_pair >= 0).all(axis=1).sum())
-
-
-def is_equal(prior: VocabularyPrior, other: VocabularyPrior) -> bool:
-    return all((mine == theirs).all() for mine, theirs in zip(prior, other, strict=True))
 
 
 def test_next_start_continues_prior_from_disk(folder, tmp_path, monkeypatch, one_slice):

@@ -150,6 +150,6 @@ def test_uncommitted_share_does_not_change_the_slot(held):
 @pytest.mark.parametrize("branches", [[[9], [10], [11]], [[9, 10], [9, 11], [11, 9]]], ids=["one token", "two"])
 def test_logits_after_each_works_with_an_empty_slot(branches):
     runner = ChainRunner(model_of("bamba"), 5)
-    actual = runner.logits_after_each(CacheSlot(), branches).logits
-    expected = torch.cat([plain_logits(runner, branch) for branch in branches])
+    actual = runner.logits_after_each(CacheSlot(), branches, [8]).logits
+    expected = torch.cat([plain_logits(runner, [8, *branch]) for branch in branches])
     assert difference_of(actual, expected) < 1e-5

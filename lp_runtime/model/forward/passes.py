@@ -150,34 +150,6 @@ class FeedChunk(NamedTuple):
         return passes.forward(ids, positions, mask, cache, kept, passes.model_at(self.rope_length))
 
 
-class FeedBranches(NamedTuple):
-    """Feeds a tree of T tokens after the cache; returns the logits of the last n, [n, V]."""
-
-    tokens: Sequence[int]
-    parents: Sequence[int]  # [T] row of each token's parent, -1 for the cache's last token
-    depths: Sequence[int]  # [T] 0 for those after the cache's last token
-    num_wanted: int  # n
-
-    @classmethod
-    def of(cls, branches: Sequence[Sequence[int]]) -> FeedBranches:
-        """Return the pass whose last tokens are those of n branches of equal length; equal beginnings are fed once."""
-        length = len(branches[0])
-        rows: dict[tuple[int, ...], int] = {(): -1}  # by beginning
-        for end in range(1, length):
-            for branch in branches:
-                rows.setdefault(tuple(branch[:end]), len(rows) - 1)
-        beginnings = [*list(rows)[1:], *map(tuple, branches)]
-        parents = [rows[each[:-1]] for each in beginnings]
-        return cls([each[-1] for each in beginnings], parents, [len(each) - 1 for each in beginnings], len(branches))
-
-    def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
-        (cache,) = caches
-        ids, depths = tensor_on(passes.device, np.array([self.tokens, self.depths]))
-        positions = depths + cache.length
-        mask = passes.masks.build(self.parents, positions, cache.length)
-        return passes.forward(ids, positions, mask, cache, self.num_wanted)
-
-
 class FeedShare(NamedTuple):
     """Feeds a share of a tree; returns the logits of the wanted rows, [n, V].
 
@@ -186,10 +158,11 @@ class FeedShare(NamedTuple):
 
     layout: InputLayout
     rope_length: int = 0  # as in FeedChunk; strict models never re-feed a text, so they ignore it
+    is_strict: bool = True  # with exactness=strict; False for one faster pass, with other rounding
 
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         (cache,), layout, device = caches, self.layout, passes.device
-        if passes.strict_tokens is not None:
+        if passes.strict_tokens is not None and self.is_strict:
             return self._run_strictly(passes, cache, passes.strict_tokens)[tensor_on(device, layout.rows)]
         ids, positions = tensor_on(device, np.stack([layout.tokens, layout.positions]))
         mask = passes.masks.build(layout.parents, positions, cache.length)

@@ -57,7 +57,8 @@ def story(model: ModelRunner) -> list[torch.Tensor]:
     results.append(model.prefill(second, PROMPT[::-1]))
     both = [StepInputs.whole(first, tree_of([30])), StepInputs.whole(second, tree_of([31]))]
     results += [each.logits for each in model.forward_batch(both)]
-    results.append(model.logits_after_each(second, [[1, 2], [1, 3], [4, 2]]).logits)
+    model.begin(second, 7)
+    results.append(model.logits_after_each(second, [[1, 2], [1, 3], [4, 2]], [5]).logits)
     return [each.clone() for each in results]
 
 
