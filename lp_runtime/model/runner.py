@@ -227,8 +227,6 @@ class ModelRunner:
             self.num_prefilled_tokens += len(chain)
             yield
 
-    @torch.inference_mode()
-
     # Trees.
 
     def forward(self, inputs: StepInputs, commit: bool = True, any_size: bool = False) -> StepLogits:
