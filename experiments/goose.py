@@ -261,7 +261,7 @@ class GooseDrafter(Peer):
             tokens[tree.root :], [self._before_root if self._is_chain else None, *previous], ids, logits
         )
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         self._matcher.extend(tokens[-1:])
 
     def propose(

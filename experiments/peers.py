@@ -53,7 +53,7 @@ class Peer(CountingDrafter):
             logits: [n, NUM_SHOWN] float32 their logits.
         """
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         pass
 
 

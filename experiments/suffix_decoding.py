@@ -112,7 +112,7 @@ class SuffixDrafter(Peer):
         tree.add_branch((local if self._is_local else answers)[1])
         return tree
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         self._learn(tokens[-1:])
 
     def advance(

@@ -27,7 +27,7 @@ from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.replica.loaded_model import ReplicaInfo
-from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
+from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions, check_sample
 from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.request.request import Request
 from lp_runtime.request.request_text import RequestText
@@ -158,11 +158,7 @@ class LookaheadRuntime:
             ModelError: text is needed, and the model has no usable tokenizer.
             ReplicaError: a replica failed or was lost.
         """
-        with closing(self.stream(prompt, max_new_tokens, **options)) as stream:
-            for _ in stream:
-                pass
-        assert stream.generation is not None  # the iteration has ended
-        return stream.generation
+        return _finished(self.stream(prompt, max_new_tokens, **options))
 
     def samples(
         self,
@@ -189,10 +185,9 @@ class LookaheadRuntime:
         first = self.request(prompt, max_new_tokens, **options)
         if num_samples > 1 and first.sampling.seed is None:
             raise RequestError(f"num_samples={num_samples}: decoding is greedy; give sampling.temperature > 0")
-        options["sampling"] = first.sampling  # has the seed that all samples share
-        start = options.get("sample") or 0
-        by_sample: list[RequestOptions] = [{**options, "sample": start + number} for number in range(num_samples)]
-        return [self.generate(prompt, max_new_tokens, **sample_options) for sample_options in by_sample]
+        check_sample(first.sample + num_samples - 1)
+        requests = [replace(first, sample=first.sample + number) for number in range(num_samples)]
+        return [_finished(self.stream_request(each, isinstance(prompt, str))) for each in requests]
 
     def stream(
         self,
@@ -268,11 +263,22 @@ class LookaheadRuntime:
 
     def close(self) -> None:
         """Stop all replicas. Under torchrun, ranks other than 0 serve rank 0's requests until rank 0 closes."""
-        self.compiler.close()
-        self.launcher.close()
+        try:
+            self.compiler.close()
+        finally:
+            self.launcher.close()
 
     def __enter__(self) -> LookaheadRuntime:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+
+def _finished(stream: GenerationStream) -> Generation:
+    """Decode a request to its end."""
+    with closing(stream):
+        for _ in stream:
+            pass
+    assert stream.generation is not None  # the iteration has ended
+    return stream.generation

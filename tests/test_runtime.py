@@ -382,6 +382,8 @@ def test_samples_of_one_seed_differ_and_are_reproducible(runtime):
     assert again.token_ids == outs[2].token_ids
     with pytest.raises(RequestError, match="num_samples=2: decoding is greedy"):
         runtime.samples(PROMPT, 2)
+    with pytest.raises(ConfigError, match=r"sample=4294967296: must be 0 to 2\*\*32 - 1"):
+        runtime.samples(PROMPT, 3, 12, sampling=sampling, sample=2**32 - 2)
     assert runtime.generate(PROMPT, 4).seed is None
 
 

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 from common import Results
 
 from lp_runtime import ConstraintConfig
@@ -27,7 +26,6 @@ from lp_runtime.config.settings import ModelConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars, Vocabulary
 from lp_runtime.constraints.library import library
-from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.drafters.best_first.drafter import BestFirstDrafter, compile_drafter
 from lp_runtime.lookahead.tree import TokenTree
@@ -111,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
         row["advance"] = statistics.median(median_us(functools.partial(each.advance, tokens[:5]), 1) for each in fresh)
         drafter = BestFirstDrafter(num_nodes, DraftTables(TABLES_BYTES), None, None, max_depth=8)
         drafter.begin(tokens[:-1])
-        drafter.advance_prefill(tokens, VerificationResult(np.array(tokens[-1:])))
+        drafter.advance_prefill(tokens)
         for name, given in (("tree", guide), ("plain", None)):
             task = functools.partial(drafter.propose, tokens, len(tokens) - 1, 8, num_nodes, given)
             row[f"{name} nodes"] = len(task())

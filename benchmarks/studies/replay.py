@@ -113,7 +113,7 @@ class SettledEngine(Engine):
         if request.lookahead.is_auto:
             learned = LearnedCosts.initial(self._num_replicas)
             times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
-            decoder.budget = StepBudget(times, True, decoder.budget.limit, learned)
+            decoder.budget = StepBudget(times, True, decoder.budget.limit, learned, decoder.budget.times_are_late)
         return decoder
 
 

@@ -1,6 +1,7 @@
 """Decoder of a request: state, step budget and sampler. Equal on all replicas without communication.
 
-`Engine._step` (engine/engine.py) calls it once a step: `propose`, `sample`, `unpack` and `advance`.
+A step (`Engine._step` in engine/engine.py) calls `propose`, `sample`, `learn_costs`, `unpack` and `advance`, in this
+order.
 
 Letters: T nodes in the tree, n nodes that a replica owns, R replicas, V vocabulary.
 """
@@ -59,9 +60,8 @@ class Gathered(NamedTuple):
         logprobs: [T] the model's log-probability of each node's successor, valid from the root on; None if the request
             does not ask for them.
         packed: [T, width] int64 the gathered integers of each node.
-        forward_ns: of each replica's forward pass.
+        forward_ns: of each replica's forward pass; of the step before if times are late (StepBudget).
         overhead_ns: that each replica spent between the passes of this step and the previous one.
-        times_are_late: whether `forward_ns` is that of the previous step.
     """
 
     result: VerificationResult
@@ -69,7 +69,6 @@ class Gathered(NamedTuple):
     packed: np.ndarray
     forward_ns: Sequence[int] = ()
     overhead_ns: Sequence[int] = ()
-    times_are_late: bool = False
 
 
 class DrafterSetup(NamedTuple):
@@ -174,12 +173,11 @@ class Decoder:
         values: np.ndarray,
         forward_ns: Sequence[int] = (),
         overhead_ns: Sequence[int] = (),
-        times_are_late: bool = False,
     ) -> Gathered:
         """Unpack the integers that all replicas gathered, [T, width] int64; rows before the root have no meaning."""
         successors, logprobs, top_k = self.sampler.unpack(values, step.has_top_k)
         result = VerificationResult(successors, None if top_k is None else top_k[step.tree.root :])
-        return Gathered(result, logprobs, values, forward_ns, overhead_ns, times_are_late)
+        return Gathered(result, logprobs, values, forward_ns, overhead_ns)
 
     def accepted_nodes(self, step: Step, gathered: Gathered) -> list[int]:
         """Return the nodes that the accepted tokens follow, from the root on."""
@@ -199,7 +197,7 @@ class Decoder:
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
         budget.end_step()
-        self._unlearned = step.tree, shares, forward_ns, overhead_ns, nodes[1:], gathered.times_are_late
+        self._unlearned = step.tree, shares, forward_ns, overhead_ns, nodes[1:]
         return self._output(step, gathered, token_ids, nodes)
 
     def learn_costs(self) -> None:

@@ -27,7 +27,7 @@ MAX_EXPECTED_TOKENS = 1024  # of an answer: step times are looked up for a text 
 
 
 class DecoderFactory:
-    """Factory of the decoders of an engine's requests."""
+    """Factory of the decoders of an engine's requests; `times_are_late` is as in StepBudget."""
 
     def __init__(
         self,
@@ -36,8 +36,10 @@ class DecoderFactory:
         calibration: Calibration,
         draft_pool: DraftPool,
         grammars: Grammars | None,
+        times_are_late: bool,
     ):
         self._model, self._group = model, group
+        self._times_are_late = times_are_late
         self._calibration = calibration
         self._draft_pool, self._grammars = draft_pool, grammars
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
@@ -107,7 +109,9 @@ class DecoderFactory:
                 times = calibration.times(num_nodes, num_committed)[:num_replicas]
             kind = settings.is_auto, sampler.noise is None, num_replicas
             learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
-            budget = (ChainBudget if chains else StepBudget)(times, settings.is_auto, limit, learned)
+            budget = (ChainBudget if chains else StepBudget)(
+                times, settings.is_auto, limit, learned, self._times_are_late
+            )
             return DrafterSetup(drafter, budget, tables)
         except BaseException:
             self._release(tables, tag, request)

@@ -55,7 +55,8 @@ class Engine:
     Args:
         calibration: what was measured of the model; None to measure when a request needs it, and keep nothing.
         draft_pool: draft tables of earlier runtimes, and a corpus; None without any. Equal on all replicas.
-        times_are_late: see Peers; None for what this replica alone would need.
+        times_are_late: see StepBudget; True on all replicas if any of them runs on a GPU. None for what this replica
+            alone would need.
         grammars: makes the state of requests' constraints; None if no request has one.
     """
 
@@ -70,10 +71,11 @@ class Engine:
         grammars: Grammars | None = None,
     ):
         self._model, self._group = model, group
-        self._peers = Peers(group, make_exchange, model.timer is not None if times_are_late is None else times_are_late)
+        self._peers = Peers(group, make_exchange)
         self._calibration = calibration or Calibration(model, group, cache_dir=None)
         self.draft_pool = draft_pool or DraftPool()
-        self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars)
+        are_late = model.timer is not None if times_are_late is None else times_are_late
+        self._decoders = DecoderFactory(model, group, self._calibration, self.draft_pool, grammars, are_late)
         self._plain_kinds: set[Hashable] = set()
         self._preparation = Preparation(model, group, self._calibration, self.draft_pool)
 

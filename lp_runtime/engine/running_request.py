@@ -1,7 +1,7 @@
 """A request on an engine: its slot, and its exchange with the other replicas of the group.
 
-`Engine._step` (engine.py) calls its methods, once a step: `inputs`, `sample`, `start_exchange` and `finish_exchange`.
-Its decoder proposes the step and advances by it. The prefill ends with a step of the same methods.
+A step (`Engine._step` in engine.py) calls in this order `inputs`, `sample`, `start_exchange`, `finish_exchange` and
+`advance`. The prefill ends with a step of the same methods.
 """
 
 from __future__ import annotations
@@ -59,14 +59,11 @@ class Peers:
     """The replicas that share the steps of requests, and how they exchange results.
 
     Attributes:
-        times_are_late: report a pass's duration with the next step; required on all replicas if any of them runs on a
-            GPU.
         is_compiling: whether another process still compiles the drafter `full` for this replica.
     """
 
     group: Group
     make_exchange: MakeExchange
-    times_are_late: bool
     is_compiling: Callable[[], bool] = never_compiling
 
 
@@ -271,7 +268,8 @@ class RunningRequest:
             values, control = self._no_values(step), control | FAILED
         else:
             values = samples.values
-        self._exchange.start(step.shares, values, step.digest, control, self.timer.packed(self._peers.times_are_late))
+        clock = self.timer.packed(self.decoder.budget.times_are_late)
+        self._exchange.start(step.shares, values, step.digest, control, clock)
 
     def finish_exchange(self, step: Step, samples: Samples | LookaheadError) -> Gathered | LookaheadError:
         """Wait for the samples of all replicas; if any replica has failed, return the same error on all.
@@ -295,7 +293,7 @@ class RunningRequest:
     def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
         """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
         times = StepTimer.unpacked(outcome.clocks)
-        gathered = self.decoder.unpack(step, outcome.values, *times, self._peers.times_are_late)
+        gathered = self.decoder.unpack(step, outcome.values, *times)
         if self._callbacks.observe:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:

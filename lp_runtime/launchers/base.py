@@ -14,8 +14,8 @@ from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
 from lp_runtime.utils.owner import OwnerProcess
 
-# Errors caused by the request itself. All replicas raise them at the same point (see Sequence.advance), or before they
-# exchange anything, so they stay in step for the next request.
+# Errors caused by the request itself. All replicas raise them at the same point (decoder/shared_error.py), or before
+# they exchange anything, so they stay in step for the next request.
 REQUEST_ERRORS = (RequestError, ConfigError)
 
 

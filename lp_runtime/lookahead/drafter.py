@@ -185,8 +185,8 @@ class Drafter(ABC):
         """
 
     @abstractmethod
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
-        """Learn from the result of the prompt's last token; `tokens` end with the first committed one."""
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
+        """Learn the first committed token, which `tokens` end with."""
 
     @abstractmethod
     def advance(

@@ -166,7 +166,7 @@ class DecodingState:
     def use(self, drafter: Drafter) -> None:
         """Draft with another drafter, which has not begun a request, from the next step on."""
         drafter.begin(self.tokens[:-1])
-        drafter.advance_prefill(self.tokens, VerificationResult(self.tokens[-1:]))
+        drafter.advance_prefill(self.tokens)
         self.drafter = drafter
 
     def _resume(self, committed: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ class DecodingState:
         self._chain(proposal)
         self.num_cached = self.prompt_length
         committed = self._commit([int(result.successors[0])])
-        self.drafter.advance_prefill(self.tokens, result)
+        self.drafter.advance_prefill(self.tokens)
         return committed
 
     def advance(self, proposal: Proposal, result: VerificationResult) -> tuple[list[int], list[int]]:

@@ -155,7 +155,7 @@ class RequestBuilder:
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
         _check_texts(request_id=request_id, cache_salt=cache_salt)
-        _check_sample(sample)
+        check_sample(sample)
         logprobs, top_logprobs = options.get("logprobs", False), options.get("top_logprobs", 0)
         prompt_logprobs = options.get("prompt_logprobs", False)
         _check_logprobs(logprobs, top_logprobs, prompt_logprobs)
@@ -340,7 +340,7 @@ def _check_logprobs(logprobs: bool, top_logprobs: int, prompt_logprobs: bool) ->
         raise ConfigError(f"{name}: only with logprobs")
 
 
-def _check_sample(sample: int) -> None:
+def check_sample(sample: int) -> None:
     if isinstance(sample, bool) or not isinstance(sample, int) or not 0 <= sample <= MAX_SAMPLE:
         raise ConfigError(f"sample={sample}: must be 0 to 2**32 - 1")
 

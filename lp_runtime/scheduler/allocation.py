@@ -64,8 +64,8 @@ class Allocator:
         return job.max_degree
 
     def _choose_degree(self, job: Job, num_ready: int, num_jobs: int) -> int:
-        if job.gpus is not None:
-            return job.gpus
+        if job.max_replicas is not None:
+            return job.max_replicas
         if self._policy == "throughput" or any(map(is_ordered, job.request.processors)):
             return 1
         num_replicas = self._launcher.num_replicas

@@ -31,17 +31,17 @@ class Job:
     Attributes:
         request: the request to decode.
         deadline: time.monotonic() after which a job that still waits fails with DeadlineError; None for no limit.
-        gpus: largest number of replicas for the job; None leaves it to the scheduler's policy.
+        max_replicas: that the job may use; None leaves it to the scheduler's policy.
         state: waiting, running or finished.
         generation: the result, once all deltas have been read; None before.
         is_cancelled: whether `cancel` was called.
         queue_seconds: seconds from submission to the first replica; None before.
     """
 
-    def __init__(self, request: Request, deadline: float | None, gpus: int | None = None):
+    def __init__(self, request: Request, deadline: float | None, max_replicas: int | None = None):
         self.request = request
         self.deadline = deadline
-        self.gpus = gpus
+        self.max_replicas = max_replicas
         self.state = JobState.WAITING
         self.max_degree: int | None = None  # largest useful number of replicas, once the allocator has decided
         self.generation: Generation | None = None

@@ -37,7 +37,10 @@ class JobRunner:
         `members` are the indices of its replicas; None if the launcher runs one job at a time, on all replicas.
         """
         seconds, launcher = self._runtime.config.launcher.start_timeout, self._runtime.launcher
-        lease = JobLease(job, members or (), self._changed, seconds, lambda: launcher.has_replicas)
+        replicas = range(launcher.num_replicas) if members is None else members
+        lease = JobLease(job, replicas, self._changed, seconds, lambda: launcher.has_replicas)
+        if members is None:
+            lease.current = lease.wanted
         self._running.append(lease)
         job.begin()
         thread = threading.Thread(target=self._decode, args=(lease, members is not None), daemon=True)

@@ -152,6 +152,8 @@ class Scheduler:
 
     def _num_replicas_on(self, gpus: int) -> int:
         """Convert a number of GPUs to a number of replicas; raise ConfigError if that is not possible."""
+        gpus = plain(gpus)
+        require_int("gpus", gpus, 1)
         each, num_replicas = self._launcher.gpus_per_replica, self._launcher.num_replicas
         if gpus > num_replicas * each:
             what = "the number of replicas" if each == 1 else "the number of GPUs"
@@ -168,12 +170,9 @@ class Scheduler:
         Arguments and errors are as in `submit`, for each request.
         """
         self._owner.check("the scheduler")
-        if gpus is not None:
-            gpus = plain(gpus)
-            require_int("gpus", gpus, 1)
-            gpus = self._num_replicas_on(gpus)
+        max_replicas = None if gpus is None else self._num_replicas_on(gpus)
         deadline = None if timeout is None else time.monotonic() + timeout
-        jobs = [Job(request, deadline, gpus) for request in requests]
+        jobs = [Job(request, deadline, max_replicas) for request in requests]
         with self._changed:
             if self._is_closed:
                 raise ReplicaError("the scheduler is closed")

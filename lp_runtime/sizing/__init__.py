@@ -1,1 +1,1 @@
-"""Step sizing: cost model, host cost, drafting state, step budget. Integers only."""
+"""Step sizing: cost model, host cost, drafting schedule, step budget. Integers only."""

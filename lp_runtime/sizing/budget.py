@@ -31,13 +31,21 @@ class StepBudget:
         is_auto: whether to feed only as many nodes as pay off; else all nodes that the budget allows.
         budget: largest number of tokens that a replica feeds; None for no limit.
         learned: costs learned from earlier requests, updated in place; None to start from defaults.
+        times_are_late: whether a pass's duration is known one step later, as on a GPU. Equal on all replicas.
 
     Attributes:
         tree_size_hint: largest useful number of nodes of the next tree; None for any number.
     """
 
-    def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
-        self._is_auto = is_auto
+    def __init__(
+        self,
+        times: np.ndarray,
+        is_auto: bool,
+        budget: int | None,
+        learned: LearnedCosts | None = None,
+        times_are_late: bool = False,
+    ):
+        self._is_auto, self.times_are_late = is_auto, times_are_late
         self.limit = budget
         self._learned = learned or LearnedCosts.initial(len(times))
         self._costs = CostModel(times, self._learned.passes)
@@ -169,15 +177,13 @@ class StepBudget:
         forward: Sequence[int],
         overhead: Sequence[int],
         accepted: Sequence[int],
-        is_late: bool = False,
     ) -> None:
         """Learn from the step that ended last.
 
         Args:
-            forward: [R] nanoseconds of each replica's forward pass; 0 if unknown.
+            forward: [R] nanoseconds of each replica's forward pass, of the step before if times are late; 0 if unknown.
             overhead: [R] nanoseconds that the previous step took outside its forward pass; 0 if unknown.
             accepted: nodes of the tree whose tokens were committed, without the root.
-            is_late: whether `forward` is of the previous step, too.
         """
         is_plain = False
         if self._is_auto:
@@ -196,7 +202,7 @@ class StepBudget:
         max_tokens = measured.shape[1] - 1
         sizes = np.array([min(size, max_tokens) for size in shares.sizes])
         timed = None if is_plain else (measured, sizes)  # no line can be fitted to steps of one size
-        if is_late:
+        if self.times_are_late:
             timed, self._untimed = self._untimed, timed
         if timed is not None and min(forward) > 0:
             self._learned.passes.observe(*timed, np.array(forward, dtype=np.int64))

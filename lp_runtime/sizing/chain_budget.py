@@ -30,8 +30,15 @@ CHAIN_HINT = 48  # tree nodes to propose per replica, which feeds only one path
 class ChainBudget(StepBudget):
     """Decides before each step which path of the tree each replica feeds."""
 
-    def __init__(self, times: np.ndarray, is_auto: bool, budget: int | None, learned: LearnedCosts | None = None):
-        super().__init__(times, is_auto, budget, learned)
+    def __init__(
+        self,
+        times: np.ndarray,
+        is_auto: bool,
+        budget: int | None,
+        learned: LearnedCosts | None = None,
+        times_are_late: bool = False,
+    ):
+        super().__init__(times, is_auto, budget, learned, times_are_late)
         num_replicas = len(times)
         self._ahead = [0] * num_replicas  # tokens in each replica's state beyond those in all replicas' states
         self._refed_ns = [0] * num_replicas  # time each replica has spent feeding tokens again since it caught up

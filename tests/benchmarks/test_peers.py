@@ -333,7 +333,7 @@ def test_suffix_decoding_continues_the_likeliest_suffix():
     drafter.begin([1, 2, 3, 4, 5, 9, 1, 2, 3])
     assert drafted(drafter, [1, 2, 3, 4, 5, 9, 1, 2, 3]) == [4, 5, 9]
     assert drafted(drafter, [8, 3]) == [4]
-    drafter.advance_prefill([3, 6], verified(1, []))
+    drafter.advance_prefill([3, 6])
     for token in (7, 8):
         drafter.advance([token], TokenTree([0], 0), verified(1, []), [token], [])
     drafter.begin([5])

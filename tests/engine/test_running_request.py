@@ -215,7 +215,7 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
         decoder = Decoder(state, DrafterSetup(drafter, budget, None), Sampler(TreeProcessors([], CPU), None))
         group = Group(rank, 2, CPU)
         prefix = PromptPrefix(None, request, group, DraftPool(None))
-        peers = Peers(group, Exchange, times_are_late=False)
+        peers = Peers(group, Exchange)
         running = RunningRequest(model, peers, request, decoder, CacheSlot(), prefix, Callbacks())
         step, sizes = decoder.propose_prefill(), []
         for _ in range(8):

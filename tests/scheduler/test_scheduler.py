@@ -192,6 +192,16 @@ def test_requests_sharing_replica_spread_out_when_others_end(alone_long, held):
                 assert job.generation.losses == 0
 
 
+def test_request_in_this_process_counts_as_one_replica(single):
+    held = HeldRuntime(single)
+    with Scheduler(held) as scheduler:
+        job = held.submit(scheduler, make(held, CASES[0]))
+        first_delta(job)
+        assert scheduler.degrees == [1] and scheduler.batches == [1]
+        held.release(job)
+        job.result()
+
+
 @pytest.mark.parametrize(
     ("policy", "gpus", "degree"),
     [

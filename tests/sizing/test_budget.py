@@ -212,7 +212,8 @@ def test_first_trees_are_fed_despite_unfavorable_measurements():
 def test_times_reported_one_step_late_teach_same_costs(is_auto):
     times = np.tile(flat(64, 8, 0.05), (2, 1))
     learned_late, learned = confirmed_costs(times), confirmed_costs(times)
-    late, prompt = (StepBudget(times, is_auto, None, each) for each in (learned_late, learned))
+    late = StepBudget(times, is_auto, None, learned_late, times_are_late=True)
+    prompt = StepBudget(times, is_auto, None, learned)
     tree = make_tree(40)
     nanoseconds = [[0, 0], *([MILLISECOND * (10 + step), MILLISECOND * (40 - step)] for step in range(12))]
     fed = [tree, make_tree(12), make_tree(25)]
@@ -224,10 +225,10 @@ def test_times_reported_one_step_late_teach_same_costs(is_auto):
         prompt.end_step()
         prompt.observe(part, shares[0], nanoseconds[step + 1], [0, 0], [1, 2])
         late.end_step()
-        late.observe(part, shares[1], nanoseconds[step], [0, 0], [1, 2], is_late=True)
+        late.observe(part, shares[1], nanoseconds[step], [0, 0], [1, 2])
     assert lines(learned_late) != lines(learned)
     late.end_step()
-    late.observe(part, shares[1], nanoseconds[12], [0, 0], [1, 2], is_late=True)
+    late.observe(part, shares[1], nanoseconds[12], [0, 0], [1, 2])
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
 
 

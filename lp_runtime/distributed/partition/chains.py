@@ -17,7 +17,7 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
     """
     parents = tree.arrays()[1]
     chains = []
-    for leaf in heaviest_leaves(parents, weights, tree.root, len(tree), num_chains).tolist():
+    for leaf in heaviest_leaves(parents, weights, tree.root, num_chains).tolist():
         chain = [leaf]
         while (above := int(parents[chain[-1]])) != tree.root:
             chain.append(above)
@@ -26,8 +26,9 @@ def heaviest_chains(tree: TokenTree, weights: np.ndarray, num_chains: int) -> li
 
 
 @compiled(makes_arrays=True)
-def heaviest_leaves(parents, weights, root, num_nodes, num_chains):
+def heaviest_leaves(parents, weights, root, num_chains):
     """Return the leaves of the `heaviest_chains` paths: [C] int64, fewer if the tree has fewer leaves."""
+    num_nodes = len(parents)
     totals = weights[:num_nodes].copy()  # weight of the heaviest path from each node down
     heavy = np.full(num_nodes, -1, np.int64)  # the next node on that path
     for node in range(num_nodes - 1, root, -1):

@@ -55,7 +55,7 @@ class PromptLookupDrafter(CountingDrafter):
                 break
         return tree
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         self._index(tokens)
 
     def advance(

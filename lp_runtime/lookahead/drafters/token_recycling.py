@@ -67,7 +67,7 @@ class TokenRecyclingDrafter(CountingDrafter):
             nodes[path + str(rank)] = parent
         return tree
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         pass
 
     def advance(

@@ -316,7 +316,7 @@ def test_candidates_with_noise_include_token_that_would_be_sampled():
     drafter = best_first(9, noise=key)
     drafter.begin([1, 2])
     tokens = [1, 2, 3]
-    drafter.advance_prefill(tokens, VerificationResult([3]))
+    drafter.advance_prefill(tokens)
     tree = drafter.propose(tokens, 2, max_depth=30)
     ranking = [5, 6, 7, 8, 9, 10, 0, 1]
     drafter.advance([*tokens, 3], tree, VerificationResult([3] * len(tree), entries_of([ranking] * len(tree))), [3], [])
@@ -353,7 +353,7 @@ def test_prior_is_ranked_at_temperature_of_request(temperature, is_pair):
         drafter = best_first(2, vocabulary=vocabulary, noise=key)
         tokens = [1, 2, 3]
         drafter.begin(tokens[:-1])
-        drafter.advance_prefill(tokens, VerificationResult([3]))
+        drafter.advance_prefill(tokens)
         assert drafter.propose(tokens, 2, max_depth=1).tokens[1] == ranking[scores.argmax()]
         num_apart += scores.argmax() != (noises - margins).argmax()
     assert (num_apart > 0) == (temperature != 1.0)
@@ -378,7 +378,7 @@ def test_deeper_candidate_is_ranked_by_noise_of_its_position():
         drafter = best_first(3, vocabulary=vocabulary, noise=key)
         tokens = [1, 2, 3]
         drafter.begin(tokens[:-1])
-        drafter.advance_prefill(tokens, VerificationResult([3]))
+        drafter.advance_prefill(tokens)
         tree = drafter.propose(tokens, 2, max_depth=2)
         assert (tree.parents, tree.tokens) == ([-1, 0, 1], [3, only, ranking[scores.argmax()]])
         num_apart += scores.argmax() != of_root.argmax()

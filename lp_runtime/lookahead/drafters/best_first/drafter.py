@@ -179,7 +179,7 @@ class BestFirstDrafter(Drafter):
             self._draft_tables.next_stamp(),
         )
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         self._draft_tables.append_text(tokens[-1:])
 
     def advance(
@@ -274,7 +274,7 @@ def compile_drafter() -> None:
         drafter.begin([1, 2, 1])
         tokens = [1, 2, 1, 2]
         drafter.learn_prompt([1, 2, 1], np.zeros((3, ENTRY), np.int32))
-        drafter.advance_prefill(tokens, VerificationResult([2]))
+        drafter.advance_prefill(tokens)
         tree = drafter.propose(tokens, 3, max_depth=3)
         result = VerificationResult([1] * len(tree), np.zeros((len(tree), ENTRY), np.int32))
         accepted, path = drafter.accept(tree, result)

@@ -97,7 +97,7 @@ class PaperDrafter(CountingDrafter):
     def pool_statistics(self) -> PoolStatistics:
         return self.pool.statistics()
 
-    def advance_prefill(self, tokens: Sequence[int], result: VerificationResult) -> None:
+    def advance_prefill(self, tokens: Sequence[int]) -> None:
         self.pool.insert_text(tokens, self._pool_first, len(self._prompt))
 
     def advance(
