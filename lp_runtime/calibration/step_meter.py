@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
@@ -20,6 +19,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sizing.cost_model import PREFIX_UNIT
+from lp_runtime.utils.memory import is_out_of_memory
 
 GRID = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)  # tokens of measured steps
 CONTEXT_TOKENS = 256  # cached while steps are measured
@@ -176,7 +176,9 @@ class _StepMeter:
                 durations.append(self._step(size))
                 if time.perf_counter() < deadline:
                     durations[-1] = min(durations[-1], self._step(size))
-            except torch.OutOfMemoryError:
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
                 break
             is_late = time.perf_counter() > deadline and size >= MIN_MEASURED_TOKENS
             if is_late or durations[-1] > MAX_COST_MULTIPLE * durations[0]:
@@ -211,7 +213,9 @@ class _StepMeter:
             for _ in range(LONG_ROUNDS):
                 for size in LONG_SIZES:
                     longer[size] = min(longer[size], self._step(size))
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             return 0, 0
         finally:
             self._slot = slot

@@ -22,7 +22,6 @@ import time
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import make_greedy_sampler
@@ -32,6 +31,7 @@ from lp_runtime.lookahead.top_k import K, VocabularyPrior
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.utils.memory import is_out_of_memory
 
 log = logging.getLogger(__name__)
 
@@ -237,7 +237,9 @@ def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
             if common_token is None:
                 common_token = _common_token(model, sampler, num_texts)
             _ask_about(model, sampler, common_token, answers, asked)
-        except torch.OutOfMemoryError:
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
             if num_texts <= MIN_SLICE_TEXTS:
                 return
             num_texts = max_texts = max(MIN_SLICE_TEXTS, num_texts // 2)

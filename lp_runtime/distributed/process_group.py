@@ -148,12 +148,14 @@ def _meet(
         if num_machines == 1:
             return _share(segment, rank, num_replicas, options, is_abandoned)
         here = [each for each, machine in enumerate(machines) if machine == machines[rank]]
-        local = None
-        if len(here) > 1:
-            local = _share(f"{segment}-{here[0]}", here.index(rank), len(here), options, is_abandoned)
-        leaders = None
-        if rank == here[0]:
-            leaders = _connect(machines[rank], num_machines, CPU, options, group_store, is_abandoned)
+        local = leaders = None
+        with contextlib.ExitStack() as opened:
+            if len(here) > 1:
+                local = _share(f"{segment}-{here[0]}", here.index(rank), len(here), options, is_abandoned)
+                opened.callback(local.close)
+            if rank == here[0]:
+                leaders = _connect(machines[rank], num_machines, CPU, options, group_store, is_abandoned)
+            opened.pop_all()
         return MachinesTransport(rank, machines, local, leaders)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
@@ -204,8 +206,8 @@ def _connect(
         )
     # Wait for all: a replica that leaves at once would close connections that a slower one is still making. Failures
     # are ignored, because the exchange detects a lost store or replica.
-    store.add("formed", 1)
     with contextlib.suppress(RuntimeError, ValueError):
+        store.add("formed", 1)
         wait_for_all(store, "formed", size, options.timeout, is_abandoned)
     return CollectiveTransport(backend, rank, device, step_timeout, store)
 

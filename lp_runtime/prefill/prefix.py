@@ -30,16 +30,16 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
     """Return a replica's prefix cache; None if the settings turn it off. The model must have run a pass.
 
     `max_bytes` is 0 for no cache, None for all free memory (on a CPU, CPU_FRACTION of it). `capacity` are the tokens
-    that fit into the replica's memory; if unknown, nothing is kept without `max_bytes`.
+    that fit into the replica's memory; if unknown, nothing is kept without `max_bytes`, and slots take nothing of it.
     """
     if max_bytes == 0:
         return None
     token_bytes = model.cache_bytes_per_token
-    free = max_bytes or 0 if capacity is None else (capacity + STEP_TOKENS) * token_bytes
-    usable = free if model.device.type == "cuda" else int(free * CPU_FRACTION)
+    free = None if capacity is None else (capacity + STEP_TOKENS) * token_bytes
+    if max_bytes is None:
+        max_bytes = int((free or 0) * (1 if model.device.type == "cuda" else CPU_FRACTION))
     chunk = None if model.strict_tokens is None else model.prefill_chunk
-    kept = usable if max_bytes is None else max_bytes
-    return PrefixCache(kept, free, token_bytes, chunk, model.feeds_chains, model.rotary_lengths)
+    return PrefixCache(max_bytes, free, token_bytes, chunk, model.feeds_chains, model.rotary_lengths)
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:

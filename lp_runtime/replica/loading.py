@@ -29,6 +29,7 @@ from lp_runtime.model.modules.packed_linear import LAYOUTS, pack_as, pack_fastes
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import why_chains
 from lp_runtime.model.tensor_parallel.slicing import slice_model
+from lp_runtime.utils.memory import is_out_of_memory
 from lp_runtime.utils.startup import Progress
 
 GIB = 1 << 30
@@ -53,8 +54,8 @@ def ready_model(
         loaded, link = _load(config, device, place)
         leading = None if link is None else LeadingShard(link)
         return prepare_model(loaded, config, device, progress, leading, batches)
-    except (ModelError, torch.OutOfMemoryError) as error:
-        if not _is_out_of_memory(error):
+    except Exception as error:
+        if not _lacks_memory(error):
             raise
         sizes = "" if free is None else f": {_needed(config, place)}{free / GIB:.1f} GiB were free before loading"
         raise ModelError(f"model.path={config.model.location}: not enough memory on {device}{sizes}") from error
@@ -68,10 +69,9 @@ def _needed(config: RuntimeConfig, place: ShardPlace) -> str:
     return "" if size is None else f"the weights take {size.weight_bytes(place.num_shards) / GIB:.1f} GiB, "
 
 
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    while error is not None and not isinstance(error, torch.OutOfMemoryError):
-        error = error.__cause__
-    return error is not None
+def _lacks_memory(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it was raised from, is a failed allocation."""
+    return error is not None and (is_out_of_memory(error) or _lacks_memory(error.__cause__))
 
 
 def ready_follower(config: RuntimeConfig, device: torch.device, place: ShardPlace) -> Follower:

@@ -16,6 +16,7 @@ from support.forked import forking, next_result
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
+from lp_runtime.distributed import process_group as process_groups
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
@@ -324,3 +325,30 @@ def test_leaving_rank_waits_until_all_ranks_have_connected(monkeypatch):
     for thread in threads:
         thread.join(TIMEOUT)
     assert events == ["rank 0 has connected", "a rank leaves", "a rank leaves"]
+
+
+def test_store_lost_after_connecting_does_not_matter(monkeypatch):
+    """The group is formed by then, and the exchange detects a lost replica."""
+
+    class Lost(process_groups.PrefixStore):
+        def add(self, key: str, amount: int) -> int:
+            if key == "formed":
+                raise RuntimeError("the store is gone")
+            return super().add(key, amount)
+
+    left = []
+    monkeypatch.setattr(process_groups, "PrefixStore", Lost)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: None)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("a rank"))
+
+    def join_and_leave(rank: int) -> None:
+        with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT, backend="gloo"), store) as group:
+            left.append(group.rank)
+
+    store = dist.HashStore()
+    threads = [threading.Thread(target=join_and_leave, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(TIMEOUT)
+    assert sorted(map(str, left)) == ["0", "1", "a rank", "a rank"]

@@ -250,6 +250,8 @@ def test_prefix_cache_size_follows_settings():
         (50 * model.cache_bytes_per_token, None, 50),
     ):
         model.slots.prefixes = cache = make_prefix_cache(model, max_bytes, capacity)
+        if capacity is None:
+            cache.reserve(40)  # without a known capacity, slots take nothing of the settings' bytes
         for first in range(30):
             slot = CacheSlot()
             model.begin(slot, 30)

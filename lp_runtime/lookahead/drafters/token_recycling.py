@@ -80,5 +80,5 @@ class TokenRecyclingDrafter(CountingDrafter):
     ) -> None:
         assert result.top_k is not None
         for token, row in zip(tree.tokens[tree.root :], result.top_k, strict=True):
-            self._table[token] = row
+            self._table[token] = row[:K].copy()  # a view would keep the rows of all nodes
         self.count(tree, path, [range(tree.root + 1, len(tree))])

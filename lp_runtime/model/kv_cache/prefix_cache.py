@@ -97,7 +97,7 @@ class PrefixCache:
     def __init__(
         self,
         max_bytes: int,
-        memory_bytes: int,  # limit of the stored bytes and the slots' memory together
+        memory_bytes: int | None,  # limit of the stored bytes and the slots' memory together; None if unknown
         token_bytes: int,  # bytes of one token in all layers
         # Tokens of a prompt that one pass feeds, if the bits of keys and values depend on that: then only whole chunks
         # of prompts are stored and read.
@@ -120,6 +120,8 @@ class PrefixCache:
 
     def reserve(self, slot_tokens: int) -> None:
         """Set the limit so that slots of `slot_tokens` tokens in all fit, and evict what exceeds it."""
+        if self._memory_bytes is None:
+            return
         self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 

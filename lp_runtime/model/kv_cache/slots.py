@@ -12,6 +12,7 @@ import torch
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
+from lp_runtime.utils.memory import is_out_of_memory
 
 GROWTH_TOKENS = 1024  # space for output that a slot begins with, and the least that it grows by
 # Tokens of a slot in addition to its text's: those of a step (MAX_STEP_TOKENS), and the rounding of the slot's size
@@ -136,14 +137,17 @@ class SlotPool:
     def grow(self, slot: CacheSlot, capacity: int, spare: int = 0) -> None:
         """Make `capacity` tokens fit into a slot, which keeps its tokens, and `spare` more if there is memory."""
         sizes = [self._padded(capacity + spare), self._padded(capacity)]
+        before = self._in_use.get(id(slot))
         for size in sizes:
             try:
-                if id(slot) in self._in_use:
+                if before is not None:
                     self._use(slot, size)
                 slot.cache.grow(size)
                 return
-            except torch.OutOfMemoryError:
-                if size == sizes[-1]:
+            except Exception as error:
+                if before is not None:
+                    self._in_use[id(slot)] = before
+                if size == sizes[-1] or not is_out_of_memory(error):
                     raise
 
     def drop(self, slot: CacheSlot) -> None:

@@ -7,6 +7,7 @@ import torch
 
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
+from lp_runtime.utils.memory import HOST_ALLOCATOR
 
 
 def slot(capacity: int, tokens=()) -> CacheSlot:
@@ -87,7 +88,26 @@ def test_growing_slot_keeps_its_tokens_within_the_limit():
     held.commit([5, 6, 7])
     with pytest.raises(torch.OutOfMemoryError, match="slots of 101 tokens"):
         slots.grow(held, 57)
-    assert held.capacity == 32
+    assert held.capacity == 32 and slots.capacity == 74, "a slot that did not grow counts as before"
     slots.grow(held, 56, spare=10)
     assert (held.capacity, held.tokens, slots.capacity) == (58, [5, 6, 7], 100)
     assert torch.equal(next(held.cache.committed())[1], torch.ones(1, 1, 3, 2))
+
+
+def test_slot_grows_less_if_the_hosts_memory_does_not_suffice(monkeypatch):
+    slots = pool()
+    held = slots.acquire(10)
+    held.reset(lambda capacity: TreeCache(1, capacity), 10)
+    grow = TreeCache.grow
+
+    def grow_to_50(cache: TreeCache, capacity: int) -> None:
+        if capacity > 50:
+            raise RuntimeError(f"[enforce fail at alloc_cpu.cpp] {HOST_ALLOCATOR}: you tried to allocate 9 bytes")
+        grow(cache, capacity)
+
+    monkeypatch.setattr(TreeCache, "grow", grow_to_50)
+    slots.grow(held, 30, spare=1000)
+    assert held.capacity == slots.capacity == 30
+    with pytest.raises(RuntimeError, match="alloc_cpu"):
+        slots.grow(held, 60)
+    assert slots.capacity == 30
