@@ -15,6 +15,7 @@ from importlib import metadata
 
 import numpy as np
 import torch
+from llvmlite import binding
 
 from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import (
@@ -29,6 +30,7 @@ from lp_runtime.calibration.vocabulary_prior import Answers, agreed_answers
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import K, VocabularyPrior
+from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sizing.cost_model import interpolate, times_at_length
 
@@ -62,7 +64,7 @@ class Calibration:
 
     def _all_steps(self) -> list[StepMeasurement]:
         if self._steps is None:
-            name = f"steps-{self._fingerprint()}-{self._machine()}.npz"
+            name = f"steps-{self._fingerprint()}-{self._passes_digest()}.npz"
             mine = self._known.steps
             if mine is None and (saved := self._files.load(name, StepMeasurement._fields)) is not None:
                 mine = StepMeasurement(**saved)
@@ -106,14 +108,13 @@ class Calibration:
         return self._vocabulary
 
     def _fingerprint(self) -> str:
-        """Return a digest of the model: configuration, sampled weights, dtype, passes and library versions."""
+        """Return a digest of the model: configuration, sampled weights, dtype and library versions."""
         if self._known.fingerprint is not None:  # every group that a replica joins needs it
             return self._known.fingerprint
         digest = hashlib.blake2b(digest_size=12)
         model = self._model.model
         versions = [metadata.version(name) for name in ("torch", "transformers")]
-        graphs = None if self._model.graphs is None else self._model.graphs._asdict()
-        parts = [FORMAT_VERSION, K, str(self._model.dtype), self._model.strict_tokens, graphs, *versions]
+        parts = [FORMAT_VERSION, K, str(self._model.dtype), *versions]
         digest.update(repr((parts, model.config.to_json_string())).encode())
         for name, tensor in sorted([*model.named_parameters(), *model.named_buffers()]):
             digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
@@ -123,9 +124,11 @@ class Calibration:
         self._known.fingerprint = digest.hexdigest()
         return self._known.fingerprint
 
-    def _machine(self) -> str:
-        """Return a digest of the hardware and thread settings that steps are timed on."""
-        device = self._model.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {os.cpu_count()}"
-        what = f"{name} {torch.get_num_threads()} {self._group.size}"
+    def _passes_digest(self) -> str:
+        """Return a digest of what decides the time of a step: the kind of its passes, hardware, threads, replicas."""
+        model, device = self._model, self._model.device
+        is_captured = model.graphs is not None and model.graphs.capture
+        passes = attention_of(model.model.config.get_text_config()), model.strict_tokens, is_captured
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else binding.get_host_cpu_name()
+        what = repr((passes, name, os.cpu_count(), torch.get_num_threads(), self._group.size))
         return hashlib.blake2b(what.encode(), digest_size=6).hexdigest()

@@ -123,11 +123,22 @@ def test_unwritable_cache_folder_is_ignored(model):
     assert len(vocabulary.after_token) == model.vocabulary_size
 
 
-def test_fingerprint_differs_between_models(model, demo_model_dir):
-    assert (
-        Calibration(model, Group.alone(), None)._fingerprint()
-        != Calibration(tree_model(demo_model_dir), Group.alone(), None)._fingerprint()
-    )
+def test_models_share_no_file_and_kinds_of_passes_share_the_vocabulary(
+    tiny_model_dir, one_layer_demo_dir, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("lp_runtime.calibration.vocabulary_prior.ASKING_SECONDS", 0.0)
+
+    def num_files(model: ModelRunner) -> list[int]:
+        calibration = Calibration(model, Group.alone(), str(tmp_path))
+        calibration.max_step_tokens()
+        calibration.vocabulary()
+        return [len([*tmp_path.glob(f"{name}-*.npz")]) for name in ("steps", "vocabulary")]
+
+    model = tree_model(tiny_model_dir)
+    assert num_files(model) == num_files(model) == [1, 1]
+    model.model.set_attn_implementation("eager")
+    assert num_files(ModelRunner(model.model, 2048)) == [2, 1]
+    assert num_files(tree_model(one_layer_demo_dir)) == [3, 2]
 
 
 def test_vocabulary_entries_without_time_to_compute_are_empty(model, monkeypatch):
