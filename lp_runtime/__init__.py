@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lp_runtime.config.constraint import ConstraintConfig
     from lp_runtime.config.lookahead import LookaheadConfig
     from lp_runtime.config.sampling import SamplingConfig
-    from lp_runtime.config.settings import LauncherConfig, ModelConfig
+    from lp_runtime.config.settings import FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
     from lp_runtime.dropin.lookahead_generate import lookahead_generate
     from lp_runtime.errors import (
         BusyError,
@@ -46,6 +46,7 @@ _HOMES = {
     "ConstraintError": "errors",
     "DeadlineError": "errors",
     "Delta": "request.generation",
+    "FailureConfig": "config.settings",
     "Generation": "request.generation",
     "GenerationStream": "request.generation",
     "Job": "scheduler.job",
@@ -59,6 +60,7 @@ _HOMES = {
     "ReplicaError": "errors",
     "RequestError": "errors",
     "RequestOptions": "replica.request_builder",
+    "RuntimeConfig": "config.settings",
     "SamplingConfig": "config.sampling",
     "Scheduler": "scheduler.scheduler",
     "StateMismatchError": "errors",
@@ -73,6 +75,7 @@ __all__ = [
     "ConstraintError",
     "DeadlineError",
     "Delta",
+    "FailureConfig",
     "Generation",
     "GenerationStream",
     "Job",
@@ -86,6 +89,7 @@ __all__ = [
     "ReplicaError",
     "RequestError",
     "RequestOptions",
+    "RuntimeConfig",
     "SamplingConfig",
     "Scheduler",
     "StateMismatchError",

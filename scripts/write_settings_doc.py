@@ -45,7 +45,9 @@ gpus: 2
 ```
 
 - `KEY=VALUE` sets one setting. `GROUP=NAME` takes a [preset](#presets); settings given with it override it.
-- `--help` lists the keys, `--cfg` prints every setting with its value and stops.
+- `--help` lists the keys without their meanings.
+- `--config-dir DIR` adds a folder of presets: `DIR/lookahead/mine.yaml` for `lookahead=mine`.
+- `--cfg` prints every setting with its value and stops.
 - Values are in [Hydra](https://hydra.cc)'s grammar: `null`, `true`, `[1,2]`, `{{a: 1}}`.
 - Text needs none of Hydra's quoting in {literal}.
 - `stop` and `constraint.choice` are one string, or a JSON list of strings.
