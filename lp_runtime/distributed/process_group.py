@@ -149,13 +149,15 @@ def _meet(
             return _share(segment, rank, num_replicas, options, is_abandoned)
         here = [each for each, machine in enumerate(machines) if machine == machines[rank]]
         local = leaders = None
-        with contextlib.ExitStack() as opened:
-            if len(here) > 1:
-                local = _share(f"{segment}-{here[0]}", here.index(rank), len(here), options, is_abandoned)
-                opened.callback(local.close)
+        if len(here) > 1:
+            local = _share(f"{segment}-{here[0]}", here.index(rank), len(here), options, is_abandoned)
+        try:
             if rank == here[0]:
                 leaders = _connect(machines[rank], num_machines, CPU, options, group_store, is_abandoned)
-            opened.pop_all()
+        except BaseException:
+            if local is not None:
+                local.close()  # tells the other replicas of this machine, which have joined
+            raise
         return MachinesTransport(rank, machines, local, leaders)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
@@ -204,12 +206,17 @@ def _connect(
             timeout=timedelta(seconds=step_timeout),
             device_id=device if backend == "nccl" else None,  # makes NCCL connect now, not in the first step
         )
-    # Wait for all: a replica that leaves at once would close connections that a slower one is still making. Failures
-    # are ignored, because the exchange detects a lost store or replica.
-    with contextlib.suppress(RuntimeError, ValueError):
-        store.add("formed", 1)
-        wait_for_all(store, "formed", size, options.timeout, is_abandoned)
-    return CollectiveTransport(backend, rank, device, step_timeout, store)
+    transport = CollectiveTransport(backend, rank, device, step_timeout, store)
+    try:
+        # Wait for all: a replica that leaves at once would close connections that a slower one is still making.
+        # Failures are ignored, because the exchange detects a lost store or replica.
+        with contextlib.suppress(RuntimeError, ValueError):
+            store.add("formed", 1)
+            wait_for_all(store, "formed", size, options.timeout, is_abandoned)
+    except BaseException:
+        transport.close()  # torch allows one default group: a later one could not form
+        raise
+    return transport
 
 
 def _join(context: ReplicaContext, store: Store, timeout: float, is_abandoned: Callable[[], bool]) -> str:

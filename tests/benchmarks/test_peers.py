@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
 from goose import Branches, GooseDrafter, Matcher, extended, harmonic
@@ -60,6 +62,17 @@ def test_recycling_proposes_the_last_candidates_of_every_token():
     assert below_root == list(range(10, 18))
     # rows of tokens that were never fed are zeros: all entries are the same child
     assert sum(tree.parents[node] == 1 for node in range(len(tree))) == 1
+
+
+def test_recycling_does_not_keep_a_steps_whole_array_of_candidates():
+    drafter = TokenRecyclingDrafter()
+    drafter.begin([1])
+    tree = drafter.propose([1, 2], 1, max_depth=50)
+    result = verified(7, [[10 + rank for rank in range(8)]] * 7)
+    entries = weakref.ref(result.top_k)
+    drafter.advance([1, 2, 5], tree, result, [5], [])
+    del result
+    assert entries() is None
 
 
 @settings(max_examples=60, deadline=None)

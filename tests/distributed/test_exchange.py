@@ -6,6 +6,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,6 @@ from support.forked import forking, next_result
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
-from lp_runtime.distributed import process_group as process_groups
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
@@ -25,7 +25,7 @@ from lp_runtime.distributed.store import host_store
 from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.errors import LaunchError, ReplicaError, StateMismatchError
+from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, StateMismatchError
 from lp_runtime.lookahead.tree import TokenTree
 
 
@@ -327,28 +327,77 @@ def test_leaving_rank_waits_until_all_ranks_have_connected(monkeypatch):
     assert events == ["rank 0 has connected", "a rank leaves", "a rank leaves"]
 
 
-def test_store_lost_after_connecting_does_not_matter(monkeypatch):
-    """The group is formed by then, and the exchange detects a lost replica."""
+class StoreWithPeer(dist.Store):
+    """A store in which a second rank joins whenever this one does; its counter "formed" is that of `add_formed`."""
 
-    class Lost(process_groups.PrefixStore):
-        def add(self, key: str, amount: int) -> int:
-            if key == "formed":
-                raise RuntimeError("the store is gone")
-            return super().add(key, amount)
+    def __init__(self, add_formed: Callable[[int], int]):
+        super().__init__()
+        self._counters, self._add_formed = dist.HashStore(), add_formed
 
-    left = []
-    monkeypatch.setattr(process_groups, "PrefixStore", Lost)
-    monkeypatch.setattr(dist, "init_process_group", lambda backend, **kwargs: None)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("a rank"))
+    def add(self, key: str, amount: int) -> int:
+        return self._add_formed(amount) if key.endswith("/formed") else self._counters.add(key, 2 * amount)
 
-    def join_and_leave(rank: int) -> None:
-        with process_group(ReplicaContext(rank, 2), CPU, GroupOptions(TIMEOUT, backend="gloo"), store) as group:
-            left.append(group.rank)
 
-    store = dist.HashStore()
-    threads = [threading.Thread(target=join_and_leave, args=(rank,)) for rank in range(2)]
+@pytest.fixture
+def lone_default_group(monkeypatch) -> Iterator[None]:
+    """Make the default group one of this process alone, whatever its size should be."""
+    init = dist.init_process_group
+
+    def init_alone(backend, **kwargs):
+        init(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    monkeypatch.setattr(dist, "init_process_group", init_alone)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("lone_default_group")
+def test_store_lost_while_a_group_forms_does_not_prevent_later_groups():
+    def lose(amount: int) -> int:
+        raise dist.DistNetworkError("connection reset by peer")
+
+    store = StoreWithPeer(lose)
+    for _ in range(2):
+        with process_group(ReplicaContext(0, 2), CPU, GroupOptions(TIMEOUT, backend="gloo"), store) as group:
+            assert group.size == 2 and dist.is_initialized()
+        assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("lone_default_group")
+def test_group_interrupted_while_it_forms_is_left():
+    def interrupt() -> bool:
+        if dist.is_initialized():
+            raise KeyboardInterrupt
+        return False
+
+    options = GroupOptions(TIMEOUT, backend="gloo")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        process_group(ReplicaContext(0, 2), CPU, options, StoreWithPeer(lambda amount: 1), interrupt),
+    ):
+        pass
+    assert not dist.is_initialized()
+
+
+def test_replica_whose_leader_cannot_join_learns_that_it_is_gone(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("connection refused")
+
+    def join(rank: int) -> None:
+        options = GroupOptions(TIMEOUT, machine=f"machine {rank == 2}")
+        try:
+            with process_group(ReplicaContext(rank, 3), CPU, options, store) as group:
+                errors[rank] = gather_rows(np.array([rank]), group)
+        except LookaheadError as error:
+            errors[rank] = error
+
+    monkeypatch.setattr(dist, "init_process_group", fail)
+    store, errors = dist.HashStore(), {}
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(TIMEOUT)
-    assert sorted(map(str, left)) == ["0", "1", "a rank", "a rank"]
+    assert [type(errors[rank]) for rank in range(3)] == [LaunchError, ReplicaError, LaunchError]
+    assert str(errors[1]) == "rank 1 lost a peer in the exchange: rank 0 is gone"

@@ -250,8 +250,6 @@ def test_prefix_cache_size_follows_settings():
         (50 * model.cache_bytes_per_token, None, 50),
     ):
         model.slots.prefixes = cache = make_prefix_cache(model, max_bytes, capacity)
-        if capacity is None:
-            cache.reserve(40)  # without a known capacity, slots take nothing of the settings' bytes
         for first in range(30):
             slot = CacheSlot()
             model.begin(slot, 30)
@@ -259,3 +257,18 @@ def test_prefix_cache_size_follows_settings():
             cache.store(slot.cache, slot.tokens, slot.num_prefilled, "")
         assert num_kept - 20 < cache.num_bytes / model.cache_bytes_per_token <= max(num_kept, 0)
     assert torch.is_inference(slot.cache.tensors(0)[0])
+
+
+def test_prefixes_may_take_their_bytes_whatever_the_slots_take_if_the_capacity_is_unknown():
+    model = make_model(keeps=False)
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 300)
+        model.prefill(slot, range(20))  # so that the size of a token is known
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 300)
+        model.prefill(slot, range(20))
+        cache = make_prefix_cache(model, 50 * model.cache_bytes_per_token, None)
+        model.slots.prefixes = cache
+        cache.store(slot.cache, slot.tokens, slot.num_prefilled, "")
+    assert model.slots.capacity >= 300
+    assert cache.num_bytes == 20 * model.cache_bytes_per_token

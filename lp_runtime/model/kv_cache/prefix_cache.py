@@ -120,9 +120,8 @@ class PrefixCache:
 
     def reserve(self, slot_tokens: int) -> None:
         """Set the limit so that slots of `slot_tokens` tokens in all fit, and evict what exceeds it."""
-        if self._memory_bytes is None:
-            return
-        self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
+        if self._memory_bytes is not None:
+            self._limit = min(self._max_bytes, max(0, self._memory_bytes - slot_tokens * self._token_bytes))
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
