@@ -58,6 +58,7 @@ from lp_runtime.replica.replica import join_group
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 from lp_runtime.server.status import StatusRoutes
+from lp_runtime.utils.memory import HOST_ALLOCATOR
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
@@ -427,12 +428,19 @@ def test_gpu_wait_uses_blocking_event_if_cores_are_few(gpu, num_cores, monkeypat
     assert [each for each in options if "blocking" in each] == [{"blocking": num_cores < 2}]
 
 
-@pytest.mark.parametrize("place", ["load_model", "pack_fastest", "check_runner"])
-def test_out_of_memory_at_start_reports_free_memory(gpu, place, monkeypatch):
+@pytest.mark.parametrize(
+    ("place", "error"),
+    [
+        ("load_model", RuntimeError(HOST_ALLOCATOR)),
+        ("pack_fastest", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+        ("check_runner", torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")),
+    ],
+)
+def test_out_of_memory_at_start_reports_free_memory(gpu, place, error, monkeypatch):
     """Out of memory while weights load, layers change or passes are captured: one line says what was free."""
 
     def full(*args, **options):
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise error
 
     monkeypatch.setattr(loading, place, full)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device=None: (3 << 29, 1 << 34))

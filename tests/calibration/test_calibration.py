@@ -23,6 +23,7 @@ from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.packing import HALF_BITS
+from lp_runtime.utils.memory import HOST_ALLOCATOR
 
 
 def tree_model(folder) -> ModelRunner:
@@ -76,6 +77,17 @@ def step_of(size: int, length: int) -> int:
 def test_cost_of_longer_texts_is_not_measured_if_steps_are_slow(model, monkeypatch):
     monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: MAX_LONG_NS + size)
     assert measure_steps(model).prefix_ns.tolist() == [0, 0]
+
+
+def test_sizes_and_texts_that_do_not_fit_into_host_memory_are_not_measured(model, monkeypatch):
+    def step(meter: _StepMeter, size: int) -> int:
+        if size > 16 or meter._slot.cache.length > CONTEXT_TOKENS + 128:
+            raise RuntimeError(HOST_ALLOCATOR)
+        return 100 + 10 * size
+
+    monkeypatch.setattr(_StepMeter, "_step", step)
+    steps = measure_steps(model)
+    assert steps.tokens[-1] == 16 and steps.prefix_ns.tolist() == [0, 0]
 
 
 @pytest.fixture

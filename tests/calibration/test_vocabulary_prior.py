@@ -21,6 +21,7 @@ from lp_runtime.lookahead.top_k import ENTRY, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import start_replica
+from lp_runtime.utils.memory import HOST_ALLOCATOR
 
 SIZE = 700  # tokens of the vocabulary: several slices
 NUM_PAIRED = 100
@@ -78,8 +79,12 @@ def test_prior_is_computed_once_per_process(folder, monkeypatch, one_slice):
     assert is_equal(Calibration(model, Group.alone(), None, known).vocabulary(), first)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2], ids=["single tokens", "pairs"])
-def test_lack_of_memory_shrinks_slice_and_then_stops(folder, monkeypatch, fails_at):
+@pytest.mark.parametrize(
+    ("fails_at", "error"),
+    [(1, torch.OutOfMemoryError("no memory")), (2, RuntimeError(HOST_ALLOCATOR))],
+    ids=["single tokens", "pairs, on a host"],
+)
+def test_lack_of_memory_shrinks_slice_and_then_stops(folder, monkeypatch, fails_at, error):
     model, sizes = model_of(folder), []
     monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 60.0)
     logits_after_each = ModelRunner.logits_after_each
@@ -88,7 +93,7 @@ def test_lack_of_memory_shrinks_slice_and_then_stops(folder, monkeypatch, fails_
         if len(branches[0]) < fails_at:
             return logits_after_each(self, slot, branches, text)
         sizes.append(len(branches))
-        raise torch.OutOfMemoryError("no memory")
+        raise error
 
     monkeypatch.setattr(ModelRunner, "logits_after_each", fail)
     assert num_known(Calibration(model, Group.alone(), None).vocabulary()) == ((0, 0) if fails_at == 1 else (SIZE, 0))

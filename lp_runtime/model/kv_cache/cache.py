@@ -59,18 +59,18 @@ class TreeCacheLayer(CacheLayerMixin):
         self.arrays: tuple[np.ndarray, np.ndarray] | None = None  # views of keys and values, on a CPU in float32
         self._length, self._index = length, index  # `length` is shared by all layers
 
-    def grow(self, capacity: int) -> None:
+    def resize(self, capacity: int) -> None:
         """Reallocate for `capacity` tokens, and copy the committed ones; unchanged if memory runs out."""
-        smaller, self.capacity = self.capacity, capacity
+        before, self.capacity = self.capacity, capacity
         if self.is_initialized:
             length, old = self._length.value, (self.keys, self.values)
             try:
                 self.lazy_initialization(*old)
             except BaseException:
-                self.capacity = smaller
+                self.capacity = before
                 raise
-            for new, before in zip((self.keys, self.values), old, strict=True):
-                new[..., :length, :] = before[..., :length, :]
+            for new, states in zip((self.keys, self.values), old, strict=True):
+                new[..., :length, :] = states[..., :length, :]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the layer's tensors like the given ones, except for their length."""
@@ -196,8 +196,15 @@ class TreeCache(Cache):
         self.place_at(length, 0)
 
     def grow(self, capacity: int) -> None:
-        for layer in self._layers:
-            layer.grow(capacity)
+        """Make `capacity` tokens fit into all layers; unchanged if memory runs out."""
+        try:
+            for layer in self._layers:
+                layer.resize(capacity)
+        except BaseException:
+            for layer in self._layers:  # kernels read all layers with one capacity
+                if layer.capacity > self.capacity:
+                    layer.resize(self.capacity)  # fits: the layer that grew last has freed as much
+            raise
         self.capacity = capacity
 
     def clear(self) -> None:

@@ -66,3 +66,24 @@ def test_cache_reports_mask_sizes_and_rejects_excess_commits():
     assert cache.layers[0].get_max_length() == 8
     with pytest.raises(AssertionError):
         cache.commit(7)
+
+
+def test_growth_that_runs_out_of_memory_leaves_all_layers_as_they_were(monkeypatch):
+    cache, new_empty, num_left = TreeCache(num_layers=2, capacity=10), torch.Tensor.new_empty, 3
+    for layer in range(2):
+        cache.update(states(1, 2), states(-1, -2), layer)
+    cache.commit(2)
+
+    def allocate(like, size):
+        """Allocate, until the second layer grows: its values do not fit."""
+        nonlocal num_left
+        if size[-2] > 10 and (num_left := num_left - 1) < 0:
+            raise torch.OutOfMemoryError("no memory")
+        return new_empty(like, size)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", allocate)
+    with pytest.raises(torch.OutOfMemoryError):
+        cache.grow(20)
+    assert cache.capacity == 10 and [cache.tensors(layer)[0].shape[-2] for layer in range(2)] == [10, 10]
+    assert cache.addresses.tolist() == [[each.data_ptr() for each in cache.tensors(layer)] for layer in range(2)]
+    assert seen(cache.update(states(3), states(-3), 0)[1]) == [-1, -2, -3]
