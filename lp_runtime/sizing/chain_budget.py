@@ -10,6 +10,7 @@ Letters: T nodes in the tree, R replicas.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,6 @@ from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.acceptance import EXPECTED_BITS
 from lp_runtime.sizing.best_size import RATE_BITS
 from lp_runtime.sizing.budget import StepBudget
-from lp_runtime.sizing.learned_costs import LearnedCosts
 from lp_runtime.sizing.pass_times import FIXED_POINT_ONE
 
 MIN_GAIN_PERCENT = 110  # draft only if a step's rate is 10% higher than without: the estimate is that uncertain
@@ -30,15 +30,8 @@ CHAIN_HINT = 48  # tree nodes to propose per replica, which feeds only one path
 class ChainBudget(StepBudget):
     """Decides before each step which path of the tree each replica feeds."""
 
-    def __init__(
-        self,
-        times: np.ndarray,
-        is_auto: bool,
-        budget: int | None,
-        learned: LearnedCosts | None = None,
-        times_are_late: bool = False,
-    ):
-        super().__init__(times, is_auto, budget, learned, times_are_late)
+    def __init__(self, times: np.ndarray, is_auto: bool, *others: Any):  # as StepBudget
+        super().__init__(times, is_auto, *others)
         num_replicas = len(times)
         self._ahead = [0] * num_replicas  # tokens in each replica's state beyond those in all replicas' states
         self._refed_ns = [0] * num_replicas  # time each replica has spent feeding tokens again since it caught up
