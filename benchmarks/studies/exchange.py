@@ -1,11 +1,13 @@
 """Times the exchange of a step by itself, between processes of this machine, without a model.
 
     python benchmarks/micro.py exchange --gpus 2 4 --nodes 16 64 256 --regroup 1000
+    python benchmarks/micro.py exchange --gpus 2 --rounds 300 --announce 2 4 7
 
 Figures are microseconds of the first rank: median, quartiles and 99th percentile. The replicas, of one thread each,
 enter the exchange together, again and again. The transports take turns: a block of exchanges over one, then over the
 next. A second table has the time to leave a group and to exchange in the next one, and the open files, mapped memory or
-segments that a leak would leave. Nothing else must run on the machine.
+segments that a leak would leave. A third one has the time until the second shard of a replica that spans several
+devices hears of a pass, as shard 0 does which announces it. Nothing else must run on the machine.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.partition.partition import Shares
 from lp_runtime.distributed.process_group import GroupOptions, process_group
+from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.distributed.store import connect, host_store
 from lp_runtime.distributed.transport.group import CPU, Group
 from lp_runtime.lookahead.top_k import K
@@ -45,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backends", nargs="+", default=["shared", "gloo"], help="transports, which take turns")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--regroup", type=int, default=0, help="number of groups to form one after another")
+    parser.add_argument(
+        "--announce", nargs="+", type=float, default=[], metavar="MS", help="milliseconds between announced passes"
+    )
 
 
 def exchange_times(group: Group, num_owned: int, rounds: int) -> tuple[list[float], int]:
@@ -89,6 +95,25 @@ def regroup_times(context: ReplicaContext, options: GroupOptions, count: int) ->
     return times[NUM_WARM_UPS:], after[0] - before[0], after[1] - before[1]
 
 
+def announcement_times(place: ShardPlace, seconds: float, rounds: int) -> list[float]:
+    """Return the microseconds until this shard hears each announcement of shard 0, which computes for `seconds` before.
+
+    Shard 0 returns nothing.
+    """
+    link, times = ShardLink(place, CPU, TIMEOUT_SECONDS), []
+    for _ in range(rounds + NUM_WARM_UPS):
+        if place.is_leader:
+            end = time.perf_counter() + seconds
+            while time.perf_counter() < end:
+                pass
+            link.announce(time.perf_counter())
+        else:
+            announced = link.listen()
+            assert isinstance(announced, float)
+            times.append(1e6 * (time.perf_counter() - announced))  # one clock for all processes of a machine
+    return times[NUM_WARM_UPS:]
+
+
 def _held(process: psutil.Process) -> tuple[int, int]:
     """Return the number of open files and of mapped segments of a process."""
     return process.num_fds(), sum("lp_runtime-" in each.path for each in process.memory_maps())
@@ -102,7 +127,7 @@ def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, r
         num_replicas: size of the group.
         port: port of the store in which the ranks meet.
         args: arguments of the study.
-        results: gets the first rank's measurements: (what, backend, nodes, numbers).
+        results: gets the measurements of the first rank, or of the second shard, as `run` reads them.
     """
     torch.set_num_threads(1)
     context = ReplicaContext(rank, num_replicas, host="127.0.0.1", port=port)
@@ -122,6 +147,11 @@ def measure(rank: int, num_replicas: int, port: int, args: argparse.Namespace, r
             seconds, num_files, num_maps = regroup_times(context, options, args.regroup + NUM_WARM_UPS)
             if rank == 0:
                 results.put(("regroup", backend, num_files, num_maps, seconds))
+    for milliseconds in args.announce:
+        place = ShardPlace(rank, num_replicas, f"lp_runtime-announce-{port}-{milliseconds:g}")
+        heard = announcement_times(place, milliseconds / 1e3, args.rounds)
+        if rank == 1:
+            results.put(("announce", "shared", milliseconds, 0, heard))
 
 
 def _quartiles(times: Sequence[float]) -> Row:
@@ -133,6 +163,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure every number of replicas."""
     table = Results("exchange", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".1f"))
     regroups = Results("regroup", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".2f"))
+    announcements = Results("announcements", args.output, dict.fromkeys(("median", "quartiles", "99%"), ".1f"))
     for num_replicas in args.gpus:
         store = host_store("127.0.0.1", 0, TIMEOUT_SECONDS)
         context = multiprocessing.get_context("spawn")
@@ -150,9 +181,13 @@ def run(args: argparse.Namespace) -> int:
             row: Row = {"replicas": num_replicas, "backend": backend}
             if what == "exchange":
                 table.add(row | {"nodes a replica": first, "bytes a replica": second} | _quartiles(times))
-            else:
+            elif what == "regroup":
                 regroups.add(row | _quartiles(times) | {"files left": first, "segments left": second})
+            else:
+                announcements.add({"shards": num_replicas, "ms between passes": first} | _quartiles(times))
     table.finish(f"microseconds; {args.rounds} exchanges of each size and transport, in {NUM_BLOCKS} blocks in turns")
     if args.regroup:
         regroups.finish(f"milliseconds; {args.regroup} groups one after another")
+    if args.announce:
+        announcements.finish(f"microseconds until the second shard hears of a pass; {args.rounds} passes each")
     return 0

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport
 from lp_runtime.errors import ReplicaError, ShardError, first_line
+from lp_runtime.utils.memory import is_out_of_memory
 
 WORD_BYTES = 8
 ALIGNMENT = 16  # bytes: torch's one-shot kernel reads in units of this size
@@ -140,12 +141,14 @@ class OneShotReducer(Reducer):
 
 @contextmanager
 def peers() -> Iterator[None]:
-    """Convert errors from another shard to ShardError; errors of this shard's own device pass through."""
+    """Convert errors from another shard to ShardError; errors of this shard's own device and memory pass through."""
     try:
         yield
-    except (torch.AcceleratorError, torch.OutOfMemoryError, ShardError):
+    except ShardError:
         raise
     except (ReplicaError, RuntimeError) as error:
+        if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
+            raise
         raise ShardError(f"a shard of the replica is gone: {first_line(error)}") from error
 
 

@@ -121,16 +121,28 @@ def test_peer_of_a_killed_replica_gets_an_error(backend):
         assert len(str(error).splitlines()) == 1
 
 
-@pytest.mark.parametrize("error", [torch.AcceleratorError, torch.OutOfMemoryError, RuntimeError])
-def test_local_device_error_is_not_reported_as_a_lost_peer(monkeypatch, error):
+HOST_MEMORY = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost_peer"),
+    [
+        (torch.AcceleratorError("illegal access"), False),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError(HOST_MEMORY), False),
+        (RuntimeError("connection closed by peer"), True),
+    ],
+)
+def test_local_errors_are_not_reported_as_a_lost_peer(monkeypatch, error, is_lost_peer):
     def fails(*_):
-        raise error("illegal access")
+        raise error
 
     for name in ("all_gather_single", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, fails, raising=False)
     group = Group.over(CollectiveTransport("gloo", 0, CPU, TIMEOUT), 0, 2)
-    with pytest.raises(ReplicaError if error is RuntimeError else error):
+    with pytest.raises(ReplicaError if is_lost_peer else type(error)) as raised:
         gather(Exchange(group, capacity=12))
+    assert (raised.value is error) == (not is_lost_peer)
 
 
 STEP_TIMEOUT = 0.2  # seconds

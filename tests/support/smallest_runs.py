@@ -13,7 +13,7 @@ SETTINGS = "--settings 3,3,3"
 STUDIES = {
     "micro.py": {
         "machine": "--copy-mib 1 --product 8",
-        "exchange": "--gpus 2 --nodes 2 --backends shared --rounds 10 --regroup 2",
+        "exchange": "--gpus 2 --nodes 2 --backends shared --rounds 10 --regroup 2 --announce 1",
         "floor": "--tokens 1 4 --rounds 1 --context 8 --copy-mib 1 --sums",
         "profile": "--tokens 1 --context 8 --rows 2",
         "kernels": "--tokens 1 8 --prefixes 16 --dtypes float32 --heads 2 1 --head-size 8 --intermediate 16 "

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from lp_runtime.distributed.transport.group import CPU, Transport
 from lp_runtime.errors import ReplicaError, first_line
+from lp_runtime.utils.memory import is_out_of_memory
 
 if TYPE_CHECKING:  # torch.distributed has this class, but does not mark it as exported
     from torch._C._distributed_c10d import Store
@@ -93,12 +94,12 @@ class CollectiveTransport(Transport):
 
     @contextmanager
     def _peers(self) -> Iterator[None]:
-        """Convert errors from a peer to ReplicaError; errors of this replica's own device pass through."""
+        """Convert errors from a peer to ReplicaError; errors of this replica's own device and memory pass through."""
         try:
             yield
-        except (torch.AcceleratorError, torch.OutOfMemoryError):
-            raise
         except RuntimeError as error:
+            if isinstance(error, torch.AcceleratorError) or is_out_of_memory(error):
+                raise
             raise ReplicaError(f"rank {self._rank} lost a peer in the exchange: {first_line(error)}") from error
 
     def abort(self) -> None:
