@@ -96,9 +96,9 @@ def regroup_times(context: ReplicaContext, options: GroupOptions, count: int) ->
 
 
 def announcement_times(place: ShardPlace, seconds: float, rounds: int) -> list[float]:
-    """Return the microseconds until this shard hears each announcement of shard 0, which computes for `seconds` before.
+    """Return the microseconds until this shard hears each announcement of shard 0; of shard 0 itself, nothing.
 
-    Shard 0 returns nothing.
+    Shard 0 computes for `seconds` before each announcement.
     """
     link, times = ShardLink(place, CPU, TIMEOUT_SECONDS), []
     for _ in range(rounds + NUM_WARM_UPS):
