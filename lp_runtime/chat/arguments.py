@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 TYPE_NAMES = {
@@ -18,6 +18,7 @@ TYPE_NAMES = {
 }
 NUMBERS = frozenset({"integer", "number"})
 COMBINATIONS = ("anyOf", "oneOf", "allOf")
+TEXT_LIMITS = frozenset({"pattern", "format", "minLength", "maxLength"})
 NO_TYPES = frozenset[str]()
 MAX_LITERAL_CHARS = 1 << 16  # Python's parser takes seconds and much memory for a long one
 MAX_REFERENCES = 32  # followed from one schema
@@ -25,7 +26,8 @@ MAX_REFERENCES = 32  # followed from one schema
 
 class Parameter(NamedTuple):
     types: frozenset[str] = frozenset()  # JSON types that it may have; none if they are not known
-    values: tuple[object, ...] = ()  # its only values, if the schema lists them
+    values: tuple[object, ...] = ()  # values that the schema lists
+    has_text_limits: bool = False  # whether the schema limits its texts; then the space around one is not part of it
 
     @property
     def is_text(self) -> bool:
@@ -49,10 +51,31 @@ def parameter_of(schema: Mapping[str, Any] | None, key: str, is_string: str | No
     known = properties.get(key) if isinstance(properties, Mapping) else None
     if known is None:
         known = root.get("additionalProperties")
-    types, values = _types(known, root, MAX_REFERENCES), tuple(_values(known))
-    if is_string == "false":
-        return Parameter(types - {"string"}, values)
-    return Parameter(types, values)
+    types, parts = _types(known, root, MAX_REFERENCES, {}), list(_parts(known, root))
+    values = tuple(value for part in parts for value in _values(part))
+    return Parameter(
+        types - {"string"} if is_string == "false" else types, values, any(part.keys() & TEXT_LIMITS for part in parts)
+    )
+
+
+def _parts(schema: object, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, what it refers to and its alternatives, each once."""
+    waiting, seen = [schema], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, Mapping) and id(part) not in seen:
+            seen.add(id(part))
+            yield part
+            if isinstance(reference := part.get("$ref"), str):
+                waiting.append(resolved(reference, root))
+            for name in COMBINATIONS:
+                waiting += _listed(part, name)
+
+
+def _listed(schema: Mapping[str, Any], name: str) -> list[object]:
+    """Return the schemas that a keyword of a schema lists."""
+    listed = schema.get(name)
+    return listed if isinstance(listed, list) else []
 
 
 def _values(schema: object) -> list[object]:
@@ -63,12 +86,27 @@ def _values(schema: object) -> list[object]:
     return [schema["const"]] if "const" in schema else []
 
 
-def _types(schema: object, root: Mapping[str, Any], num_references: int) -> frozenset[str]:
-    """Return the JSON types that a schema allows; none if it does not say."""
+def _types(
+    schema: object, root: Mapping[str, Any], num_references: int, known: dict[int, frozenset[str]]
+) -> frozenset[str]:
+    """Return the JSON types that a schema allows; none if it does not say.
+
+    `known` has those of schemas by id, so that each is read once, however often others refer to it.
+    """
     if not isinstance(schema, Mapping) or not num_references:
-        return frozenset()
+        return NO_TYPES
+    if id(schema) not in known:
+        known[id(schema)] = NO_TYPES  # while it is read: of a schema that refers to itself
+        known[id(schema)] = _stated_types(schema, root, num_references, known)
+    return known[id(schema)]
+
+
+def _stated_types(
+    schema: Mapping[str, Any], root: Mapping[str, Any], num_references: int, known: dict[int, frozenset[str]]
+) -> frozenset[str]:
+    """Return the JSON types that a schema allows; see `_types`."""
     if isinstance(reference := schema.get("$ref"), str):
-        return _types(resolved(reference, root), root, num_references - 1)
+        return _types(resolved(reference, root), root, num_references - 1, known)
     if values := _values(schema):
         return frozenset(TYPE_NAMES.get(type(value), "") for value in values)
     declared = schema.get("type")
@@ -76,16 +114,13 @@ def _types(schema: object, root: Mapping[str, Any], num_references: int) -> froz
         return frozenset({declared})
     if isinstance(declared, list):
         return frozenset(map(str, declared))
-    return _combined_types(schema, root, num_references)
-
-
-def _combined_types(schema: Mapping[str, Any], root: Mapping[str, Any], num_references: int) -> frozenset[str]:
-    """Return the JSON types that a schema's alternatives and its `allOf` allow; none if they do not say."""
-    parts = {name: [_types(each, root, num_references - 1) for each in schema.get(name) or []] for name in COMBINATIONS}
-    choices, known = [*parts["anyOf"], *parts["oneOf"]], [types for types in parts["allOf"] if types]
+    parts = {
+        name: [_types(each, root, num_references - 1, known) for each in _listed(schema, name)] for name in COMBINATIONS
+    }
+    choices, all_of = [*parts["anyOf"], *parts["oneOf"]], [types for types in parts["allOf"] if types]
     if choices and all(choices):
-        known.append(frozenset().union(*choices))
-    return frozenset.intersection(*(types | NUMBERS if "number" in types else types for types in known or [NO_TYPES]))
+        all_of.append(frozenset().union(*choices))
+    return frozenset.intersection(*(types | NUMBERS if "number" in types else types for types in all_of or [NO_TYPES]))
 
 
 def resolved(reference: str, root: Mapping[str, Any]) -> object:
@@ -99,14 +134,16 @@ def resolved(reference: str, root: Mapping[str, Any]) -> object:
 def json_of(raw: str, parameter: Parameter) -> str:
     """Return plain text as the JSON of a value of a parameter's types, or of a string if it fits none."""
     text = raw.strip()
-    if parameter.is_text or raw in parameter.values:
-        return dumped(raw)
-    if text in parameter.values:
-        return dumped(text)
+    as_text = dumped(text if parameter.has_text_limits else raw)
+    if parameter.is_text:
+        return as_text
+    for value in (raw, text):
+        if value in parameter.values:
+            return dumped(value)
     # Python's literals only if the schema asks for what they give: models write True, and lists with '.
     readers = (_from_json, _from_python) if parameter.types else (_from_json,)
     candidates = (_fitting(text, read, parameter.types) for read in readers)
-    return next((written for written in candidates if written is not None), dumped(raw))
+    return next((written for written in candidates if written is not None), as_text)
 
 
 def _fitting(text: str, read: Callable[[str], tuple[Any, str]], types: frozenset[str]) -> str | None:

@@ -136,7 +136,7 @@ class TextReader:
 
     def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
-        if parameter.is_text:
+        if parameter.is_text and not parameter.has_text_limits:
             out('"')
             if (yield from self.until(close, lambda text: out(dumped(text)[1:-1]))) is not None:
                 out('"')

@@ -143,8 +143,9 @@ class ConstraintCompiler:
 
     def _start_process(self) -> Connection:
         """Start the process if it is not running; return the pipe to it."""
-        if self._pipe is not None:
+        if self._pipe is not None and self._process is not None and self._process.poll() is None:
             return self._pipe
+        self._end()  # it may have been killed while it was idle
         texts = TokenTexts(self._tokenizer())
         info = [
             describe_vocabulary(texts, self._vocabulary_size, self._eos_token_ids, special).serialize_json()

@@ -251,6 +251,29 @@ def test_plain_value_has_the_type_of_its_schema(schema, value):
     assert parsed(chat_format("", "qwen3_coder").parser(tools, ""), [text])[2] == [("f", f'{{"a": {value}}}')]
 
 
+UNITS = {"type": "string", "enum": ["celsius", "kelvin"]}
+DEFINITIONS = {"Unit": UNITS, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}] * 8}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [
+        (UNITS, "celsius"),
+        ({"$ref": "#/$defs/Unit"}, "celsius"),
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}, "celsius"),
+        ({"type": "string", "pattern": "^[a-z]+$"}, "celsius"),
+        ({"anyOf": [{"type": "string", "maxLength": 7}, {"type": "null"}]}, "celsius"),
+        ({"type": "string"}, " celsius\n"),
+        ({"$ref": "#/$defs/Loop"}, " celsius\n"),
+        ({"anyOf": 5}, " celsius\n"),
+    ],
+)
+def test_space_around_a_text_that_a_schema_limits_is_not_part_of_it(schema, value):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": schema}, "$defs": DEFINITIONS}}}]
+    text = "<tool_call>\n<function=f>\n<parameter=a>\n celsius\n\n</parameter>\n</function>\n</tool_call>"
+    assert parsed(chat_format("", "qwen3_coder").parser(tools, ""), [text])[2] == [("f", json.dumps({"a": value}))]
+
+
 WRITTEN = {
     '{"a": "x\ny\t"}': {"a": "x\ny\t"},
     r'{"a": "it\'s", "b": "\d+ C:\Users \/ \u00e9 \\n \n"}': {"a": "it's", "b": "\\d+ C:\\Users / é \\n \n"},

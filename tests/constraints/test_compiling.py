@@ -14,6 +14,7 @@ import psutil
 import pytest
 from support.constrained import EOS, TEXTS, compile_for_test, tokenizer
 from support.forked import COMPILER, living_processes
+from support.processes import wait_until
 from tokenizers import decoders
 from transformers import PreTrainedTokenizerFast
 
@@ -98,6 +99,13 @@ def test_compilation_timeout_ends_the_process_and_keeps_the_cache(compiler):
         compiler.compile(ConstraintConfig(regex="cd"))
     assert not child.is_running()
     assert compiler.compile(ConstraintConfig(regex="ab")) is first  # still cached
+
+
+def test_process_that_was_killed_while_idle_is_replaced(compiler):
+    compiler.compile(ConstraintConfig(regex="ab"))
+    process().kill()
+    wait_until(lambda: not living_processes(COMPILER))
+    assert compiler.compile(ConstraintConfig(regex="cd")).key == ConstraintConfig(regex="cd").key
 
 
 def regex_options(regex: str) -> RequestOptions:

@@ -142,6 +142,7 @@ def test_whitespace_and_order_options_are_applied():
 def test_reasoning_part_is_allowed_before_the_json():
     is_allowed = allows(ConstraintConfig(json_schema=RECORD, reasoning_begin="<ç1>", reasoning_end="</ç1>"))
     assert is_allowed(JSON) and is_allowed(f"<ç1>ß</ç</ç1>\n{JSON}") and not is_allowed(f"<ç1>ß</ç1>b{JSON}")
+    assert not is_allowed("\n" + JSON)  # without reasoning, only what the constraint allows
 
 
 def test_xml_style_schema_has_exact_patterns():

@@ -197,6 +197,9 @@ class ForkedCompiler:
             self._process = forking().Process(target=_be_compiler, args=(pipe,), name=COMPILER, daemon=True)
             self._process.start()
 
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
     def kill(self) -> None:
         self._process.kill()
 
