@@ -20,6 +20,7 @@ PLAIN_TEXT = "[^<]*"  # without the marks that end a literal
 PATTERNS = {"$INDEX": "[0-9]{1,3}", "$ID": "[a-zA-Z0-9]{9}"}
 MAX_SPACES = 2  # in a row, between the parts of arguments
 MAX_DEPTH = 32  # nesting of a schema whose literals are not JSON
+MAX_VALUES = 1 << 11  # of such a schema
 
 
 def calls(form: CallFormat, schemas: Mapping[str, Mapping[str, Any]], is_parallel: bool) -> Tag:
@@ -54,59 +55,69 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
     if style.schema_style:
         more = {"style": style.schema_style, "max_whitespace_cnt": MAX_SPACES}
         return {"type": "json_schema", "json_schema": schema, **more}
-    return _members(schema, schema, style, MAX_DEPTH)
+    return _Literals(schema, style).members(schema, MAX_DEPTH)
 
 
-# Literals: styles that xgrammar's JSON schemas do not know.
+class _Literals:
+    """Makes the tags of arguments in a style that xgrammar's JSON schemas do not know.
 
+    A schema is read again at each place that refers to it, MAX_VALUES times in all.
+    """
 
-def _members(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
-    """Return the tag of an object's members, in the schema's order; those not required may be missing."""
-    required, properties = schema.get("required") or [], schema.get("properties") or {}
-    if not isinstance(required, list) or not isinstance(properties, Mapping):
-        raise RequestError("tools: properties of a schema must be an object, and required a list")
-    rest: Tag | None = None  # members after the current one, each after a separator
-    starts: list[Tag] = []  # alternatives: which member is the first
-    num_chars = 0
-    for key, value in reversed(list(properties.items())):
-        member = sequence(text(style.open.replace("$KEY", key)), _value(value, root, style, depth - 1))
-        starts = [sequence(member, rest), *([] if key in required else starts)]
-        following = sequence(text(style.separator), member)
-        rest = sequence(following if key in required else {"type": "optional", "content": following}, rest)
-        num_chars += len(json.dumps(member))
-        if num_chars * len(starts) > MAX_SOURCE_CHARS:
-            raise RequestError(f"tools: a schema with {len(properties)} properties is too large for this tool format")
-    if not starts:
-        return text("")
-    members = _one_of(starts)
-    return members if any(key in required for key in properties) else {"type": "optional", "content": members}
+    def __init__(self, root: Mapping[str, Any], style: ParameterStyle):
+        self._root = root
+        self._style = style
+        self._num_values = 0  # made so far
 
+    def members(self, schema: Mapping[str, Any], depth: int) -> Tag:
+        """Return the tag of an object's members, in the schema's order; those not required may be missing."""
+        required, properties = schema.get("required") or [], schema.get("properties") or {}
+        if not isinstance(required, list) or not isinstance(properties, Mapping):
+            raise RequestError("tools: properties of a schema must be an object, and required a list")
+        rest: Tag | None = None  # members after the current one, each after a separator
+        starts: list[Tag] = []  # alternatives: which member is the first
+        num_chars = 0
+        for key, value in reversed(list(properties.items())):
+            member = sequence(text(self._style.open.replace("$KEY", key)), self._value(value, depth - 1))
+            starts = [sequence(member, rest), *([] if key in required else starts)]
+            following = sequence(text(self._style.separator), member)
+            rest = sequence(following if key in required else {"type": "optional", "content": following}, rest)
+            num_chars += len(json.dumps(member))
+            if num_chars * len(starts) > MAX_SOURCE_CHARS:
+                raise RequestError(
+                    f"tools: a schema with {len(properties)} properties is too large for this tool format"
+                )
+        if not starts:
+            return text("")
+        members = _one_of(starts)
+        return members if any(key in required for key in properties) else {"type": "optional", "content": members}
 
-def _value(schema: Any, root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag:
-    if not depth:
-        raise RequestError(f"tools: a schema is nested deeper than {MAX_DEPTH}, or refers to itself")
-    if not isinstance(schema, Mapping):
-        schema = {}
-    if isinstance(schema.get("$ref"), str):
-        return _value(resolved(schema["$ref"], root), root, style, depth - 1)
-    if (choices := _choices(schema, style)) is not None:
-        tags = [text(each) if isinstance(each, str) else _value(each, root, style, depth - 1) for each in choices]
-        return _one_of(tags)
-    quoted = _quoted(schema, root, style, depth) if len(style.quote) > 1 else None
-    definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    return quoted or {"type": "json_schema", "json_schema": {**definitions, **schema}}
+    def _value(self, schema: Any, depth: int) -> Tag:
+        if not depth:
+            raise RequestError(f"tools: a schema is nested deeper than {MAX_DEPTH}, or refers to itself")
+        self._num_values += 1
+        if self._num_values > MAX_VALUES:
+            raise RequestError(f"tools: a schema has more than {MAX_VALUES} values, counting each reference")
+        if not isinstance(schema, Mapping):
+            schema = {}
+        if isinstance(schema.get("$ref"), str):
+            return self._value(resolved(schema["$ref"], self._root), depth - 1)
+        if (choices := _choices(schema, self._style)) is not None:
+            return _one_of([text(each) if isinstance(each, str) else self._value(each, depth - 1) for each in choices])
+        quoted = self._quoted(schema, depth) if len(self._style.quote) > 1 else None
+        definitions = {name: self._root[name] for name in ("$defs", "definitions") if name in self._root}
+        return quoted or {"type": "json_schema", "json_schema": {**definitions, **schema}}
 
-
-def _quoted(schema: Mapping[str, Any], root: Mapping[str, Any], style: ParameterStyle, depth: int) -> Tag | None:
-    """Return the tag of a literal that is, or may have, a text between marks that JSON does not have."""
-    kind = schema.get("type")
-    if kind == "string":
-        return {"type": "tag", "begin": style.quote, "content": _characters(schema), "end": style.quote}
-    if kind == "object" and schema.get("properties"):
-        return sequence(text("{"), _members(schema, root, style, depth - 1), text("}"))
-    if kind == "array" and isinstance(schema.get("items"), Mapping):
-        return _items(schema, _value(schema["items"], root, style, depth - 1), style)
-    return None
+    def _quoted(self, schema: Mapping[str, Any], depth: int) -> Tag | None:
+        """Return the tag of a literal that is, or may have, a text between marks that JSON does not have."""
+        kind, quote = schema.get("type"), self._style.quote
+        if kind == "string":
+            return {"type": "tag", "begin": quote, "content": _characters(schema), "end": quote}
+        if kind == "object" and schema.get("properties"):
+            return sequence(text("{"), self.members(schema, depth - 1), text("}"))
+        if kind == "array" and isinstance(schema.get("items"), Mapping):
+            return _items(schema, self._value(schema["items"], depth - 1), self._style)
+        return None
 
 
 def _choices(schema: Mapping[str, Any], style: ParameterStyle) -> list[Any] | None:

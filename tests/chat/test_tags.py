@@ -75,10 +75,15 @@ def test_optional_members_may_be_missing(name, call, member, separator, required
         assert (is_allowed and matcher.is_completed()) == is_valid, keys
 
 
+# Each definition refers twice to the next one, so the first one has 2^14 numbers.
+DOUBLING = {str(n): {"anyOf": [{"$ref": f"#/$defs/{n + 1}"}] * 2} for n in range(14)} | {"14": {"type": "integer"}}
+
+
 @pytest.mark.parametrize(
     ("schema", "message"),
     [
         ({"type": "object", "properties": {"a": {"$ref": "#"}}}, "refers to itself"),
+        ({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": DOUBLING}, "more than 2048 values"),
         ({"properties": "a"}, "must be an object"),
         ({"properties": {}, "required": 5}, "a list"),
         ({"properties": {"a": {"type": "array", "items": {}, "minItems": "x"}}}, "must be integers"),
