@@ -66,7 +66,7 @@ def test_measurement_files_are_read(files, tmp_path, monkeypatch):
     for name in ("steps", "vocabulary"):
         (path,) = (tmp_path / "cache").glob(f"{name}-*.npz")
         shutil.copy(files / f"{name}.npz", path)
-    monkeypatch.setattr(vocabulary_prior, "_ask", lambda *args: None)
+    monkeypatch.setattr(vocabulary_prior, "ask", lambda *args: None)
     second, known = calibration()
     second.max_step_tokens()
     second.vocabulary()

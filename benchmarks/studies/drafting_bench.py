@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from workloads import texts_of
 
 from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.step_meter import StepMeasurement
+from lp_runtime.calibration.vocabulary_prior import ask
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
@@ -79,6 +81,18 @@ class AnySize(Calibration):
     def max_step_tokens(self) -> int:
         return STEP_TOKENS
 
+    def ask_about(self, tokens: np.ndarray) -> int:
+        """Ask for what the vocabulary prior lacks of some tokens, [m]; return of how many it lacked anything."""
+        self.vocabulary()
+        answers = self._known.vocabulary
+        assert answers is not None
+        missing = tokens[answers.is_missing[tokens]]
+        if len(missing):
+            ask(self._model, answers, missing, seconds=math.inf)
+            self._files.store(self._vocabulary_name(), answers.arrays())
+            self._vocabulary = None
+        return len(missing)
+
 
 class EqualReplicas(Calibration):
     """Calibration of one replica, used for all replicas.
@@ -107,7 +121,7 @@ class Bench:
     """A model and prompts.
 
     Args:
-        args: arguments of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record.
+        args: arguments of the command: model, prompts, limit, each, max_new_tokens, eos, chat, record, prior_of_trees.
 
     Attributes:
         model: the model.
@@ -124,7 +138,9 @@ class Bench:
             args.record.mkdir(parents=True, exist_ok=True)
         self._cache = None if args.record is None else str(args.record)
         self._measured = Measured()
-        self.calibration: Calibration = AnySize(self.model, Group.alone(), self._cache, self._measured)
+        self.calibration = AnySize(self.model, Group.alone(), self._cache, self._measured)
+        self._asks_about_trees: bool = args.prior_of_trees
+        self._drafted: set[int] = set()  # tokens of the trees since the last question about them
         self._max_new_tokens: int = args.max_new_tokens
         self._eos = eos_token_ids(self.model.model) if args.eos else frozenset()
         tokenizer = load_tokenizer(config)
@@ -172,6 +188,8 @@ class Bench:
     ) -> list[Run]:
         """Decode all prompts in order, and compare each with `plain_text`, which is decoded if it is missing.
 
+        With `--prior-of-trees`, they are decoded again until the vocabulary prior knows all tokens of their trees.
+
         Args:
             drafting: settings or factory of the drafter. Draft tables that outlive requests are empty before the first
                 prompt.
@@ -181,7 +199,8 @@ class Bench:
             step_ms: assumed milliseconds of one replica's steps, by number of tokens; None to use the calibration and
                 leave the times of steps unknown.
         """
-        group, calibration, times = Group(0, degree, CPU), self.calibration, None
+        group, times = Group(0, degree, CPU), None
+        calibration: Calibration = self.calibration
         if step_ms is not None:
             tokens, nanoseconds = list(step_ms), [int(1e6 * each) for each in step_ms.values()]
             steps = StepMeasurement(
@@ -190,17 +209,34 @@ class Bench:
             self.calibration.vocabulary()  # query the model once, not in each of these calibrations
             calibration = EqualReplicas(self.model, degree, replace(self._measured, steps=steps))
             times = interpolate(tokens, nanoseconds, 2 * tokens[-1])
-        engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
-        runs = []
-        for index in range(len(self.prompts)):
-            recording = self.recording(index, sampling)
-            self.plain_text(index, sampling)
-            run = self._decode(engine, index, drafting, degree, sampling, recording, times)
-            if run.tokens != recording.text:
-                raise SystemExit(f"prompt {index}: the output is not that of one token a step")
-            recording.save()
-            runs.append(run)
-        return runs
+        has_prior = isinstance(drafting, LookaheadConfig) and drafting.drafter == "full" and drafting.prior != "none"
+        while True:
+            self._drafted.clear()
+            engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
+            runs = [
+                self._decode_recorded(engine, index, drafting, degree, sampling, times)
+                for index in range(len(self.prompts))
+            ]
+            if not (self._asks_about_trees and has_prior and self.calibration.ask_about(np.array([*self._drafted]))):
+                return runs
+
+    def _decode_recorded(
+        self,
+        engine: Engine,
+        index: int,
+        drafting: Drafting,
+        degree: int,
+        sampling: Mapping[str, Any],
+        times: np.ndarray | None,
+    ) -> Run:
+        """Decode a prompt, and check and save its recording."""
+        recording = self.recording(index, sampling)
+        self.plain_text(index, sampling)
+        run = self._decode(engine, index, drafting, degree, sampling, recording, times)
+        if run.tokens != recording.text:
+            raise SystemExit(f"prompt {index}: the output is not that of one token a step")
+        recording.save()
+        return run
 
     def _decode(
         self,
@@ -257,6 +293,7 @@ class Bench:
             started = time.perf_counter()
             step = decoder.propose()
             propose_seconds += time.perf_counter() - started
+            self._drafted.update(step.tree.tokens)
             answers = model.answer(decoder, step, sampler, recording)
             started = time.perf_counter()
             if isinstance(drafter, Peer):

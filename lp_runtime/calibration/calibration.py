@@ -102,10 +102,14 @@ class Calibration:
         The first call queries the model for a few seconds. Rows that it does not reach are empty.
         """
         if self._vocabulary is None:
-            known, name = self._known, f"vocabulary-{self._fingerprint()}.npz"
+            known, name = self._known, self._vocabulary_name()
             known.vocabulary = agreed_answers(self._model, self._group, known.vocabulary, self._files, name)
             self._vocabulary = known.vocabulary.prior(make_greedy_sampler(self._model))
         return self._vocabulary
+
+    def _vocabulary_name(self) -> str:
+        """Return the name of the file of the vocabulary prior."""
+        return f"vocabulary-{self._fingerprint()}.npz"
 
     def _fingerprint(self) -> str:
         """Return a digest of the model: configuration, sampled weights, dtype and library versions."""

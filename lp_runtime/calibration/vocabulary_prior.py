@@ -162,7 +162,7 @@ def agreed_answers(
         _share(answers, answers.known > NOTHING, group)
     if not rows[:, 0].any() and answers.is_missing.any():
         is_new, agreed = True, answers.known.copy()
-        _ask(model, answers, np.arange(group.rank, len(agreed), group.size))
+        ask(model, answers, np.arange(group.rank, len(agreed), group.size), ASKING_SECONDS)
         _share(answers, answers.known > agreed, group)
     if is_new:
         _store(answers, group, files, name)
@@ -220,9 +220,9 @@ def _share_part(answers: Answers, tokens: np.ndarray, num_rows: int, is_paired: 
     answers.add(rows[:, 0], PAIRED if is_paired else ALONE, rows[:, 1 : 1 + WIDTH], after_pair)
 
 
-def _ask(model: ModelRunner, answers: Answers, tokens: np.ndarray) -> None:
-    """Query the model about what is unknown of `tokens`, [m], slice by slice, for ASKING_SECONDS, at least once."""
-    deadline = time.perf_counter() + ASKING_SECONDS
+def ask(model: ModelRunner, answers: Answers, tokens: np.ndarray, seconds: float) -> None:
+    """Query the model about what is unknown of `tokens`, [m], slice by slice, for `seconds`, at least once."""
+    deadline = time.perf_counter() + seconds
     sampler = make_greedy_sampler(model)
     max_texts = min(MAX_SLICE_TEXTS[model.device.type], max(1, MAX_SLICE_LOGITS // model.vocabulary_size))
     # A model fed with chains computes each text separately, from its first token.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from racer import RacerDrafter
 
+from lp_runtime.calibration import vocabulary_prior
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.distributed.transport.group import Group
@@ -30,7 +33,7 @@ def make_bench(one_layer_demo_dir, tmp_path, monkeypatch):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("def add(a, b):\n", "import os\n")))
 
-    def make() -> Bench:
+    def make(prior_of_trees: bool = False) -> Bench:
         args = {
             "model": str(one_layer_demo_dir),
             "prompts": [f"{prompts}:text"],
@@ -38,7 +41,8 @@ def make_bench(one_layer_demo_dir, tmp_path, monkeypatch):
             "each": 9,
             "max_new_tokens": 24,
         }
-        return Bench(argparse.Namespace(**args, eos=False, chat=False, record=tmp_path / "kept"))
+        args |= {"eos": False, "chat": False, "prior_of_trees": prior_of_trees, "record": tmp_path / "kept"}
+        return Bench(argparse.Namespace(**args))
 
     yield make
     for name in [name for name in sys.modules if name == "common" or name.split(".")[0] == "studies"]:
@@ -86,3 +90,14 @@ def test_study_ends_if_output_differs_from_the_recorded_text(make_bench):
     recording.text = [*recording.text[:-1], recording.text[-1] + 1]
     with pytest.raises(SystemExit, match="prompt 0: the output is not that of one token a step"):
         bench.decode_all(FULL)
+
+
+@pytest.mark.parametrize("prior_of_trees", [True, False])
+def test_prior_is_asked_for_after_all_tokens_of_the_trees(make_bench, monkeypatch, prior_of_trees):
+    monkeypatch.setattr(
+        vocabulary_prior, "ASKING_SECONDS", 0.0
+    )  # of the 4,096 tokens a start asks about the first ones
+    bench = make_bench(prior_of_trees)
+    runs = bench.decode_all(replace(FULL, prior="vocabulary"))
+    fed = [token for run in runs for token in run.tokens[:-1]]
+    assert bool(bench.calibration.ask_about(np.array(fed))) is not prior_of_trees

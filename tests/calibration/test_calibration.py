@@ -121,7 +121,7 @@ def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path
     again = Calibration(model, Group.alone(), str(tmp_path))
     with monkeypatch.context() as patch:
         patch.setattr("lp_runtime.calibration.calibration.measure_steps", None)
-        patch.setattr("lp_runtime.calibration.vocabulary_prior._ask", None)
+        patch.setattr("lp_runtime.calibration.vocabulary_prior.ask", None)
         assert (again.times(50) == times).all()
         assert is_equal(again.vocabulary(), vocabulary)
     for file in files:

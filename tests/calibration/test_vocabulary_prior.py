@@ -147,7 +147,7 @@ def start_on_machines(group: Group, folder: Path, cache_dir: Path) -> list[Vocab
             Calibration(model, Group.alone(), mine).vocabulary()
         first = Calibration(model, group, mine).vocabulary()
         patch.setattr(vocabulary_prior, "_share_part", None)  # the files are equal now, so only what is new is shared
-        patch.setattr(vocabulary_prior, "_ask", lambda *args: None)
+        patch.setattr(vocabulary_prior, "ask", lambda *args: None)
         return [first, Calibration(model, group, mine).vocabulary()]
 
 
