@@ -21,7 +21,7 @@ class Generation(Report):
         logprobs: the model's log-probability of each new token, before processors; None if not requested. With
             top_logprobs or prompt_logprobs, each is a request.output.Logprob.
         token_texts: text of each new token, if log-probabilities are requested. Joined, they equal the text, except for
-            characters of the last token after a stop string.
+            what follows a stop string.
         stop: the stop string that ended the text; None without one.
         message: the answer to `messages`, as in the OpenAI API: a dict with role, content and, if the model wrote them,
             reasoning_content and tool_calls. It can be appended to the messages. None if a prompt was given.

@@ -21,27 +21,38 @@ class RequestText:
         self._stop_strings = StopStrings(tokenizer, request.stop, context, request.reasoning) if request.stop else None
         # Special tokens that end the text show none, although others do. An ordinary token that ends it shows its own.
         self._hidden = frozenset() if request.skip_special_tokens else request.eos_token_ids & special_ids(tokenizer)
+        self._held: list[int] = []  # tokens whose text is not shown before it is known whether it may be cut
         self._num_hidden = 0  # tokens at the end that show no text, although special tokens do
         self._num_texts = 0  # texts of tokens that were returned
 
     def add(self, token_ids: Sequence[int]) -> tuple[str, Sequence[str]]:
         """Append a step's tokens; return the text that they complete, and the texts of the completed tokens."""
+        self._held += token_ids
         match = None if self._stop_strings is None else self._stop_strings.find(token_ids)
-        shown = [token for token in token_ids if token not in self._hidden]
-        self._num_hidden += len(token_ids) - len(shown)
-        if match is None:
-            return self._detokenizer.add(shown), self._texts()
-        return self._last(shown, match), self._texts()
+        if match is None and self._stop_strings is not None and self._stop_strings.is_undecided:
+            return "", ()
+        return self._show(match), self._texts()
 
     def finish(self) -> tuple[str, Sequence[str]]:
         """Return the rest of the text and of the tokens' texts, after the last token."""
-        text = "" if self.stop is not None else self._detokenizer.finish()
+        text = ""
+        if self._held and self._stop_strings is not None:
+            text = self._show(self._stop_strings.finish())
+        text += "" if self.stop is not None else self._detokenizer.finish()
         return text, [*self._texts(), *[""] * self._num_hidden]
 
-    def _last(self, token_ids: Sequence[int], match: StopMatch) -> str:
+    def _show(self, match: StopMatch | None) -> str:
+        """Return the text that the held tokens complete, up to a match."""
+        held, self._held = self._held, []
+        shown = [token for token in held if token not in self._hidden]
+        self._num_hidden += len(held) - len(shown)
+        if match is None:
+            return self._detokenizer.add(shown)
         self.stop = match.string
-        before = self._detokenizer.peek(token_ids[:-1])
-        text = self._detokenizer.add(token_ids) + self._detokenizer.finish()
+        before = self._detokenizer.peek(shown[: match.num_shown - 1])
+        text = self._detokenizer.peek(shown[: match.num_shown])
+        self._detokenizer.add(shown)  # tokens have whole texts
+        self._detokenizer.finish()
         num_last = len(text) - common_length(before, text)  # characters of the last token; none if it is special
         return text[: len(text) - min(match.num_after, num_last)]
 

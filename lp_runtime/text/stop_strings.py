@@ -20,11 +20,16 @@ class Reasoning(NamedTuple):
     begin: str | None
     end: str
 
+    def may_begin(self, text: str) -> bool:
+        """Return whether it is undecided if an answer begins with the part: white space, then a part of its mark."""
+        stripped = text.lstrip()
+        return bool(self.begin) and stripped != self.begin and (self.begin or "").startswith(stripped)
+
     def content_start(self, text: str) -> int | None:
         """Return where the answer's content begins in its text; None as long as it has not begun."""
         stripped = text.lstrip()
         if self.begin and not stripped.startswith(self.begin):
-            return None if self.begin.startswith(stripped) else 0
+            return None if self.may_begin(text) else 0
         place = text.find(self.end)
         if place < 0:
             return None
@@ -35,8 +40,9 @@ class Reasoning(NamedTuple):
 class StopMatch(NamedTuple):
     """The end of a text by a stop string."""
 
-    num_tokens: int  # of the tokens that were searched, those up to the end of the stop string
-    num_after: int  # characters of the last of them that follow the stop string
+    num_tokens: int  # of the step's tokens, those to keep
+    num_shown: int  # of these and the undecided tokens before them, those up to the end of the stop string
+    num_after: int  # characters of the last of these that follow the stop string
     string: str  # of several that end at the same place, the longest
 
 
@@ -44,7 +50,8 @@ class StopStrings:
     """Search for stop strings, one or more and none empty, in the text of growing token ids.
 
     The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string. No
-    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part.
+    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part. One in the first white
+    space of an answer ends it with the token that shows that no such part begins.
     """
 
     def __init__(
@@ -58,6 +65,9 @@ class StopStrings:
         self._strings = strings
         self._longest = max(map(len, strings))  # characters
         self._reasoning = reasoning  # None once the content has begun
+        # Whether the tokens so far, `_undecided`, may belong to the reasoning part or to the content.
+        self.is_undecided = reasoning is not None and bool(reasoning.begin)
+        self._undecided: list[int] = []
         self._text = ""  # returned by the detokenizer: its end, or all of it before the content
         # Text that only grows contains later what it contains now, so a whole step is searched at once.
         self._only_grows = self._detokenizer.only_appends and not any(REPLACEMENT in string for string in strings)
@@ -69,27 +79,50 @@ class StopStrings:
 
     def find(self, committed: Sequence[int]) -> StopMatch | None:
         """Append a step's tokens; return the first match in them, after which nothing may be appended."""
-        if not self._only_grows or self._search(committed) is not None:
-            for num in range(1, len(committed) + 1):
-                if (match := self._search(committed[:num])) is not None:
-                    return match
-        self._text += self._detokenizer.add(committed)
+        num_before = len(self._undecided)
+        tokens = [*self._undecided, *committed]
+        if not self._only_grows or self._search(tokens) is not None:
+            for num in range(num_before + 1, len(tokens) + 1):
+                if self._search(tokens[:num]) is not None:
+                    return self._first(tokens[:num], num - num_before)
+        if self.is_undecided:
+            assert self._reasoning is not None
+            self.is_undecided = self._reasoning.may_begin(self._detokenizer.peek(tokens))
+            self._undecided = tokens if self.is_undecided else []
+            if self.is_undecided:
+                return None
+        self._text += self._detokenizer.add(tokens)
         if self._reasoning is not None and (start := self._reasoning.content_start(self._text)) is not None:
             self._text, self._reasoning = self._text[start:], None
         if self._reasoning is None:
             self._text = self._text[max(0, len(self._text) - self._longest + 1) :]
         return None
 
-    def _search(self, tokens: Sequence[int]) -> StopMatch | None:
+    def finish(self) -> StopMatch | None:
+        """Return the first match in tokens that are still undecided: the answer has ended, so they are content."""
+        self._reasoning = None
+        return self._first(self._undecided, 0)
+
+    def _first(self, tokens: Sequence[int], num_kept: int) -> StopMatch | None:
+        """Return the first match in tokens that show where the content begins; the step keeps `num_kept` tokens."""
+        start = self._content_start(self._text + self._detokenizer.peek(tokens))
+        matches = (self._search(tokens[:num], start) for num in range(1, len(tokens) + 1))
+        match = next(filter(None, matches), None)
+        return None if match is None else match._replace(num_tokens=num_kept)
+
+    def _search(self, tokens: Sequence[int], start: int | None = None) -> StopMatch | None:
+        """Return the match in content that begins at `start`; None: where the tokens' text shows it."""
         text = self._text + self._detokenizer.peek(tokens)
-        if self._reasoning is not None:
-            start = self._reasoning.content_start(text)
-            text = "" if start is None else text[start:]
-        ends = [(place + len(each), -len(each), each) for each in self._strings if (place := text.find(each)) >= 0]
+        start = self._content_start(text) if start is None else start
+        content = "" if start is None else text[start:]
+        ends = [(place + len(each), -len(each), each) for each in self._strings if (place := content.find(each)) >= 0]
         if not ends:
             return None
         end, _, string = min(ends)
-        return StopMatch(len(tokens), len(text) - end, string)
+        return StopMatch(len(tokens), len(tokens), len(content) - end, string)
+
+    def _content_start(self, text: str) -> int | None:
+        return 0 if self._reasoning is None else self._reasoning.content_start(text)
 
 
 def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:

@@ -77,3 +77,34 @@ def test_stop_strings_do_not_match_before_content(tokenizer, begin):
         tokenizer, [[token] for token in ids], stop=("\n\n",), reasoning=Reasoning(begin, "</think>"), is_answer=True
     )
     assert text.stop == (None if begin is None else "\n\n"), "an answer need not reason"
+
+
+GRANITE = Reasoning("Here is my thought process:", "Here is my response:")
+
+
+@pytest.mark.parametrize("in_one_step", [False, True])
+@pytest.mark.parametrize(
+    ("answer", "reasoning", "stop", "expected"),
+    [
+        ("\n\nHello world", Reasoning("<think>", "</think>"), "\n", ""),
+        ("  \n  foo", Reasoning("<think>", "</think>"), "\n", "  "),
+        ("<b>the dog", Reasoning("<think>", "</think>"), "<", ""),
+        ("\n \n", Reasoning("<think>", "</think>"), "\n", ""),  # the answer ends before it is decided
+        ("\n<think>\n</think>\n\nthe dog\n", Reasoning("<think>", "</think>"), "\n", "\n<think>\n</think>\n\nthe dog"),
+        ("Here is my dog", GRANITE, " my", "Here is"),
+        ("Here is my thought process: my dog", GRANITE, " my", "Here is my thought process: my dog"),
+    ],
+)
+def test_stop_string_where_reasoning_might_begin_is_cut(tokenizer, answer, reasoning, stop, expected, in_one_step):
+    ids = tokenizer.encode(answer, add_special_tokens=False)
+    steps = [ids] if in_one_step else [[token] for token in ids]
+    deltas, texts, text = text_of(tokenizer, steps, stop=(stop,), reasoning=reasoning, is_answer=True)
+    assert "".join(deltas) == expected + (text.stop or ""), "the text ends with the stop string"
+    assert text.stop == (stop if answer != expected else None)
+    assert answer.startswith("".join(texts)) and len(texts) <= len(ids)
+
+
+def test_text_before_a_stop_string_inside_a_final_hidden_token_is_whole(tokenizer):
+    ids = [*tokenizer.encode("the cat", add_special_tokens=False), tokenizer.eos_token_id]
+    deltas, _, text = text_of(tokenizer, [ids], stop=("t<|eot",), skip_special_tokens=False, is_answer=True)
+    assert "".join(deltas) == "the cat" and text.stop == "t<|eot"

@@ -68,7 +68,8 @@ class Choice:
     def finish(self) -> str:
         """Set `reason` and `stop` after the job has ended; return the remaining text to show."""
         generation = self.job.final_generation
-        self.reason, self.stop = REASONS.get(generation.finish_reason, "length"), generation.stop
+        self.stop = generation.stop
+        self.reason = "stop" if self.stop is not None else REASONS.get(generation.finish_reason, "length")
         return self.trimmer.finish(generation.stop)
 
     def pieces(self, text: str) -> list[Piece]:
