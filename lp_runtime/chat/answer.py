@@ -6,13 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
-from lp_runtime.chat.chat_format import MESSAGE_START, PROMPT_END_TOKENS, ChatFormat
+from lp_runtime.chat.chat_format import PROMPT_END_TOKENS, ChatFormat
 from lp_runtime.chat.chat_parser import Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import special_tokens
 from lp_runtime.request.request import Request
 from lp_runtime.request.request_text import RequestText
+from lp_runtime.text.harmony import MESSAGE_START
 
 
 class AnswerReader:

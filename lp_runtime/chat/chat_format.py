@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lp_runtime.chat import tags
-from lp_runtime.chat.chat_parser import MESSAGE, START, AnswerParser, ChatParser, HarmonyParser
+from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
 from lp_runtime.chat.formats import FORMATS, REASONINGS
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
@@ -18,13 +18,13 @@ from lp_runtime.chat.text_reader import object_in
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
+from lp_runtime.text.harmony import MESSAGE, content_start
 from lp_runtime.text.stop_strings import Reasoning
 
 log = logging.getLogger(__name__)
 
 PROMPT_END_TOKENS = 8  # last tokens of a prompt; enough to see whether it ends with an open `<think>`
-MESSAGE_START = "<|start|>"  # special token that begins a message in harmony
-FINAL = "<|channel|>final<|message|>"  # begins the content of a harmony answer
+FINAL = "<|channel|>final<|message|>"  # begins the content of a constrained harmony answer
 ANALYSIS = tags.free("<|channel|>analysis<|message|>", "<|end|><|start|>assistant")
 
 
@@ -161,7 +161,7 @@ class ChatFormat:
     def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
         """Return the marks of an answer's reasoning part; None without one."""
         if self.is_harmony:
-            return None if _continues_text(prompt_end) else Reasoning("", FINAL)
+            return None if _continues_text(prompt_end) else Reasoning("", MESSAGE)
         if self.reasoning is None:
             return None
         return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
@@ -228,8 +228,9 @@ class ChatFormat:
 
 
 def _continues_text(prompt_end: str) -> bool:
-    """Whether a harmony prompt ends inside a message on the final channel."""
-    return FINAL in prompt_end.rpartition(START)[2]
+    """Whether a harmony prompt ends inside a message that is content."""
+    _, start, message = prompt_end.rpartition(START)
+    return bool(start) and content_start(message) is not None
 
 
 def _with_text(call: Any) -> Any:

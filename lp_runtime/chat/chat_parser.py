@@ -18,6 +18,7 @@ from lp_runtime.chat.arguments import dumped, parameter_of
 from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
 from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
+from lp_runtime.text.harmony import ANALYSIS, MESSAGE, MESSAGE_START
 
 Kind = Literal["reasoning", "content", "arguments"]
 
@@ -29,8 +30,7 @@ SCALAR = regex.compile(rf"{STRING}|[\w.+-]+", regex.DOTALL)
 LOOSE_END = regex.compile(r"[\s\]}]*")
 OBJECT_START = regex.compile(r"[\s,;\[]*(?=\{)")
 COMMA, OPEN, CLOSE = regex.compile(r"\s*,"), regex.compile(r"\{"), regex.compile(r"\s*\}")
-START, ANALYSIS = "<|start|>assistant", "<|channel|>analysis"
-MESSAGE, END = "<|message|>", "<|end|>"
+START = f"{MESSAGE_START}assistant"
 RECIPIENT = regex.compile(r"to=(functions\.)?([\w.-]+)")
 TEXT_START, TEXT_END = regex.compile(regex.escape(MESSAGE)), regex.compile(r"<\|(?:end|call|return|start)\|>")
 

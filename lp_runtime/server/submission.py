@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.chat.chat_parser import ANALYSIS, END, MESSAGE
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -35,6 +34,7 @@ from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
+from lp_runtime.text.harmony import ANALYSIS, END, MESSAGE
 from lp_runtime.text.stop_strings import Reasoning
 from lp_runtime.text.token_text import prompt_texts
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from lp_runtime.errors import RequestError
+from lp_runtime.text import harmony
 from lp_runtime.text.decoding import REPLACEMENT, Decoding
 from lp_runtime.text.detokenizer import Detokenizer
 from lp_runtime.text.token_text import TokenTexts
@@ -16,7 +17,8 @@ from lp_runtime.text.token_text import TokenTexts
 class Reasoning(NamedTuple):
     """The marks between which the reasoning part of a chat's answer lies."""
 
-    # None if the prompt has begun the part; else an answer that does not begin with it has no such part.
+    # None if the prompt has begun the part; else an answer that does not begin with it has no such part. Empty if the
+    # answer is messages of harmony: the content begins with the first that is content.
     begin: str | None
     end: str
 
@@ -27,6 +29,8 @@ class Reasoning(NamedTuple):
 
     def content_start(self, text: str) -> int | None:
         """Return where the answer's content begins in its text; None as long as it has not begun."""
+        if self.begin == "":
+            return harmony.content_start(text)
         stripped = text.lstrip()
         if self.begin and not stripped.startswith(self.begin):
             return None if self.may_begin(text) else 0

@@ -427,9 +427,11 @@ def test_arguments_are_streamed_before_the_call_ends():
 @pytest.mark.parametrize(
     ("tool_format", "reasoning", "prompt_end", "marks"),
     [
-        ("harmony", "auto", "<|start|>assistant", ("", "<|channel|>final<|message|>")),
-        ("harmony", "auto", "<|start|>assistant<|channel|>analysis<|message|>hm", ("", "<|channel|>final<|message|>")),
+        ("harmony", "auto", "<|start|>assistant", ("", "<|message|>")),
+        ("harmony", "auto", "<|start|>assistant<|channel|>analysis<|message|>hm", ("", "<|message|>")),
         ("harmony", "auto", "<|start|>assistant<|channel|>final<|message|>text", None),
+        ("harmony", "auto", "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{", None),
+        ("harmony", "auto", "<|start|>user<|message|>Hi<|end|>", ("", "<|message|>")),
         ("none", "think", "assistant\n", ("<think>", "</think>")),
         ("none", "think", "assistant\n<think>\n", (None, "</think>")),
         ("none", "mistral", "[/INST]", ("[THINK]", "[/THINK]")),
