@@ -164,7 +164,8 @@ class ChatFormat:
             return None if _continues_text(prompt_end) else Reasoning("", MESSAGE)
         if self.reasoning is None:
             return None
-        return Reasoning(None if self.is_thinking(prompt_end) else self.reasoning.begin, self.reasoning.end)
+        begin = None if self.is_thinking(prompt_end) else self.reasoning.begin
+        return Reasoning(begin, self.reasoning.end, tuple(mark for mark, _ in self.reasoning.content))
 
     def shows_special_tokens(self, tools: object) -> bool:
         has_calls = bool(tools) and self.tool_format is not None

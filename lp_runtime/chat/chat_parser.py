@@ -8,7 +8,7 @@ import secrets
 import string
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ import regex
 
 from lp_runtime.chat.arguments import dumped, parameter_of
 from lp_runtime.chat.formats import LONG_ID, SHORT_ID, CallFormat, ParameterStyle, ReasoningFormat
-from lp_runtime.chat.patterns import NEVER, Pattern, argument_patterns, call_patterns
+from lp_runtime.chat.patterns import NEVER, Pattern, any_of, argument_patterns, call_patterns
 from lp_runtime.chat.text_reader import SPACE, Steps, TextReader
 from lp_runtime.text.harmony import ANALYSIS, MESSAGE, MESSAGE_START
 
@@ -126,15 +126,24 @@ class AnswerParser(ChatParser):
 
     def _answer(self) -> Steps[None]:
         yield from self._think()
+        around = () if self._reasoning is None else self._reasoning.content
+        if around:
+            yield from self._text.match(regex.compile(rf"\s*(?:{any_of(begin for begin, _ in around)})"))
+        ends = [end for _, end in around]
         form = self._form
         if form is not None and (yield from self._begins_with_a_call(form)):
             yield from self._calls(form, "")
         elif form is not None and "" in self._loose:
             yield from self._loose_calls(form, "")
-        while (mark := (yield from self._text.until(self._marks, self._content))) is not None:
+        while (mark := (yield from self._text.until(self._marks_or(ends), self._content))) is not None:
+            if mark.group() in ends:
+                continue
             assert form is not None
             read = self._loose_calls if mark.group() in self._loose else self._calls
             yield from read(form, mark.group())
+
+    def _marks_or(self, texts: Sequence[str]) -> Pattern:
+        return regex.compile(f"{any_of(texts)}|{self._marks.pattern}") if texts else self._marks
 
     def _think(self) -> Steps[None]:
         if self._reasoning is None:

@@ -159,6 +159,7 @@ class ReasoningFormat:
     begin: str
     end: str
     is_special: bool = False  # whether they are special tokens, which a text shows only if it is asked to
+    content: tuple[tuple[str, str], ...] = ()  # marks that may begin and end the content, which are not shown
 
     def is_opened_by(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.begin.strip())
@@ -168,7 +169,12 @@ class ReasoningFormat:
 REASONINGS = {
     "mistral": ReasoningFormat("[THINK]", "[/THINK]", True),
     "gemma": ReasoningFormat("<|channel>thought\n", "<channel|>", True),
-    "cohere": ReasoningFormat("<|START_THINKING|>", "<|END_THINKING|>", True),
+    "cohere": ReasoningFormat(
+        "<|START_THINKING|>",
+        "<|END_THINKING|>",
+        True,
+        content=(("<|START_RESPONSE|>", "<|END_RESPONSE|>"), ("<|START_TEXT|>", "<|END_TEXT|>")),
+    ),
     "seed": ReasoningFormat("<seed:think>", "</seed:think>"),
     "granite": ReasoningFormat("Here is my thought process:", "Here is my response:"),
     "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),

@@ -137,7 +137,7 @@ class Submitter:
         if marks.begin == "":  # harmony
             channel, message, end = (encode(self._tokenizer, mark, False) for mark in (ANALYSIS, MESSAGE, END))
             return ChannelBudget(num_prompt, channel, message, end, num_tokens)
-        begin, end = (encode(self._tokenizer, mark or "", False) for mark in marks)
+        begin, end = (encode(self._tokenizer, mark or "", False) for mark in (marks.begin, marks.end))
         return ReasoningBudget(num_prompt, begin, end, num_tokens)
 
     async def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:

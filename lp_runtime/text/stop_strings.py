@@ -21,11 +21,11 @@ class Reasoning(NamedTuple):
     # answer is messages of harmony: the content begins with the first that is content.
     begin: str | None
     end: str
+    content_marks: tuple[str, ...] = ()  # one of them may begin the content, which follows it
 
-    def may_begin(self, text: str) -> bool:
-        """Return whether it is undecided if an answer begins with the part: white space, then a part of its mark."""
-        stripped = text.lstrip()
-        return bool(self.begin) and stripped != self.begin and (self.begin or "").startswith(stripped)
+    def is_undecided(self, text: str) -> bool:
+        """Return whether it is undecided where an answer's content begins: white space, then a part of a mark."""
+        return bool(self.begin) and self._is_cut_mark(text.lstrip(), (self.begin or "", *self.content_marks))
 
     def content_start(self, text: str) -> int | None:
         """Return where the answer's content begins in its text; None as long as it has not begun."""
@@ -33,12 +33,24 @@ class Reasoning(NamedTuple):
             return harmony.content_start(text)
         stripped = text.lstrip()
         if self.begin and not stripped.startswith(self.begin):
-            return None if self.may_begin(text) else 0
+            return None if self.is_undecided(text) else self._after_mark(text, 0)
         place = text.find(self.end)
         if place < 0:
             return None
         rest = text[place + len(self.end) :].lstrip()  # white space after the reasoning is not shown
-        return len(text) - len(rest) if rest else None
+        return self._after_mark(text, len(text) - len(rest)) if rest else None
+
+    def _after_mark(self, text: str, start: int) -> int | None:
+        """Return where content from `start` on begins: after a mark if one is there; None if the mark is cut."""
+        rest = text[start:].lstrip()
+        mark = next((mark for mark in self.content_marks if rest.startswith(mark)), None)
+        if mark is not None:
+            return len(text) - len(rest) + len(mark)
+        return None if self._is_cut_mark(rest, self.content_marks) else start
+
+    @staticmethod
+    def _is_cut_mark(text: str, marks: Sequence[str]) -> bool:
+        return any(mark != text and mark.startswith(text) for mark in marks)
 
 
 class StopMatch(NamedTuple):
@@ -91,7 +103,7 @@ class StopStrings:
                     return self._first(tokens[:num], num - num_before)
         if self.is_undecided:
             assert self._reasoning is not None
-            self.is_undecided = self._reasoning.may_begin(self._detokenizer.peek(tokens))
+            self.is_undecided = self._reasoning.is_undecided(self._detokenizer.peek(tokens))
             self._undecided = tokens if self.is_undecided else []
             if self.is_undecided:
                 return None

@@ -29,6 +29,7 @@ def hermes_text(calls):
 
 
 thinking, opened = reading("none", "think"), reading("none", "think", "<think>\n")
+cohere = reading("none", "cohere")
 hermes, either = reading("hermes", "think"), reading("hermes", "think", is_either=True)
 KNOWN = [{"type": "function", "function": {"name": name}} for name in "fg"]
 F, G = f'{{"name": "f", "arguments": {ARGUMENTS[0]}}}', '{\n  "name": "g",\n  "arguments": {}\n}'
@@ -143,6 +144,17 @@ CASES = {
         "",
         CALLS,
     ),
+    "cohere": (
+        cohere,
+        "<|START_THINKING|>x<|END_THINKING|>\n<|START_RESPONSE|>Hello!<|END_RESPONSE|>",
+        "x",
+        "Hello!",
+        [],
+    ),
+    "cohere, other marks": (cohere, "<|START_THINKING|>x<|END_THINKING|><|START_TEXT|>a b<|END_TEXT|>", "x", "a b", []),
+    "cohere, no reasoning": (cohere, "<|START_RESPONSE|>Hello!<|END_RESPONSE|>", "", "Hello!", []),
+    "cohere, no marks": (cohere, "<|START_THINKING|>x<|END_THINKING|>\nHello!", "x", "Hello!", []),
+    "cohere, plain text": (cohere, " Hello <|START!", "", " Hello <|START!", []),
     "harmony": (
         harmony,
         "<|channel|>analysis<|message|>think<|end|><|start|>assistant<|channel|>final<|message|>text",
@@ -427,14 +439,20 @@ def test_arguments_are_streamed_before_the_call_ends():
 @pytest.mark.parametrize(
     ("tool_format", "reasoning", "prompt_end", "marks"),
     [
-        ("harmony", "auto", "<|start|>assistant", ("", "<|message|>")),
-        ("harmony", "auto", "<|start|>assistant<|channel|>analysis<|message|>hm", ("", "<|message|>")),
+        ("harmony", "auto", "<|start|>assistant", ("", "<|message|>", ())),
+        ("harmony", "auto", "<|start|>assistant<|channel|>analysis<|message|>hm", ("", "<|message|>", ())),
         ("harmony", "auto", "<|start|>assistant<|channel|>final<|message|>text", None),
         ("harmony", "auto", "<|start|>assistant<|channel|>final <|constrain|>json<|message|>{", None),
-        ("harmony", "auto", "<|start|>user<|message|>Hi<|end|>", ("", "<|message|>")),
-        ("none", "think", "assistant\n", ("<think>", "</think>")),
-        ("none", "think", "assistant\n<think>\n", (None, "</think>")),
-        ("none", "mistral", "[/INST]", ("[THINK]", "[/THINK]")),
+        ("harmony", "auto", "<|start|>user<|message|>Hi<|end|>", ("", "<|message|>", ())),
+        ("none", "think", "assistant\n", ("<think>", "</think>", ())),
+        ("none", "think", "assistant\n<think>\n", (None, "</think>", ())),
+        ("none", "mistral", "[/INST]", ("[THINK]", "[/THINK]", ())),
+        (
+            "none",
+            "cohere",
+            "",
+            ("<|START_THINKING|>", "<|END_THINKING|>", ("<|START_RESPONSE|>", "<|START_TEXT|>")),
+        ),
         ("none", "none", "assistant\n", None),
     ],
 )

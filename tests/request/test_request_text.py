@@ -79,6 +79,7 @@ def test_stop_strings_do_not_match_before_content(tokenizer, begin):
     assert text.stop == (None if begin is None else "\n\n"), "an answer need not reason"
 
 
+MARKED = Reasoning("<think>", "</think>", ("<answer>", "<text>"))
 GRANITE = Reasoning("Here is my thought process:", "Here is my response:")
 
 
@@ -91,6 +92,10 @@ GRANITE = Reasoning("Here is my thought process:", "Here is my response:")
         ("<b>the dog", Reasoning("<think>", "</think>"), "<", ""),
         ("\n \n", Reasoning("<think>", "</think>"), "\n", ""),  # the answer ends before it is decided
         ("\n<think>\n</think>\n\nthe dog\n", Reasoning("<think>", "</think>"), "\n", "\n<think>\n</think>\n\nthe dog"),
+        ("<answer>the dog", MARKED, "w", "<answer>the dog"),
+        ("\n<answer>\nthe dog", MARKED, "\n", "\n<answer>"),
+        ("<ant", MARKED, "<", ""),
+        ("<think>a</think>\n<text>at <b>", MARKED, "<", "<think>a</think>\n<text>at "),
         ("Here is my dog", GRANITE, " my", "Here is"),
         ("Here is my thought process: my dog", GRANITE, " my", "Here is my thought process: my dog"),
     ],

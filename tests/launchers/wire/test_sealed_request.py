@@ -93,7 +93,7 @@ FULL = Request(
     constraint=CompiledConstraint("a key", bytes(range(256)), has_special_tokens=True),
     is_answer=True,
     skip_special_tokens=False,
-    reasoning=Reasoning(None, "</think>"),
+    reasoning=Reasoning(None, "</think>", ("<content>",)),
     prediction=(8, 9),
     tools=({"type": "function", "function": {"name": "find", "parameters": {"type": "object", "required": [1.5]}}},),
 )
