@@ -89,6 +89,10 @@ class ChatFormat:
         self.reasoning = REASONINGS.get(reasoning)
         if reasoning == "auto" and not self.is_harmony:
             self.reasoning = reasoning_of(self._template.source)
+        if self.reasoning is not None:
+            marks, special = (self.reasoning.begin, self.reasoning.end), self._template.special_tokens
+            is_special = self.reasoning.is_special or any(mark in special for mark in marks)
+            self.reasoning = replace(self.reasoning, is_special=is_special)
         if tool_format == "auto" and recognized.takes_tools:
             self._report(recognized.is_certain)
 

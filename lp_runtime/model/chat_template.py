@@ -22,6 +22,7 @@ class ChatTemplate:
     # Special tokens that the template may write, by their names.
     variables: Mapping[str, Any] = field(default_factory=dict)
     tokens: Sequence[str] = ()  # texts of the vocabulary's added tokens
+    special_tokens: Sequence[str] = ()  # those of them that a text shows only if it is asked to
     # The model's description of its answers, for `response_parser`; None if it brings none.
     response_template: Mapping[str, Any] | None = None
 
@@ -29,10 +30,12 @@ class ChatTemplate:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
         templates = getattr(tokenizer, "chat_template", None)
         source = templates.get("tool_use") if isinstance(templates, dict) else None
+        added = tokenizer.added_tokens_decoder.values()
         return cls(
             source or chat_template(tokenizer),
             tokenizer.special_tokens_map,
-            [token.content for token in tokenizer.added_tokens_decoder.values()],
+            [token.content for token in added],
+            [token.content for token in added if token.special],
             getattr(tokenizer, "response_template", None),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import xgrammar
@@ -15,9 +16,10 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 from lp_runtime.constraints.grammar_guide import Grammars
+from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.request.request import Request
 
-SPECIAL = ("</s>", "[THINK]", "[/THINK]", "<|start|>", "<|end|>", "<|channel|>", "<|message|>")
+SPECIAL = ("</s>", "[THINK]", "[/THINK]", "<think>", "</think>", "<|start|>", "<|end|>", "<|channel|>", "<|message|>")
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 
 
@@ -33,6 +35,18 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def ids(text: str) -> list[int]:
     return tokenizer()(text).input_ids
+
+
+def think_format() -> ChatFormat:
+    """Return the format of a model whose tokenizer has the marks `<think>` and `</think>` as special tokens."""
+    return ChatFormat(replace(ChatTemplate.of(tokenizer()), source="{{ messages }}</think>"))
+
+
+@pytest.mark.parametrize(("prompt", "begin"), [("hi", "<think>"), ("hi<think>", "")])
+def test_reasoning_between_special_tokens_is_split_off(prompt, begin):
+    request = Request(tuple(ids(prompt)), LookaheadConfig(), 99, is_answer=True)
+    message = read_message(think_format(), tokenizer(), request, ids(f"{begin}hm</think>5"))
+    assert (message["reasoning"], message["content"]) == ("hm", "5")
 
 
 @pytest.mark.parametrize("begun", ["", "Once", "Once upon a time there was a king who had "])
@@ -70,6 +84,8 @@ def test_content_of_a_harmony_answer_ends_before_the_stop_string(begin):
     [
         (ChatFormat("", "none", "mistral"), "hi", ["[THINK]so[/THINK]5", "5"], ["so[/THINK]5", "[THINK]so"]),
         (ChatFormat("", "none", "mistral"), "hi[THINK]", ["so[/THINK]5"], ["5", "so[/THINK]a"]),
+        (think_format(), "hi", ["<think>so</think>5", "5"], ["so</think>5", "<think>so"]),
+        (think_format(), "hi<think>", ["so</think>5"], ["5", "so</think>a"]),
         (ChatFormat("", "harmony"), f"{FINAL}Of those ", ["5"], ["a", "<|channel|>final<|message|>5"]),
     ],
 )
