@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.text.mark_spelling import MarkSpelling
 
 
 @dataclass
@@ -50,25 +51,27 @@ class AllowedTokens:
 class ReasoningBudget:
     """Ends the reasoning part of an answer after `num_tokens` tokens, by allowing its end mark only.
 
-    `begin` is empty if the prompt has begun the part; `end`, the end mark, has at least one token.
+    The marks are looked for in the text, because models spell them with other tokens than the tokenizer, for example
+    if white space follows.
     """
 
     prefix_only = True
 
-    def __init__(self, num_prompt: int, begin: Sequence[int], end: Sequence[int], num_tokens: int):
+    def __init__(self, num_prompt: int, marks: MarkSpelling, num_tokens: int):
         self._num_prompt, self._num_tokens = num_prompt, num_tokens
-        self._begin, self._end = list(begin), list(end)
+        self._marks = marks
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Return `scores`, [1, V], with all but the end mark's next token at -inf once that is due."""
+        if input_ids.shape[1] - self._num_prompt < self._num_tokens:
+            return scores
         new = input_ids[0, self._num_prompt :].tolist()
-        if new[: len(self._begin)] != self._begin:
+        start = self._marks.part_start(new)
+        # Each token adds a byte of the mark, so the part has ended after that many.
+        if start is None or not 0 <= len(new) - start - self._num_tokens < len(self._marks.end):
             return scores
-        part = new[len(self._begin) :]
-        num_forced = len(part) - self._num_tokens
-        if not 0 <= num_forced < len(self._end) or _find(part[: self._num_tokens], self._end, 0) >= 0:
-            return scores
-        return only(self._end[num_forced], scores)
+        token = self._marks.next_token(new[start:])
+        return scores if token is None else only(token, scores)
 
 
 class ChannelBudget:

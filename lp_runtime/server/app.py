@@ -195,7 +195,7 @@ class Server:
         options["skip_special_tokens"] &= not chat_format.shows_special_tokens(has_tools)
         options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end)
         if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
-            budget = self._submitter.reasoning_budget(marks, len(ids), num_tokens)
+            budget = await self._submitter.reasoning_budget(marks, len(ids), num_tokens)
             options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], options)
         for choice in choices:

@@ -35,6 +35,7 @@ from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.text.harmony import ANALYSIS, END, MESSAGE
+from lp_runtime.text.mark_spelling import spelling_of
 from lp_runtime.text.stop_strings import Reasoning
 from lp_runtime.text.token_text import prompt_texts
 
@@ -132,13 +133,13 @@ class Submitter:
         variables |= rendering
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 
-    def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> LogitsProcessor:
+    async def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> LogitsProcessor:
         """Return the processor that ends the reasoning part of an answer after some tokens."""
         if marks.begin == "":  # harmony
             channel, message, end = (encode(self._tokenizer, mark, False) for mark in (ANALYSIS, MESSAGE, END))
             return ChannelBudget(num_prompt, channel, message, end, num_tokens)
-        begin, end = (encode(self._tokenizer, mark or "", False) for mark in (marks.begin, marks.end))
-        return ReasoningBudget(num_prompt, begin, end, num_tokens)
+        spelling = await self._in_thread(spelling_of, self._encoder, marks.begin or "", marks.end)
+        return ReasoningBudget(num_prompt, spelling, num_tokens)
 
     async def with_bad_words(self, sampling: SamplingConfig, words: Sequence[str]) -> SamplingConfig:
         """Return sampling settings that exclude words, at the beginning of a text and after a space."""
