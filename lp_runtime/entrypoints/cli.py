@@ -131,7 +131,10 @@ def _prepare_process(is_server: bool) -> None:
 
 
 def _end_unwritable(error: OSError) -> NoReturn:
-    """End the process if stdout has lost its reader (silently) or a disk is full; re-raise other errors."""
+    """End the process if stdout has lost its reader (silently), a disk is full, or a file may not be used."""
+    if isinstance(error, PermissionError) and error.filename:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     if error.errno not in UNWRITABLE:
         raise error
     if not isinstance(error, BrokenPipeError):

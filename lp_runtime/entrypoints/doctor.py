@@ -15,7 +15,7 @@ import torch
 from lp_runtime.config.commands import DoctorConfig
 from lp_runtime.distributed.devices import why_no_gpu
 from lp_runtime.distributed.transport.shared_memory import FOLDER, why_unavailable
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, first_line
 from lp_runtime.kernels.dispatch import why_no_kernels
 from lp_runtime.launchers.split import choose_split, free_of_this_machine, visible_on
 from lp_runtime.model.capacity import free_bytes
@@ -84,12 +84,16 @@ def _memory(config: DoctorConfig) -> Iterator[Finding]:
 
 
 def _caches(config: DoctorConfig) -> Iterator[Finding]:
-    folders = {"compiled code": cache_root()}
+    folders = {}
+    try:
+        folders["compiled code"] = cache_root()
+    except RuntimeError as error:  # this user has no home folder
+        yield "compiled code", f"cannot be kept, so each start compiles it again: {first_line(error)}", True
     if config.cache_dir is not None:
         folders["measurements"] = Path(config.cache_dir).expanduser()
     for what, folder in folders.items():
-        exists = next(each for each in (folder, *folder.parents) if each.exists())
-        if os.access(exists, os.W_OK):
+        exists = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+        if os.access(exists, os.W_OK | os.X_OK):
             num_files = sum(1 for each in folder.rglob("*") if each.is_file()) if folder.exists() else 0
             yield what, f"{folder}: {num_files} files", False
         else:

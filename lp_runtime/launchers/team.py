@@ -68,8 +68,11 @@ class TeamLauncher(Launcher):
         return self.pool.why_lost()
 
     def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
-        ready = self.pool.wait_until_ready(self._start_timeout)
+        ready = self.pool.wait_until_ready(self._start_timeout, should_cancel)
         if not ready:
+            self._check_open()
+            if should_cancel():
+                raise ReplicaError("the request was cancelled before a replica was ready")
             raise ReplicaError(f"no replica is left ({self.pool.why_lost()})")
         yield from RequestDriver(self.pool, self._groups, request, ReplicaLease(ready, should_cancel)).run()
 

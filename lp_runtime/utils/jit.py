@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import logging
 import re
 import shutil
 import sys
@@ -29,6 +30,8 @@ from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
 from lp_runtime.utils.files import is_locked, locked
+
+log = logging.getLogger(__name__)
 
 Int = int | np.int64  # the same type in compiled code
 
@@ -62,10 +65,26 @@ def compiled(
         options |= NO_ARRAYS
     try:
         dispatcher = numba.njit(cache=True, **options)(function)
-        _cache_folders.add(Path(dispatcher.stats.cache_path))
+        folder = Path(dispatcher.stats.cache_path)
+        _cache_folders.add(folder)
     except (RuntimeError, OSError):  # no writable cache folder
-        dispatcher = numba.njit(**options)(function)
+        return numba.njit(**options)(function)
+    cache = dispatcher._cache  # noqa: SLF001 (Numba has no public name)
+    cache.save_overload = functools.partial(_save_if_possible, cache.save_overload, folder)
     return dispatcher
+
+
+def _save_if_possible(save: Callable[[object, object], None], folder: Path, signature: object, code: object) -> None:
+    """Save compiled code in the cache folder; if the disk is full, only this process has it."""
+    try:
+        save(signature, code)
+    except OSError as error:
+        _warn_unsaved(folder.parent, error.strerror or str(error))
+
+
+@functools.cache  # once per process
+def _warn_unsaved(folder: Path, reason: str) -> None:
+    log.warning("compiled code cannot be kept in %s, so each start compiles it again: %s", folder, reason)
 
 
 def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> Callable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import lp_runtime
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.overrides import load_config
+from lp_runtime.entrypoints import cli
 from lp_runtime.entrypoints.cli import main
 from lp_runtime.errors import ConfigError
 
@@ -201,6 +203,14 @@ def test_last_value_of_a_repeated_key_is_used_and_named(refusal):
 
 def test_unreadable_value_is_named(refusal):
     assert refusal("prompt=x", "gpus=[").startswith("gpus=[: cannot be read")
+
+
+def test_path_that_may_not_be_read_is_named(refusal, monkeypatch):
+    def fails(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "/secret/conf")
+
+    monkeypatch.setattr(cli, "load_config", fails)
+    assert refusal("prompt=x") == "/secret/conf: Permission denied"
 
 
 def test_missing_prompt_is_refused(refusal):

@@ -53,6 +53,15 @@ def test_report_names_each_problem(report, monkeypatch, name, function, override
     assert [line for line in lines if "PROBLEM" in line and line.startswith(expected)]
 
 
+def test_missing_home_folder_is_reported(report, monkeypatch):
+    def fails():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(doctor, "cache_root", fails)
+    lines, status = report("device=cpu")
+    assert status == 1 and any("PROBLEM: cannot be kept" in line for line in lines)
+
+
 def test_unwritable_cache_folder_is_reported(report, monkeypatch):
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     lines, status = report("device=cpu")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from multiprocessing.connection import Pipe
+from pathlib import Path
 
 import psutil
 import pytest
@@ -58,6 +61,20 @@ def test_sampling_matches_one_token_per_step(demo_model_dir, sampled, gpus):
         text = out.text[:20]
         stopped = runtime.generate(reference.PROMPTS[0], 48, eos=False, sampling=reference.SAMPLING, stop=[text])
         assert (stopped.text, stopped.finish_reason) == (text, "stop")
+
+
+def test_replica_leaves_sigterm_to_the_driver(forked_replicas):
+    def ignores(number: int) -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return bool(int(re.findall(r"SigIgn:\s*(\w+)", status)[0], 16) >> (number - 1) & 1)
+
+    ours, theirs = Pipe()
+    with theirs:
+        process = forked_replicas(theirs)
+    wait_until(lambda: ignores(signal.SIGTERM))
+    process.terminate()
+    ours.close()  # the driver has ended
+    assert process.wait(60) == 0
 
 
 def test_port_of_a_closed_runtime_is_free_again():

@@ -1,9 +1,13 @@
 """Tests that compiled code is cached until any file that it was compiled from changes."""
 
+import errno
 from pathlib import Path
 
 import pytest
+from numba.core.caching import FunctionCache
 from support.forked import run_forked
+
+from lp_runtime.utils import jit
 
 CALLEE = "from lp_runtime.utils.jit import compiled\n\n\n@compiled\ndef value():\n    return {}\n"
 CALLER = """
@@ -83,6 +87,22 @@ def test_code_for_another_cpu_is_not_used(tmp_path: Path):
 def test_functions_compile_without_a_cache_folder(tmp_path: Path):
     (tmp_path / "cache").touch()  # a file in place of the folder
     assert output_of(write_scripts(tmp_path / "scripts", 1), "caller") == "True 1 True 0"
+
+
+def test_functions_are_compiled_if_the_disk_of_the_cache_is_full(monkeypatch, caplog):
+    def fails(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FunctionCache, "save_overload", fails)
+    jit._warn_unsaved.cache_clear()
+
+    @jit.compiled
+    def twice(number):
+        return 2 * number
+
+    assert twice(3) == 6 and twice(1.5) == 3.0
+    (warning,) = caplog.messages
+    assert warning.startswith("compiled code cannot be kept in ") and warning.endswith(": No space left on device")
 
 
 def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path):

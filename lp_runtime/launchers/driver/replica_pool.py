@@ -36,6 +36,7 @@ class RestartAllowance:
         self._most, self._clock = most, clock
         self._times: dict[int, list[float]] = {index: [] for index in range(num_replicas)}  # of each one's restarts
         self._given_up: set[int] = set()  # lost when they could not be restarted
+        self._retry_at = -math.inf
 
     def counts(self) -> dict[int, int]:
         """Return how often each replica was restarted within the last PERIOD_SECONDS, by index."""
@@ -51,8 +52,16 @@ class RestartAllowance:
         self._times[index].append(self._clock())
         return True
 
+    def give_back(self, index: int) -> None:
+        """Undo the latest `use` of a replica whose restart could not begin; it is due after RETRY_SECONDS."""
+        self._times[index].pop()
+        self._given_up.add(index)
+        self._retry_at = self._clock() + RETRY_SECONDS
+
     def due(self) -> list[int]:
         """Return the indices of given-up replicas that may be restarted now."""
+        if self._clock() < self._retry_at:
+            return []
         counts = self.counts() if self._given_up else {}
         return sorted(index for index in self._given_up if counts[index] < self._most)
 
@@ -171,11 +180,11 @@ class ReplicaPool:
             self._ready.discard(index)
             self._loading.discard(index)
             self.disband(self.group_of(index))
+            self.inboxes.deliver(index, ReplicaLost(reason))
+            self.changed.notify_all()
             wait_for_end = self._host.kill(index)
             restarts = self._end_in_thread(index, wait_for_end)
             logger.warning("replica %d was lost (%s)%s", index, reason, "; it is started again" if restarts else "")
-            self.inboxes.deliver(index, ReplicaLost(reason))
-            self.changed.notify_all()
 
     def _end_in_thread(self, index: int, wait_for_end: Callable[[], None]) -> bool:
         """Return whether the replica is restarted. The caller holds `changed`."""
@@ -183,7 +192,14 @@ class ReplicaPool:
         if restarts:
             self._loading.add(index)
         ender = threading.Thread(target=self._end, args=(index, wait_for_end, restarts), name="lp-end", daemon=True)
-        ender.start()
+        try:
+            ender.start()
+        except RuntimeError as error:  # the limit of processes and threads is reached
+            logger.warning("replica %d cannot be started again for now: %s", index, error)
+            self._loading.discard(index)
+            if restarts:
+                self._allowance.give_back(index)
+            return False
         self._enders = [each for each in self._enders if each.is_alive()] + [ender]
         return restarts
 
@@ -224,10 +240,18 @@ class ReplicaPool:
                 reason = f"not ready within launcher.start_timeout={self._loading.timeout:g} seconds"
                 self.lose(index, reason, self._incarnations[index])
 
-    def wait_until_ready(self, timeout: float) -> frozenset[int]:
-        """Wait up to `timeout` seconds until a replica is ready or none is loading; return the ready ones."""
+    def wait_until_ready(self, timeout: float, should_cancel: Callable[[], bool]) -> frozenset[int]:
+        """Wait up to `timeout` seconds until a replica is ready, none is loading, or the pool is closed.
+
+        `should_cancel` is called several times a second, and ends the wait when it returns true. Returns the replicas
+        that are ready.
+        """
+        deadline = time.monotonic() + timeout
         with self.changed:
-            self.changed.wait_for(lambda: self._ready or not self._loading, timeout)
+            while not self._ready and self._loading and not self.is_closed and time.monotonic() < deadline:
+                if should_cancel():
+                    break
+                self.changed.wait(LISTEN_SECONDS)
             return frozenset(self._ready)
 
     @property

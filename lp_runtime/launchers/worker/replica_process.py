@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sys
 import threading
 from multiprocessing.connection import Connection
@@ -51,4 +52,6 @@ def be_replica(pipe: Connection) -> None:
 
 
 if __name__ == "__main__":
+    # The driver ends its replicas. systemd sends SIGTERM to all processes of a service: running answers must go on.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     be_replica(Connection(int(sys.argv[1])))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 
 import pytest
@@ -117,6 +118,40 @@ def test_lose_does_not_wait_for_the_process_to_end(host, pool):
     host.may_end.set()
     wait_until(lambda: sorted(host.started[2:]) == [0, 1])
     assert pool.num_restarts == {0: 1, 1: 1}
+
+
+def test_wait_for_a_replica_ends_with_the_request_and_with_the_pool(host, pool):
+    for index in range(2):
+        pool.lose(index, "it did not answer", 0)  # and its process does not end
+    with ThreadPoolExecutor() as threads:
+        assert threads.submit(pool.wait_until_ready, 600, lambda: True).result(60) == frozenset()
+        waiting = threads.submit(pool.wait_until_ready, 600, lambda: False)
+        host.may_end.set()
+        pool.close()
+        assert waiting.result(60) == frozenset()
+
+
+def test_loss_is_reported_although_no_thread_can_be_started(host, monkeypatch):
+    start, now = threading.Thread.start, [0.0]
+
+    def refuse(thread):
+        if thread.name == "lp-end":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    pool = ReplicaPool(host, 1, FailureConfig(restarts=1), lambda: now[0])
+    host.may_end.set()
+    host.said.put((0, ModelLoaded()))
+    pool.start(60)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool.lose(0, "it did not answer", 0)
+    assert (
+        pool.wait_until_ready(600, lambda: False) == frozenset() and pool.why_lost() == "replica 0: it did not answer"
+    )
+    monkeypatch.undo()
+    now[0] = replica_pool.RETRY_SECONDS
+    wait_until(lambda: host.started == [0, 0])
+    pool.close()
 
 
 def test_restarts_are_restored_after_an_hour(host):
