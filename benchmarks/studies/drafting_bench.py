@@ -213,30 +213,17 @@ class Bench:
         while True:
             self._drafted.clear()
             engine = Engine(self._chain_fed if as_chains else self.model, group, calibration)
-            runs = [
-                self._decode_recorded(engine, index, drafting, degree, sampling, times)
-                for index in range(len(self.prompts))
-            ]
+            runs = []
+            for index in range(len(self.prompts)):
+                recording = self.recording(index, sampling)
+                self.plain_text(index, sampling)
+                run = self._decode(engine, index, drafting, degree, sampling, recording, times)
+                if run.tokens != recording.text:
+                    raise SystemExit(f"prompt {index}: the output is not that of one token a step")
+                recording.save()
+                runs.append(run)
             if not (self._asks_about_trees and has_prior and self.calibration.ask_about(np.array([*self._drafted]))):
                 return runs
-
-    def _decode_recorded(
-        self,
-        engine: Engine,
-        index: int,
-        drafting: Drafting,
-        degree: int,
-        sampling: Mapping[str, Any],
-        times: np.ndarray | None,
-    ) -> Run:
-        """Decode a prompt, and check and save its recording."""
-        recording = self.recording(index, sampling)
-        self.plain_text(index, sampling)
-        run = self._decode(engine, index, drafting, degree, sampling, recording, times)
-        if run.tokens != recording.text:
-            raise SystemExit(f"prompt {index}: the output is not that of one token a step")
-        recording.save()
-        return run
 
     def _decode(
         self,
