@@ -35,6 +35,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from lp_runtime.dropin.callers_cache import CacheCopy, cache_to_fill, fill_cache, holds_tokens
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, given_cache
+from lp_runtime.model.support import counted_columns
 from lp_runtime.sampling.processors import moved, of_row
 from lp_runtime.sampling.types import LogitsProcessor
 
@@ -98,6 +99,7 @@ class GenerateCall:
         # To be filled with keys, values and states of all tokens except the last; None if the caller would not see it,
         # or if layers of the model hold more than these.
         self.cache = cache_to_fill(model.config, model_kwargs, own_cache is not None) if is_seen else None
+        _check_hidden(self._mask, counted_columns(model), generation_config.max_length)
         # The prompts, without padding.
         self.rows = [tuple(row[keep].tolist()) for row, keep in zip(input_ids, self._mask, strict=True)]
         if not all(self.rows):
@@ -193,7 +195,7 @@ class GenerateCall:
         pad = self._config.pad_token_id
         pad = self._config.eos_token_id if pad is None else pad  # the same default as in `generate`
         pad = 0 if pad is None else int(torch.as_tensor(pad).flatten()[0])  # both may be tensors
-        sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad)
+        sequences = ids.new_full((len(ids), ids.shape[1] + longest), pad, dtype=torch.int64)
         sequences[:, : ids.shape[1]] = ids
         for row, tokens in enumerate(new_tokens):
             sequences[row, ids.shape[1] : ids.shape[1] + len(tokens)] = torch.tensor(tokens, device=ids.device)
@@ -296,6 +298,18 @@ def _check_inputs(input_ids: torch.Tensor, model_kwargs: dict[str, Any]) -> torc
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask.bool()
     _check_positions(given.get("position_ids"), mask)
     return mask
+
+
+def _check_hidden(mask: torch.Tensor, most: int | None, length: int) -> None:
+    """Refuse a mask, [B, L] bool, that hides tokens inside a prompt; `most` is that of `counted_columns`."""
+    if most is None or length <= most:
+        return
+    is_inside = ~mask & (mask.cumsum(-1) > 0) & (mask.flip(-1).cumsum(-1).flip(-1) > 0)
+    if is_inside.any():
+        raise RequestError(
+            "attention_mask: hides tokens inside a prompt (is pad_token_id in the text?); with this model it may hide"
+            " only tokens at the ends"
+        )
 
 
 def _check_positions(positions: torch.Tensor | None, mask: torch.Tensor) -> None:

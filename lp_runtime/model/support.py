@@ -121,6 +121,19 @@ def likely_reason(model: PreTrainedModel) -> str:
     return ""
 
 
+def counted_columns(model: PreTrainedModel) -> int | None:
+    """Return the text length up to which tokens that `generate`'s mask hides do not count; None for any length.
+
+    Windows and chunks count hidden tokens of the text as well, and recurrent layers take a step for them.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or kinds - set(KINDS):
+        return 0
+    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    return min(filter(None, sizes), default=None)
+
+
 def thresholds_of(config: PreTrainedConfig) -> dict[str, int]:
     """Return, by field, the numbers of a text configuration above which the model may attend differently.
 

@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     MaxLengthCriteria,
+    MistralConfig,
     StoppingCriteria,
     StopStringCriteria,
     TextIteratorStreamer,
@@ -27,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ModelError, SamplingConfig, lookahead_generate
 from lp_runtime.dropin.generate_call import arguments_of_generate
+from lp_runtime.errors import RequestError
 
 PROMPT = "def fib(n):\n    "
 
@@ -182,6 +184,35 @@ def test_processors_do_not_count_padding_of_row(model, options):
         actual = ours(model, batch[:num_rows], attention_mask=mask[:num_rows], **options)
         assert actual[0, 10 : 10 + len(new)].tolist() == new, num_rows
         assert not actual[0, 10 + len(new) :].any()
+
+
+@pytest.mark.parametrize(
+    ("window", "is_exact"), [(None, True), (40, True), (8, False)], ids=["no window", "long window", "short window"]
+)
+def test_tokens_hidden_inside_a_prompt_are_left_out_or_refused(window, is_exact):
+    """`generate` hides tokens equal to pad_token_id, but windows count them."""
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=200,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        eos_token_id=None,
+        pad_token_id=0,
+        initializer_range=0.3,
+        sliding_window=window,
+    )
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.randint(2, 200, (1, 16), generator=torch.Generator().manual_seed(0))
+    ids[0, 6] = 0
+    options = {"do_sample": False, "max_new_tokens": 12}
+    if is_exact:
+        assert torch.equal(ours(model, ids.int(), **options), model.generate(ids, **options))
+    else:
+        with pytest.raises(RequestError, match="hides tokens inside a prompt"):
+            ours(model, ids, **options)
 
 
 def test_forced_first_token_counts_padding_like_generate(model):

@@ -36,7 +36,10 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
 
 def max_positions(config: PreTrainedConfig) -> int | None:
     """Return the number of positions that a (text) configuration allows; None for no limit."""
-    length = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    names = "max_position_embeddings", "max_target_positions"
+    length = next(filter(None, (getattr(config, name, None) for name in names)), None)
+    if config.model_type == "mpt":
+        length = config.max_seq_len
     return length if length is None or length > 0 else None  # some configurations have -1
 
 
@@ -62,7 +65,7 @@ def has_latents(config: PreTrainedConfig) -> bool:
     """Whether a model caches latents, from which its attention computes keys and values (DeepSeek V2 and V3)."""
     try:
         return bool(getattr(config.get_text_config(), "kv_lora_rank", None))
-    except AttributeError:  # each layer has its own
+    except (AttributeError, RuntimeError):  # each layer has its own
         return True
 
 
