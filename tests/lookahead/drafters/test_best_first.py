@@ -235,6 +235,20 @@ def test_both_continuations_of_a_fork_are_drafted(cut):
     assert {token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == 0} >= {7, 9}
 
 
+@pytest.mark.parametrize("longer_is_latest", [True, False])
+def test_much_longer_match_of_a_fork_is_as_likely_as_an_only_match(longer_is_latest):
+    known, copied = list(range(10, 25)), [1, 2, 3, 4, 5, 6]
+    longer, shorter = [*known, *copied, 7], [0, *copied, 9]
+    probabilities = []
+    for earlier in (longer, [*shorter, *longer] if longer_is_latest else [*longer, *shorter]):
+        drafter, tokens = best_first(2), [*earlier, *known, *copied]
+        drafter.begin(tokens)
+        tree = drafter.propose(tokens, len(tokens) - 1, max_depth=30)
+        assert tree.tokens[1] == 7
+        probabilities.append(tree.path_probabilities[1])
+    assert probabilities[1] > 0.99 * probabilities[0]
+
+
 def test_overwritten_branch_of_a_fork_is_not_drafted():
     draft_tables = DraftTables(SMALL)
     copied, size = [1, 2, 3, 4, 5, 6], len(draft_tables.text.buffer)

@@ -31,6 +31,7 @@ from lp_runtime.lookahead.drafters.best_first.features import (
     Nodes,
     corpus_share,
     fork_bin,
+    is_unrivalled,
     length_bin,
 )
 from lp_runtime.lookahead.drafters.best_first.tables import (
@@ -140,17 +141,24 @@ def collect_fork(
     place: Int,
     length: Int,
 ) -> Int:
-    """Write the token after `length` matching tokens, and that of the fork there, if any; return how many."""
+    """Write the token after `length` matching tokens, and that of the fork there, if any; return how many.
+
+    At a fork, a match that is much longer than the other one is the only one.
+    """
     last = len(text.buffer) - 1
     tokens, lengths = candidates.tokens, candidates.values
     fork = text.forks[place & last] if length == MAX_GRAM else np.int64(0)
     num = 2 if is_held(text, fork) else 1
     for rank in range(num):
-        tokens[0, rank] = text.buffer[(fork if rank else place) & last]
         lengths[rank] = length
         if length == MAX_GRAM:
             lengths[rank] = match_length(text, nodes, root, node, fork if rank else place)
+    if num == 2 and is_unrivalled(lengths[1], lengths[0]):
+        place, lengths[0], num = fork, lengths[1], 1
+    elif num == 2 and is_unrivalled(lengths[0], lengths[1]):
+        num = 1
     for rank in range(num):
+        tokens[0, rank] = text.buffer[(fork if rank else place) & last]
         base = length_bin(lengths[0]) * NUM_NOISE_BINS
         if num == 2:
             base = FIRST_FORK + (rank * NUM_FORK_BINS + fork_bin(lengths[rank], lengths[1 - rank])) * NUM_NOISE_BINS

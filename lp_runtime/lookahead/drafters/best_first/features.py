@@ -195,3 +195,9 @@ def fork_bin(length: Int, other: Int) -> Int:
     """Return the bin, 0 to NUM_FORK_BINS - 1, of a match's length at a fork and that of the other match."""
     relation = 0 if length < other else (1 if length == other else 2)
     return 3 * relation + (0 if length <= 8 else (1 if length <= 20 else 2))
+
+
+@inlined
+def is_unrivalled(length: Int, other: Int) -> bool:
+    """Return whether a match is so much longer than the other one of a fork that the other one hardly ever counts."""
+    return bool(length > 20 and other <= 8)
