@@ -61,13 +61,13 @@ def test_check_detects_states_that_are_not_restored(monkeypatch):
     runner = ChainRunner(model_of("qwen3_next"), 7)
     check_chains(runner)
     monkeypatch.setattr("lp_runtime.model.kv_cache.states._restore", lambda layer, saved: None)
-    with pytest.raises(ModelError, match="differ from plain text"):
+    with pytest.raises(ModelError, match="differ from `generate`"):
         check_chains(runner)
 
 
 def test_check_detects_slots_that_are_not_cleared(monkeypatch):
     monkeypatch.setattr(StateCache, "clear", TreeCache.clear)
-    with pytest.raises(ModelError, match="differ from plain text"):
+    with pytest.raises(ModelError, match="differ from `generate`"):
         check_chains(ChainRunner(model_of("qwen3_next"), 7))
 
 

@@ -11,6 +11,7 @@ from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.checks.chain_check import check_chains
 from lp_runtime.model.checks.self_check import check_model_or_disable_graphs
 from lp_runtime.model.forward.following import LeadingShard
+from lp_runtime.model.loading.loader import QUIET_LIBRARIES
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.support import why_chains
 
@@ -46,9 +47,10 @@ def check_runner(runner: ModelRunner) -> float:
 
     Captured passes are disabled if only they fail.
     """
-    if not isinstance(runner, ChainRunner):
-        return check_model_or_disable_graphs(runner)
-    try:
-        return check_chains(runner)
-    except ModelError as error:
-        raise ModelError(f"{why_chains(runner.model)}; nor chains of guesses: {error}") from error
+    with QUIET_LIBRARIES:  # `generate` has notices for its callers
+        if not isinstance(runner, ChainRunner):
+            return check_model_or_disable_graphs(runner)
+        try:
+            return check_chains(runner)
+        except ModelError as error:
+            raise ModelError(f"{why_chains(runner.model)}; nor chains of guesses: {error}") from error

@@ -10,16 +10,17 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
+from typing import NamedTuple
 
 import torch
 
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.check_passes import check_fixed_passes, random_tokens
-from lp_runtime.model.forward.passes import FeedOneByOne, FeedText
+from lp_runtime.model.forward.passes import FeedByGenerate, FeedText
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import lasting_difference, row_differences, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
@@ -39,51 +40,77 @@ LONGEST_PATH = 8
 LONGEST_TAIL = 10  # tokens that the check needs after the prompt
 
 
-def check_model(model: ModelRunner) -> float:
-    """Compare tree steps with plain forward passes of the text on each path; refuse a model that differs.
+class Comparison(NamedTuple):
+    """One part of a self-check: `reference` and `where` are parts of the refusal."""
 
-    Two tree steps with a commit between them come first. Then the check decodes across every length within the model's
-    context beyond which, by its configuration, the model may attend differently. If several sequences in one pass
-    differ from plain text, it sets `model.refuses_batches`. Returns the largest relative difference of a
-    node's logits.
+    reference: str  # what the runner's logits are compared with
+    where: str  # " around" a length; may be empty
+    # Takes a random text; returns the relative differences at its places.
+    compare: Callable[[random.Random], Iterable[float]]
+    seed: int
+
+
+def worst_difference(model: ModelRunner, what: str, reason: str, comparisons: Iterable[Comparison]) -> float:
+    """Return the largest relative difference of all comparisons; refuse the model at the first that is too large.
+
+    `what` and `reason` are parts of the refusal: what differs, and a likely reason, which may be empty.
     """
-    name = type(model.model).__name__
+    name, worst = type(model.model).__name__, 0.0
     tolerance = tolerance_of(name, model.dtype)
-    worst, where = 0.0, ""
+    ending = f"lookahead decoding would be wrong, so this model is refused{reason and ': '}{reason}"
+    for reference, where, compare, seed in comparisons:
+        difference = lasting_difference(compare, seed, model.dtype)
+        if math.isnan(difference):
+            raise ModelError(
+                f"{name} failed the start-up self-check: its logits are NaN{where}; check its weights and dtype"
+            )
+        if difference > tolerance:
+            raise ModelError(
+                f"{name} failed the start-up self-check: {what} from {reference}{where} by {difference:.2g}"
+                f" (allowed: {tolerance:g}); {ending}"
+            )
+        worst = max(worst, difference)
+    return worst
+
+
+def check_model(model: ModelRunner) -> float:
+    """Compare tree steps with plain forward passes and with `generate`; refuse a model that differs.
+
+    Two tree steps with a commit between them come first, compared with plain passes of the text on each path. Then a
+    prompt and a step are compared with `generate`. Then the check decodes, as `generate` does, across every length
+    within the model's context beyond which, by its configuration, the model may attend differently. If several
+    sequences in one pass differ from plain text, it sets `model.refuses_batches`. Returns the largest relative
+    difference of a node's logits.
+    """
+    reason = likely_reason(model.model)
     try:
         with model.slots.borrowed() as slot:
-            worst = lasting_difference(partial(_differences, model, slot), 0, model.dtype)
-            for field, threshold in lengths_to_cross(model).items():
-                starts = [threshold - BEFORE_THRESHOLD]
-                if threshold == model.rotary_lengths.threshold:  # a longer prompt has other rotary factors
-                    starts.append(threshold + 1)
-                for start in starts:
-                    if worst <= tolerance:
-                        worst = max(worst, _difference_at(model, slot, threshold, start))
-                        where = f" around {field}={threshold}"
+            worst = worst_difference(model, "a tree step differs", reason, _comparisons(model, slot))
     except ModelError:
         raise
     except Exception as error:  # whatever the model's code raises here, the model cannot be served
         how = "" if model.strict_tokens is None else " with exactness=strict"
-        reason = likely_reason(model.model) or first_line(error)
-        raise ModelError(f"{name} cannot be fed a token tree{how}: {reason}") from error
-    if not worst <= tolerance:
-        raise ModelError(f"{name} failed the start-up self-check: {_what_differs(model, worst, tolerance, where)}")
-    return max(worst, _check_other_passes(model, tolerance))
+        name = type(model.model).__name__
+        raise ModelError(f"{name} cannot be fed a token tree{how}: {reason or first_line(error)}") from error
+    return max(worst, _check_other_passes(model))
 
 
-def _what_differs(model: ModelRunner, worst: float, tolerance: float, where: str) -> str:
-    if math.isnan(worst):
-        return f"its logits are NaN{where}; check its weights and dtype"
-    reason = likely_reason(model.model)
-    return (
-        f"a tree step differs from plain text{where} by {worst:.2g} (allowed: {tolerance:g}); lookahead decoding would"
-        f" be wrong, so this model is refused{reason and ': '}{reason}"
-    )
+def _comparisons(model: ModelRunner, slot: CacheSlot) -> Iterator[Comparison]:
+    yield Comparison("plain text", "", partial(_differences, model, slot), 0)
+    yield Comparison("`generate`", "", partial(_differences_from_generate, model, slot), 0)
+    for field, threshold in lengths_to_cross(model).items():
+        starts = [threshold - BEFORE_THRESHOLD]
+        if threshold == model.rotary_lengths.threshold:  # a longer prompt has other rotary factors
+            starts.append(threshold + 1)
+        for start in starts:
+            log.info("checking %s around %d tokens", type(model.model).__name__, threshold)
+            compare = partial(_differences_at, model, slot, threshold, start)
+            yield Comparison("`generate`", f" around {field}={threshold}", compare, threshold)
 
 
-def _check_other_passes(model: ModelRunner, tolerance: float) -> float:
+def _check_other_passes(model: ModelRunner) -> float:
     """Check strict, batched and fixed-size passes; return the largest difference of a captured one, or 0."""
+    tolerance = tolerance_of(type(model.model).__name__, model.dtype)
     if model.strict_tokens is not None:
         _check_bits(model)
     if model.supports_batching:
@@ -107,12 +134,7 @@ def check_model_or_disable_graphs(model: ModelRunner) -> float:
 
 def _differences(model: ModelRunner, slot: CacheSlot, rng: random.Random) -> list[float]:
     """Compare two tree steps after a random prompt; return the relative difference of each node's logits."""
-    longest = model.context_length or sys.maxsize
-    # Stay below the rotary threshold: beyond it a text fed in one pass differs from one fed token by token.
-    length = min(SHORT_PROMPT, min(longest, model.rotary_lengths.threshold) - LONGEST_TAIL)
-    if length < 2:
-        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
-
+    length = _prompt_length(model)
     prompt, left, right, below = (random_tokens(rng, model, count) for count in (length, 3, 3, 2))
     model.begin(slot, length + 32)
     differences = row_differences(model.prefill(slot, prompt), _plain_logits(model, prompt, 1))
@@ -124,6 +146,27 @@ def _differences(model: ModelRunner, slot: CacheSlot, rng: random.Random) -> lis
     tree = TokenTree(left, max_depth=8)
     branches = [tree.add_branch(below), tree.add_branch(right)]
     return differences + _compare(model, slot, tree, branches, prompt + root)
+
+
+def _prompt_length(model: ModelRunner) -> int:
+    # Stay below the rotary threshold: beyond it a text fed in one pass differs from one fed token by token.
+    longest = min(model.context_length or sys.maxsize, model.rotary_lengths.threshold)
+    if longest < LONGEST_TAIL + 2:
+        raise ModelError(f"a context of {model.context_length} tokens is too short to work in")
+    return min(SHORT_PROMPT, longest - LONGEST_TAIL)
+
+
+def _differences_from_generate(model: ModelRunner, slot: CacheSlot, rng: random.Random) -> list[float]:
+    """Compare a prompt and a path of a tree with `generate`; return the relative difference of each token's logits."""
+    length = _prompt_length(model)
+    text = random_tokens(rng, model, length + 1 + ACCEPTED)
+    expected = model.feed(FeedByGenerate(text, length))
+    model.begin(slot, length + 32)
+    differences = row_differences(model.prefill(slot, text[:length]), expected[:1])
+    tree = TokenTree(text[length : length + 1], max_depth=ACCEPTED)
+    tree.add_branch(text[length + 1 :])
+    logits = model.forward(StepInputs.whole(slot, tree)).logits
+    return differences + row_differences(logits, expected[1:])
 
 
 def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
@@ -139,11 +182,6 @@ def lengths_to_cross(model: ModelRunner) -> dict[str, int]:
     return {fields[threshold]: threshold for threshold in sorted(fields)}
 
 
-def _difference_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int) -> float:
-    log.info("checking %s around %d tokens", type(model.model).__name__, threshold)
-    return lasting_difference(partial(_differences_at, model, slot, threshold, start), threshold, model.dtype)
-
-
 @torch.inference_mode()
 def _differences_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: int, rng: random.Random) -> list[float]:
     """Decode around a length in trees and token by token; return the relative difference of each node's logits.
@@ -152,7 +190,7 @@ def _differences_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: 
     """
     text = random_tokens(rng, model, threshold + CROSSED_BY + ACCEPTED)
     try:
-        expected = _expected_logits(model, text, start)
+        expected = model.feed(FeedByGenerate(text, start))
     except Exception as error:  # raised by the model's own code, at a length that its configuration allows
         what = f"{type(model.model).__name__} cannot decode {len(text)} tokens even without trees"
         log.warning("%s; skipping the check there: %s", what, first_line(error))
@@ -173,18 +211,6 @@ def _differences_at(model: ModelRunner, slot: CacheSlot, threshold: int, start: 
         )
         pending, root = root + 1, root + max(1, depth)
     return differences
-
-
-def _expected_logits(model: ModelRunner, text: Sequence[int], start: int) -> torch.Tensor:
-    """Return the logits that `generate` computes for a text after a prompt of `start` tokens.
-
-    They are those of FeedOneByOne; if `generate` re-feeds the text at the rotary threshold, so does this.
-    """
-    lengths, end = model.rotary_lengths, model.rotary_lengths.threshold
-    if not lengths.refeeds or not start <= end < len(text):
-        return model.feed(FeedOneByOne(text, start))
-    before = model.feed(FeedText(text[:end], end - start + 1))
-    return torch.cat([before, model.feed(FeedText(text, len(text) - end))]).float()
 
 
 def _compare(

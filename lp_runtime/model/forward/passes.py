@@ -6,6 +6,7 @@ Letters: T tokens fed, n nodes whose successors are wanted, B tokens of a strict
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator, Sequence
 from types import ModuleType
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
@@ -250,27 +251,43 @@ class FeedText(NamedTuple):
         return output.logits[0, -self.num_last :]
 
 
-class FeedOneByOne(NamedTuple):
-    """Computes [n, V] float32 logits as `generate` does: of tokens[start - 1] and all later tokens.
+class FeedByGenerate(NamedTuple):
+    """Computes [n, V] float32 logits by the model's `generate`: of tokens[start - 1] and all later tokens.
 
-    The first `start` tokens are fed together, then one at a time, with the model's own cache.
+    `generate` feeds the first `start` tokens together, then one at a time. It chooses the cache and the inputs.
     """
 
     tokens: Sequence[int]
     start: int
 
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
-        cache, model, start = None, passes.plain_model(), self.start
-        logits: list[torch.Tensor] = []
-        for part in (self.tokens[:start], *([token] for token in self.tokens[start:])):
-            ids = tensor_on(passes.device, part)[None]
-            first = start + len(logits) - 1 if logits else 0
-            positions = torch.arange(first, first + len(part), device=passes.device)[None]
-            options: dict[str, Any] = {passes.cache_name: cache} | passes.keeping(1)
-            output = model(input_ids=ids, position_ids=positions, use_cache=True, **options)
-            cache = getattr(output, passes.cache_name)
-            logits.append(output.logits[0, -1].float())
-        return torch.stack(logits)
+        model: Any = copy.copy(passes.plain_model())
+        model.generation_config = GenerationConfig()  # the model's may end the text early, or choose another mode
+        output = model.generate(
+            tensor_on(passes.device, self.tokens[: self.start])[None],
+            generation_config=GenerationConfig(
+                max_new_tokens=len(self.tokens) - self.start + 1,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            ),
+            logits_processor=LogitsProcessorList([_Forced(self.tokens)]),
+        )
+        return torch.cat(output.logits)
+
+
+class _Forced(LogitsProcessor):
+    """Lets `generate` choose the tokens of a given text, and any token after its end."""
+
+    def __init__(self, tokens: Sequence[int]):
+        self._tokens = tokens
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        length = input_ids.shape[1]
+        scores = torch.zeros_like(scores)
+        if length < len(self._tokens):
+            scores[:, self._tokens[length]] = 1
+        return scores
 
 
 class Pretend(NamedTuple):
