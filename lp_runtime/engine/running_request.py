@@ -27,7 +27,7 @@ from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.harvest import PromptHarvest
 from lp_runtime.prefill.logprobs import PromptScorer
 from lp_runtime.prefill.prefix import PromptPrefix
-from lp_runtime.prefill.prompt_feeder import PromptFeeder, cut_prompt
+from lp_runtime.prefill.prompt_feeder import PromptFeeder
 from lp_runtime.prefill.resume import Resume
 from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
@@ -185,7 +185,7 @@ class RunningRequest:
         error = _error_of(self.attempt(self._begin))
         prompt = self.request.prompt_ids[self._prefix.num_read :]
         feeder = self.make_feeder(prompt)
-        *first, last = cut_prompt(prompt, feeder.chunk_tokens, point=self._prefix.num_to_point)
+        *first, last = feeder.cut(prompt, point=self._prefix.num_to_point)
         for num_left, chunk in zip(range(len(first), 0, -1), first, strict=True):
             error = error or _error_of(self.attempt(partial(self._feed, feeder, chunk)))
             yield

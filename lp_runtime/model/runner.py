@@ -168,6 +168,15 @@ class ModelRunner:
 
     # Prompts.
 
+    @property
+    def prefix_unit(self) -> int | None:
+        """Tokens of a prompt whose multiples can be kept as prefixes; None if tokens of the output can be, too."""
+        return None if self.strict_tokens is None else self.prefill_chunk
+
+    def cut(self, prompt: Sequence[int], size: int) -> list[Sequence[int]]:
+        """Cut a prompt into chunks of at most `size` tokens."""
+        return [prompt[start : start + size] for start in range(0, len(prompt), size)]
+
     def prefill(self, slot: CacheSlot, prompt: Sequence[int]) -> torch.Tensor:
         """Feed and commit a prompt after a slot's committed tokens; return the last token's logits, [1, V]."""
         slot.prompt_length = len(slot.tokens) + len(prompt)
@@ -179,11 +188,11 @@ class ModelRunner:
 
         Yields None between chunks, when other slots may be fed. Returns [1, V] float32 logits of the last token.
         """
-        for start in range(0, len(prompt), self.prefill_chunk):
-            if start:
-                yield
-            logits = self.feed_prompt(slot, prompt[start : start + self.prefill_chunk])
-        return logits
+        *first, last = self.cut(prompt, self.prefill_chunk)
+        for chunk in first:
+            self.feed_prompt(slot, chunk)
+            yield
+        return self.feed_prompt(slot, last)
 
     @torch.inference_mode()
     def feed_prompt(self, slot: CacheSlot, chunk: Sequence[int], rows: Sequence[int] | None = None) -> torch.Tensor:

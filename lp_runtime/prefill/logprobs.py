@@ -10,8 +10,6 @@ from dataclasses import replace
 
 import torch
 
-from lp_runtime.lookahead.tree import TokenTree
-from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prompt_feeder import PromptFeeder
@@ -31,21 +29,9 @@ class PromptScorer(PromptFeeder):
 
     def feed(self, chunk: Sequence[int]) -> torch.Tensor:
         start = len(self._slot.tokens)
-        logits = self._logits_of(chunk, is_first=start == 0)
+        logits = self._model.feed_prompt(self._slot, chunk, range(len(chunk)))
         self._score(logits, self._prompt[start + 1 : start + len(chunk) + 1])
         return logits[-1:]
-
-    def _logits_of(self, chunk: Sequence[int], is_first: bool) -> torch.Tensor:
-        """Return the [n, V] logits at each token of a chunk; the slot's first token is fed alone, as a prompt."""
-        parts = []
-        if is_first:
-            parts, chunk = [self._model.feed_prompt(self._slot, chunk[:1])], chunk[1:]
-        if chunk:
-            chain = TokenTree(list(chunk), max_depth=0)
-            nodes = range(len(chain))
-            parts.append(self._model.forward(StepInputs(self._slot, chain, nodes, nodes)).logits)
-            self._model.num_prefilled_tokens += len(chunk)
-        return torch.cat(parts)
 
     def _score(self, logits: torch.Tensor, following: Sequence[int]) -> None:
         """Record the log-probabilities of tokens that follow the first rows of the [n, V] logits."""

@@ -38,8 +38,7 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
     free = None if capacity is None else (capacity + STEP_TOKENS) * token_bytes
     if max_bytes is None:
         max_bytes = int((free or 0) * (1 if model.device.type == "cuda" else CPU_FRACTION))
-    chunk = None if model.strict_tokens is None else model.prefill_chunk
-    return PrefixCache(max_bytes, free, token_bytes, chunk, model.feeds_chains, model.rotary_lengths)
+    return PrefixCache(max_bytes, free, token_bytes, model.prefix_unit, model.feeds_chains, model.rotary_lengths)
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:

@@ -24,15 +24,11 @@ class PromptFeeder:
         """Tokens of a chunk at most."""
         return self._model.prefill_chunk
 
+    def cut(self, prompt: Sequence[int], point: int) -> list[Sequence[int]]:
+        """Cut the prompt into chunks; one of them ends after `point` tokens, if not 0."""
+        parts = prompt[:point], prompt[point:]
+        return [chunk for part in parts for chunk in self._model.cut(part, self.chunk_tokens)]
+
     def feed(self, chunk: Sequence[int]) -> torch.Tensor:
         """Feed and commit the prompt's next chunk; return the [1, V] float32 logits of its last token."""
         return self._model.feed_prompt(self._slot, chunk)
-
-
-def cut_prompt(prompt: Sequence[int], chunk_tokens: int, point: int) -> list[Sequence[int]]:
-    """Cut a prompt into chunks of at most `chunk_tokens` tokens. One of them ends after `point` tokens, if not 0."""
-    return [
-        part[start : start + chunk_tokens]
-        for part in (prompt[:point], prompt[point:])
-        for start in range(0, len(part), chunk_tokens)
-    ]

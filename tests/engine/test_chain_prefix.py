@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+from support.causal_configs import small_config
+from support.causal_types import small_model
 from support.chain_models import CHUNK_TOKENS, model_of
 from support.engines import engine_of
 from support.ranks import run_ranks
@@ -20,16 +23,17 @@ from lp_runtime.request.request import Request
 PROMPT = tuple(5 + 3 * i % 41 for i in range(60))
 KINDS = ("falcon_h1", "qwen3_next", "mamba2")  # states in layers with attention; in other layers; no attention
 MAX_BYTES = 1 << 30
+CAPACITY_TOKENS = 1 << 20  # of models whose prefixes are evicted for slots
 SETTINGS = LookaheadConfig(tokens=5, prior="none")
 NUM_NEW = 6  # tokens of an answer
 
 
-def make_model(weights: PreTrainedModel, max_bytes: int = MAX_BYTES) -> ChainRunner:
+def make_model(weights: PreTrainedModel, max_bytes: int = MAX_BYTES, capacity: int | None = None) -> ChainRunner:
     model = ChainRunner(weights, CHUNK_TOKENS)
     with model.slots.borrowed() as slot:
         model.begin(slot, 50)
         model.prefill(slot, [1, 2, 3])  # so that the size of a token is known
-    model.slots.prefixes = make_prefix_cache(model, max_bytes, None)
+    model.slots.prefixes = make_prefix_cache(model, max_bytes, capacity)
     return model
 
 
@@ -73,11 +77,27 @@ def test_prefix_ends_at_stored_state(kind):
         assert num_read + num_fed in (60, 43, 60 + NUM_NEW + 3)
 
 
+def test_answer_is_not_read_where_prompts_have_limited_time_steps():
+    """transformers does not limit the time steps of an answer, but those of the next prompt that contains it."""
+    weights = small_model(small_config("falcon_h1", {"time_step_limit": (0.5, 0.6)}), seed=3)
+    model = make_model(weights)
+    engine = engine_of(model)
+    engine.prepare(SETTINGS)
+    request, num_reads = Request(PROMPT, SETTINGS, NUM_NEW, logprobs=True, prompt_logprobs=True), []
+    for _ in range(3):
+        expected = weights.generate(torch.tensor([request.prompt_ids]), max_new_tokens=NUM_NEW, do_sample=False)[0]
+        tokens, num_read, _ = decode(engine, model, request)
+        assert [*request.prompt_ids, *tokens] == expected.tolist()
+        num_reads.append(num_read)
+        request = Request((*expected.tolist(), *PROMPT[:20]), SETTINGS, NUM_NEW)
+    assert num_reads == [0, len(PROMPT), len(PROMPT) + NUM_NEW + 20], "up to the end of the prompt before"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:1])
 def test_states_are_evicted_with_least_used_prefixes(kind):
     weights = model_of(kind)
-    model = make_model(weights)
+    model = make_model(weights, capacity=CAPACITY_TOKENS)
     turns(engine_of(model), model)
     cache = model.slots.prefixes
     num_bytes = cache.num_bytes
@@ -94,7 +114,7 @@ def test_states_are_evicted_with_least_used_prefixes(kind):
 
 def on_a_rank(group: Group, forgetful: int) -> list[tuple[list[int], int, int]]:
     """Return `turns` of a rank; the rank `forgetful` forgets all prefixes after the first turn."""
-    model = make_model(model_of("qwen3_next"))
+    model = make_model(model_of("qwen3_next"), capacity=CAPACITY_TOKENS)
     engine = engine_of(model, group)
     for number in range(MAX_POINTS + 2):  # more points than replicas exchange
         decode(engine, model, Request((*PROMPT[: 60 - 2 * number], number), SETTINGS, 2))

@@ -14,6 +14,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.checks.chain_check import check_chains
 from lp_runtime.model.checks.make_runner import check_runner, make_runner
+from lp_runtime.model.forward.passes import FeedByGenerate
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.cache import TreeCache
@@ -39,6 +40,40 @@ def test_model_that_continues_from_its_cache_passes_the_check(model_type):
     runner = make_runner(small_model(small_config(model_type), seed=1), prefill_chunk=7)
     assert runner.feeds_chains
     assert check_runner(runner) < 0.5 * TOLERANCES[torch.float32]
+
+
+# Limits of a time step that change every token. transformers applies them to prompts, not to single tokens after them.
+LIMITED = ("falcon_h1", {"time_step_limit": (0.5, 0.6)})
+
+
+def limited_runner() -> ChainRunner:
+    return ChainRunner(small_model(small_config(*LIMITED), seed=1), 7)
+
+
+def test_time_steps_are_limited_as_in_generate():
+    assert check_chains(limited_runner()) < 0.5 * TOLERANCES[torch.float32]
+
+
+@pytest.mark.parametrize("num_prompt", [12, 15], ids=["two chunks", "two chunks and a token"])
+def test_resumed_text_has_limited_time_steps_in_its_prompt_only(num_prompt):
+    runner = limited_runner()
+    text = torch.randint(8, runner.vocabulary_size, (30,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = runner.feed(FeedByGenerate(text, num_prompt))
+    slot = CacheSlot()
+    runner.begin(slot, 40)
+    first = runner.prefill(slot, text[:num_prompt])
+    result_of(runner.resume(slot, text[:num_prompt], text[num_prompt:25], 40))
+    again = CacheSlot()
+    result_of(runner.resume(again, text[:num_prompt], text[num_prompt:25], 40))
+    # The slot holds this text, but another part of it was the prompt.
+    other = CacheSlot()
+    runner.begin(other, 40)
+    runner.prefill(other, text[:20])
+    result_of(runner.resume(other, text[:num_prompt], text[num_prompt:25], 40))
+    actual = torch.cat([first, *(last_logits(runner, each, text[:27]) for each in (slot, again, other))])
+    last = expected[27 - num_prompt].expand(3, -1)
+    assert difference_of(actual, torch.cat([expected[:1], last])) < 1e-5
+    assert difference_of(plain_logits(runner, text[:27]), last[:1]) > 0.01, "the limits matter"
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba", "recurrent_gemma", "minimax", "rwkv", "prophetnet"])

@@ -21,7 +21,6 @@ from lp_runtime.lookahead.top_k import K
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.harvest import PromptHarvest
-from lp_runtime.prefill.prompt_feeder import cut_prompt
 from lp_runtime.request.output import Report
 from lp_runtime.request.request import Request
 
@@ -43,7 +42,7 @@ def harvest(model: ModelRunner, group: Group, num_harvested: int) -> tuple[np.nd
     with model.slots.borrowed() as slot:
         model.begin(slot, len(PROMPT))
         harvest = PromptHarvest(model, slot, len(PROMPT), num_harvested, make_greedy_sampler(model), group)
-        logits = [harvest.feed(chunk) for chunk in cut_prompt(PROMPT, harvest.chunk_tokens, point=0)][-1]
+        logits = [harvest.feed(chunk) for chunk in harvest.cut(PROMPT, point=0)][-1]
         assert slot.tokens == list(PROMPT)
         return harvest.share(), logits
 
