@@ -136,12 +136,16 @@ class GenerateCall:
         return max(MIN_TIME_SECONDS, min(c.initial_timestamp + c.max_time - now for c in self._limits.times))
 
     def check_length(self, row: int, context_length: int | None) -> None:
+        if context_length is None:
+            return
         length = len(self.rows[row])
-        if context_length is not None and length + self.max_new_tokens > context_length:
-            sizes = f"{length} tokens + {self.max_new_tokens} new ones are more than the model's context of"
-            left = context_length - length
-            remedy = f"max_new_tokens={self.max_new_tokens}: must be at most {left}"
-            raise RequestError(f"{remedy if left > 0 else 'the prompt is too long'}: {sizes} {context_length}")
+        most = context_length + 1 - length  # the last new token is not fed, so it needs no position
+        if self.max_new_tokens > most:
+            remedy = f"max_new_tokens={self.max_new_tokens}: must be at most {most}"
+            raise RequestError(
+                f"{remedy if most > 0 else 'the prompt is too long'}: {length} tokens + {self.max_new_tokens} new ones,"
+                f" without the last one, are more than the model's context of {context_length}"
+            )
 
     @property
     def pads_rows(self) -> bool:

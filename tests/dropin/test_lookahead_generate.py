@@ -389,6 +389,24 @@ def test_max_new_tokens_may_be_a_float(model, inputs):
     assert torch.equal(ours(model, **inputs, max_new_tokens=5.0), ours(model, **inputs, max_new_tokens=5))
 
 
+@pytest.mark.parametrize("drafter", thinned(14, ["full", "paper"]))
+def test_text_may_fill_all_positions_and_a_token_more(random_model, drafter):
+    """The last new token is not fed, as in `generate`. GPT-2 fails at a position beyond its context."""
+    model = random_model("GPT2", max_position_embeddings=64, initializer_range=0.3)
+    kwargs = {"lookahead": LookaheadConfig(W=5, N=4, G=5, drafter=drafter), "custom_generate": lookahead_generate}
+    prompt = torch.randint(1, model.config.vocab_size, (2, 64), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones((2, 40), dtype=torch.int64)
+    mask[1, :7] = 0  # padding counts for `max_new_tokens`, and not for the positions
+    for ids, length, attention in ((prompt[:1], 64, None), (prompt[:1, :40], 40, None), (prompt[:, :40], 40, mask)):
+        options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "attention_mask": attention}
+        options["max_new_tokens"] = 65 - length
+        assert torch.equal(model.generate(ids, **options, **kwargs), model.generate(ids, **options))
+        options["max_new_tokens"] += 1
+        what = f"max_new_tokens={66 - length}: must be at most {65 - length}: {length} tokens . {66 - length} new ones"
+        with pytest.raises(RequestError, match=what):
+            model.generate(ids, **options, **kwargs)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
