@@ -128,7 +128,7 @@ class ChainRunner(ModelRunner):
         check_chain_family(model)
 
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
-        return MaskBuilder(config, attention, self.dtype, self.device, kinds=frozenset())  # the model makes its own
+        return MaskBuilder(PreTrainedConfig(), attention, self.dtype, self.device)  # the model makes its own
 
     def _make_passes(self, model: PreTrainedModel) -> ChainPasses:
         return ChainPasses(model, self.masks)

@@ -15,10 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from lp_runtime.errors import ModelError
 from lp_runtime.model.attention.mask import KINDS
+from lp_runtime.model.hf.config import differs_by_layer
 from lp_runtime.model.kv_cache.cache_names import KEYS_AND_VALUES, cache_name
 from lp_runtime.model.tensor_parallel.tp_plan import tp_size_of
 
 ALIBI_MODELS = ("bloom", "mpt")  # add ALiBi whatever their configuration says
+WINDOWS = ("sliding_window", "attention_chunk_size")  # fields; the masks of trees have one value of each
 STATEFUL = ("linear_attention", "hybrid", "hybrid_sliding", "recurrent")  # kinds of layers that carry a state
 
 # Words in names of fields that may count positions or keys; and words in names of fields that never do.
@@ -90,6 +92,8 @@ def _depends_on_places(config: PreTrainedConfig, model: PreTrainedModel) -> str 
     if getattr(config, "alibi", False) or kind in ALIBI_MODELS:
         whatever = " (transformers adds them whatever attn_config.alibi says)" if kind == "mpt" else ""
         return f"its position biases (ALiBi) go by a token's place in the input, not by its position{whatever}"
+    if name := next((name for name in WINDOWS if differs_by_layer(config, name)), None):
+        return f"its layers have different values of {name}"
     if not getattr(config, "layer_types", None) and getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token, whatever the mask says"
     return _reads_places(config, kind)
@@ -130,7 +134,9 @@ def counted_columns(model: PreTrainedModel) -> int | None:
     kinds = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or kinds - set(KINDS):
         return 0
-    sizes = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if any(differs_by_layer(config, name) for name in WINDOWS):
+        return 0
+    sizes = [getattr(config, name, None) for name in WINDOWS]
     return min(filter(None, sizes), default=None)
 
 

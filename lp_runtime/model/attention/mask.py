@@ -7,7 +7,7 @@ the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from enum import Enum
 
 import numpy as np
@@ -44,7 +44,6 @@ class MaskBuilder:
         attention: str,
         dtype: torch.dtype,
         device: torch.device,
-        kinds: Set[str] | None = None,  # kinds of layers; None for those of the configuration
     ):
         compile_masks()
         self.is_own = attention == TREE  # whether the attention is that of tree_attention.py
@@ -52,7 +51,7 @@ class MaskBuilder:
         self._dtype, self._device = dtype, device
         window: int = getattr(config, "sliding_window", None) or 0
         chunk: int = getattr(config, "attention_chunk_size", None) or 0
-        kinds = set(getattr(config, "layer_types", None) or ()) if kinds is None else kinds
+        kinds = set(getattr(config, "layer_types", None) or ())
         # Whether the model accepts a dictionary of masks by kind of layer, instead of one mask.
         self.by_kind = bool(kinds - {FULL})
         self._kinds = kinds if self.by_kind else {FULL if kinds or not window else SLIDING}

@@ -25,7 +25,7 @@ from lp_runtime.model.attention.strict import NAME as STRICT
 from lp_runtime.model.attention.tree_attention import NAME as TREE
 from lp_runtime.model.forward.graph_capture import GraphCapture
 from lp_runtime.model.forward.pass_inputs import Part, PassInputs, compile_pass_inputs
-from lp_runtime.model.hf.config import attention_of, forward_options
+from lp_runtime.model.hf.config import attention_of, differs_by_layer, forward_options
 from lp_runtime.model.kv_cache.batch import DeviceCache
 
 
@@ -55,7 +55,7 @@ def why_not_captured(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     if attention_of(config) not in (TREE, STRICT) or not model.is_backend_compatible():
         return "the model uses its own attention"
-    if getattr(config, "v_head_dim", None) is not None:
+    if differs_by_layer(config, "v_head_dim") or getattr(config, "v_head_dim", None) is not None:
         return "keys and values have different head sizes"
     if len({each.device for each in model.parameters()}) > 1:
         return "the model spans several devices"

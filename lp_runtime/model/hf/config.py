@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from lp_runtime.errors import ModelError
 from lp_runtime.model.hf.rotary_lengths import RotaryLengths
 
 CACHE_DROPPING_TYPES = ("phi3", "phi4_multimodal")  # their `generate` drops the cache where rotary factors change
@@ -23,7 +25,7 @@ def context_length(config: PreTrainedConfig, lengths: RotaryLengths) -> int | No
     if lengths.change:  # "dynamic" factors extend the context beyond max_position_embeddings
         return length and max(length, lengths.threshold + lengths.num_rows - 1)
     original = getattr(config, "original_max_position_embeddings", None)
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = field_of(config, "rope_parameters") or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         if "longrope" in (parameters.get("rope_type"), parameters.get("type")):
             length = min(
@@ -61,12 +63,26 @@ def forward_options(model: PreTrainedModel) -> dict[str, object]:
     return {"output_router_logits": False} if asks else {}
 
 
+def differs_by_layer(config: PreTrainedConfig, name: str) -> bool:
+    """Whether layers of a model have different values of a field, so that its configuration has none."""
+    try:
+        getattr(config, name, None)
+    except RuntimeError:  # raised by transformers for fields of `per_layer_config`
+        return True
+    return False
+
+
+def field_of(config: PreTrainedConfig, name: str) -> Any:
+    """Return a field of a (text) configuration, None if it has no such field; ModelError if it differs by layer."""
+    if differs_by_layer(config, name):
+        raise ModelError(f"{config.model_type}: its layers have different values of {name}, which is not supported")
+    return getattr(config, name, None)
+
+
 def has_latents(config: PreTrainedConfig) -> bool:
     """Whether a model caches latents, from which its attention computes keys and values (DeepSeek V2 and V3)."""
-    try:
-        return bool(getattr(config.get_text_config(), "kv_lora_rank", None))
-    except (AttributeError, RuntimeError):  # each layer has its own
-        return True
+    text = config.get_text_config()
+    return differs_by_layer(text, "kv_lora_rank") or bool(getattr(text, "kv_lora_rank", None))
 
 
 def attention_of(config: PreTrainedConfig) -> str:

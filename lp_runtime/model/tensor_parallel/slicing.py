@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lp_runtime.distributed.reducers import Reducer
 from lp_runtime.distributed.shards import ShardLink, ShardPlace
 from lp_runtime.errors import ModelError
+from lp_runtime.model.hf.config import field_of
 from lp_runtime.model.tensor_parallel.layers import GatheredLinear, RowwiseLinear, SummedOutputs, VocabularyEmbedding
 
 # Styles of transformers' plans. Modules of the local ones just compute with their slices; a later module sums.
@@ -107,10 +108,10 @@ def _divided(config: PreTrainedConfig, plan: dict[str, str]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     if splits_keys(config):
         for name in ("num_attention_heads", "num_key_value_heads"):
-            numbers[name] = getattr(config, name, None) or 0  # without key/value heads there are as many as of heads
+            numbers[name] = field_of(config, name) or 0  # without key/value heads there are as many as of heads
     if config.model_type in OWN_PLANS or any(style in PACKED_STYLES for style in plan.values()):
-        width = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
-        numbers[width] = getattr(config, width)
+        width = "intermediate_size" if field_of(config, "moe_intermediate_size") is None else "moe_intermediate_size"
+        numbers[width] = field_of(config, width)
     return numbers
 
 

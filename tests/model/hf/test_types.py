@@ -9,6 +9,7 @@ from support.thinned import slow
 from support.versions import needs_rotary_by_length, needs_transformers
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
+from lp_runtime.model.checks.make_runner import make_runner
 from lp_runtime.model.modules.packed_linear import pack_linears
 from lp_runtime.replica import loading
 
@@ -49,6 +50,15 @@ def test_supported_type_matches_generate(model_type, variant):
     outcome = outcome_of(model_type, variants_of(model_type)[variant], PROMPT_TOKENS)
     assert outcome.kind == "exact", outcome.reason
     assert not outcome.reason  # the output is varied enough to show something
+
+
+def test_model_with_different_windows_in_its_layers_matches_generate():
+    config = small_config("qwen3", {"sliding_window": 16, "layer_types": ["full_attention"] * 4})
+    config.per_layer_config = {0: {"sliding_window": 8}}
+    model = small_model(config)
+    outcome = causal_types.compare(model, PROMPT_TOKENS[1:2])
+    assert outcome.kind == "exact", outcome.reason
+    assert make_runner(model, prefill_chunk=7).feeds_chains
 
 
 def test_type_with_offset_positions_matches_generate():

@@ -168,6 +168,16 @@ def test_unsupported_configuration_is_refused(family, settings, num_shards, mess
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("family", "field"), [("llama", "num_key_value_heads"), ("mixtral", "intermediate_size")], ids=["heads", "experts"]
+)
+def test_layers_of_different_sizes_are_not_sliced(family, field):
+    config = AutoConfig.for_model(family, **SHAPE | FAMILIES[family][1])
+    config.per_layer_config = {0: {field: 4}}
+    with pytest.raises(ModelError, match=f"^{family}: its layers have different values of {field}, which is not"):
+        check_shards(config, 2)
+
+
 def test_unsliceable_model_is_refused_before_its_weights_are_loaded(tmp_path):
     AutoConfig.for_model("llama", **SHAPE).save_pretrained(tmp_path)  # there are no weights
     with pytest.raises(ModelError, match="num_key_value_heads=2"):
