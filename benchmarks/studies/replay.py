@@ -188,7 +188,7 @@ class ReplayPasses(PassSet):
         passes = runner.passes
         super().__init__(
             runner.model,
-            runner.masks,
+            runner.passes.masks,
             GraphOptions(capture=False),
             passes.keeps_logits,
             passes.cache_name,

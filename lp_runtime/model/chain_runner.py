@@ -117,7 +117,7 @@ class FeedChain(NamedTuple):
 class ChainRunner(ModelRunner):
     """A Hugging Face causal LM that is fed one path of a tree per step, and its slots."""
 
-    feeds_chains = refuses_batches = True
+    feeds_chains = True
     passes: ChainPasses
 
     def __init__(self, model: PreTrainedModel, prefill_chunk: int):
@@ -130,8 +130,8 @@ class ChainRunner(ModelRunner):
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
         return MaskBuilder(PreTrainedConfig(), attention, self.dtype, self.device)  # the model makes its own
 
-    def _make_passes(self, model: PreTrainedModel) -> ChainPasses:
-        return ChainPasses(model, self.masks)
+    def _make_passes(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None) -> ChainPasses:
+        return ChainPasses(model, masks)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         return StateCache(self._config, capacity)

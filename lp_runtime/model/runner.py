@@ -50,8 +50,6 @@ class ModelRunner:
     """
 
     feeds_chains = False  # whether a share is fed as one path, pending tokens included, from `StepInputs.start` on
-    refuses_batches = False  # whether sequences are fed one at a time although the passes could take several
-    why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def __init__(
         self,
@@ -77,11 +75,11 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.vocabulary_size: int = config.vocab_size
-        self.masks = self._make_masks(config, attention)
-        if strict_tokens is not None and any(chunk for _, chunk in self.masks.limits_by_kind.values()):
+        masks = self._make_masks(config, attention)
+        if strict_tokens is not None and any(chunk for _, chunk in masks.limits_by_kind.values()):
             raise ModelError(f"{config.model_type}: chunked attention cannot be computed with exactness=strict")
-        self.strict_tokens, self.prefill_chunk = strict_tokens, prefill_chunk
-        self.passes = self._make_passes(model)
+        self.prefill_chunk = prefill_chunk
+        self.passes = self._make_passes(model, masks, strict_tokens)
         self.context_length = context_length(config, self.passes.lengths)
         self.leading = leading
         self.num_prefilled_tokens = 0  # tokens of prompts and of resumed sequences fed so far
@@ -90,6 +88,9 @@ class ModelRunner:
         self.fixed_passes: FixedPasses | None = None
         # Times passes on a GPU, which runs asynchronously to the host; None on a CPU.
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
+        # Whether sequences are fed one at a time although the passes could take several.
+        self.refuses_batches = self.feeds_chains
+        self.why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def _check_family(self, model: PreTrainedModel) -> None:
         check_family(model)
@@ -97,8 +98,8 @@ class ModelRunner:
     def _make_masks(self, config: PreTrainedConfig, attention: str) -> MaskBuilder:
         return MaskBuilder(config, attention, self.dtype, self.device)
 
-    def _make_passes(self, model: PreTrainedModel) -> Passes:
-        return make_passes(model, self.masks, self.strict_tokens)
+    def _make_passes(self, model: PreTrainedModel, masks: MaskBuilder, strict_tokens: int | None) -> Passes:
+        return make_passes(model, masks, strict_tokens)
 
     def _make_cache(self, capacity: int) -> TreeCache:
         return TreeCache(self.model.config.get_text_config().num_hidden_layers, capacity)
@@ -122,6 +123,10 @@ class ModelRunner:
         slot.reset(self._make_cache, self.padded_capacity(capacity), length, prompt_length)
 
     @property
+    def strict_tokens(self) -> int | None:
+        return self.passes.strict_tokens
+
+    @property
     def rotary_lengths(self) -> RotaryLengths:
         return self.passes.lengths
 
@@ -132,7 +137,7 @@ class ModelRunner:
     @property
     def supports_batching(self) -> bool:
         """Whether one pass may feed trees of several sequences; with strict tokens only passes of fixed sizes may."""
-        can_batch = self.masks.is_own if self.strict_tokens is None else self.fixed_passes is not None
+        can_batch = self.passes.masks.is_own if self.strict_tokens is None else self.fixed_passes is not None
         return can_batch and not self.refuses_batches
 
     @property
@@ -147,7 +152,7 @@ class ModelRunner:
 
     def enable_graphs(self, capture: bool, refuses_waits: bool = True, batches: bool = True) -> None:
         max_tokens = largest_size(self.strict_tokens, self.leading is not None)
-        assert self.strict_tokens is not None or self.masks.is_own
+        assert self.strict_tokens is not None or self.passes.masks.is_own
         self.feed(BeginFixed(GraphOptions(capture, refuses_waits, batches, max_tokens)))
         self.fixed_passes = FixedPasses(self.passes, self.feed, self.leading)
 

@@ -173,7 +173,7 @@ def test_families_with_kernels_match_eager_attention(random_model, family, monke
     use_kernels(monkeypatch, kernels)
     eager = OneSlot(ModelRunner(random_model(name, seed=1, attention="eager", **settings).to(DEVICE), 512))
     fixed = OneSlot(ModelRunner(random_model(name, seed=1, **settings).to(DEVICE), 512, own_attention=True))
-    if not fixed.masks.is_own:
+    if not fixed.passes.masks.is_own:
         pytest.skip("has an attention of its own: its passes are not captured")
     fuse_blocks(fixed.model)
     experts = sum(isinstance(each, fused_experts.FusedExperts) for each in fixed.model.modules())

@@ -84,7 +84,7 @@ def test_separate_prefix_and_tree_attention_matches_plain_text(architecture, ran
     name, settings = ARCHITECTURES[architecture]
     model = random_model(name, seed=1, attention="sdpa", **settings)
     tree_model = OneSlot(ModelRunner(model, 2048, own_attention=True))
-    tree_model.masks.form = MaskForm.TREE_ONLY
+    tree_model.passes.masks.form = MaskForm.TREE_ONLY
     text = draw(rng, 6 if "sliding_window" in settings else 40)  # the window hides nothing at first
     tree_model.begin(200)
     tree_model.prefill(text)

@@ -72,7 +72,7 @@ def test_windowed_model_matches_generate(family):
     prompt = tuple(3 + 7 * number % 50 for number in range(3 * CHUNK + 1))
     expected = whole.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=20, pad_token_id=0)
     model = ModelRunner(whole, CHUNK, own_attention=True)
-    assert model.masks.is_own
+    assert model.passes.masks.is_own
     tokens, *_ = decode_alone(model, Request(prompt, FIXED, 20))
     assert tokens == expected[0, len(prompt) :].tolist()
 

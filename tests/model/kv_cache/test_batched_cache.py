@@ -50,7 +50,7 @@ def test_batched_texts_match_each_text_alone(model, apart):
     tree_model = ModelRunner(model, 2048, own_attention=True)
     assert tree_model.supports_batching
     if apart:
-        tree_model.masks.form = MaskForm.TREE_ONLY
+        tree_model.passes.masks.form = MaskForm.TREE_ONLY
     texts = begin(tree_model, (21, 3, 40), rng)
     for step in range(3):
         fed = texts[step % 2 :]  # the texts may change from step to step
