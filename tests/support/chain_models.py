@@ -29,6 +29,7 @@ RECURRENT = (
     "bamba",
     "olmo_hybrid",
     "kimi_linear",
+    "zamba2",
     "zaya",
 )
 CHUNK_TOKENS = 7  # of prompts
