@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from lp_runtime.kernels.dispatch import on
 from lp_runtime.model.attention.mask import LayerMasks, MaskBuilder
@@ -263,7 +263,9 @@ class FeedByGenerate(NamedTuple):
     def run(self, passes: Passes, caches: Sequence[TreeCache]) -> torch.Tensor:
         model: Any = copy.copy(passes.plain_model())
         model.generation_config = GenerationConfig()  # the model's may end the text early, or choose another mode
-        output = model.generate(
+        # Not the model's override, if there is one: that of Janus drops processors.
+        output: Any = GenerationMixin.generate(
+            model,
             tensor_on(passes.device, self.tokens[: self.start])[None],
             generation_config=GenerationConfig(
                 max_new_tokens=len(self.tokens) - self.start + 1,

@@ -188,6 +188,18 @@ def test_generation_config_of_the_model_is_ignored(random_model):
     assert model.generation_config.num_beams == 3
 
 
+def test_override_of_generate_is_not_called(random_model):
+    """Janus's drops the caller's processors, with which the check chooses the tokens."""
+
+    class Overriding(type(random_model())):
+        def generate(self, *args, logits_processor=None, **kwargs):
+            return super().generate(*args, **kwargs)
+
+    model = random_model()
+    model.__class__ = Overriding
+    assert check(model) < TOLERANCES[torch.float32]
+
+
 def test_token_with_minus_infinity_logit_is_accepted(random_model):
     model = random_model()
     model.lm_head.bias = torch.nn.Parameter(torch.zeros(model.config.vocab_size))
