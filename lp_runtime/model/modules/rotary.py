@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from lp_runtime.model.hf.config import CACHE_DROPPING_TYPES
 from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.modules.packed_linear import is_hooked, places_of
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 Rotary = Any  # an nn.Module; not typed as one, because torch declares its attributes as Tensor | Module
 
 DYNAMIC, LONG = "dynamic", "longrope"
-REFEEDING_TYPES = ("phi3",)  # their prepare_inputs_for_generation drops the cache at a length and re-feeds all tokens
-REFEEDS_SINCE = (5, 20)  # version of transformers; earlier ones dropped the cache and fed only the last token
+REFEEDING_TYPES = ("phi3",)  # of CACHE_DROPPING_TYPES; the others drop the cache and feed only the last token
+REFEEDS_SINCE = (5, 20)  # version of transformers
 
 
 class RotaryByLength(nn.Module):
@@ -107,22 +108,21 @@ def replace_rotaries(model: PreTrainedModel, may_refeed: bool = True) -> RotaryL
     if not places:
         return UNCHANGING
     libraries = [getattr(*place) for place in places]
-    refeeds = _refeeds(model, libraries)
-    can_refeed = may_refeed and tuple(map(int, transformers.__version__.split(".")[:2])) >= REFEEDS_SINCE
-    made = {id(each): _replacement(each) for each in libraries if can_refeed or not refeeds}
+    kind, is_long = model.config.get_text_config().model_type, any(each.rope_type == LONG for each in libraries)
+    drops_cache = is_long and kind in CACHE_DROPPING_TYPES
+    can_refeed = may_refeed and kind in REFEEDING_TYPES and _version() >= REFEEDS_SINCE
+    made = {id(each): _replacement(each) for each in libraries if can_refeed or not drops_cache}
     tables = {(each.threshold, len(each.factors)) for each in made.values() if each is not None}
     if len(tables) != 1 or None in made.values():
         log.warning("%s: its context ends where its rotary factors change", type(model).__name__)
         return UNCHANGING
     for parent, name in places:
         setattr(parent, name, made[id(getattr(parent, name))])
-    return RotaryLengths(*tables.pop(), refeeds)
+    return RotaryLengths(*tables.pop(), drops_cache)
 
 
-def _refeeds(model: PreTrainedModel, libraries: Sequence[Rotary]) -> bool:
-    """Whether `generate` drops a model's cache at the length at which its rotary factors change."""
-    is_long = any(each.rope_type == LONG for each in libraries)
-    return is_long and model.config.get_text_config().model_type in REFEEDING_TYPES
+def _version() -> tuple[int, ...]:
+    return tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 def _replacement(library: Rotary) -> RotaryByLength | None:

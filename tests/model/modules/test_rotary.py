@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from support.causal_configs import small_config
+from support.causal_types import small_model
 from support.small_models import DYNAMIC, LONG, ROPE_THRESHOLD
 from support.thinned import slow
 from support.versions import needs_rotary_by_length
@@ -129,6 +131,13 @@ def test_context_is_cut_if_rotary_modules_are_not_replaced(random_model, monkeyp
     assert ModelRunner(phimoe, 8).context_length == ROPE_THRESHOLD
 
 
+def test_context_is_cut_where_generate_loses_the_text():
+    """Phi-4 multimodal's `generate` drops the cache at the length, and then feeds the last token alone."""
+    runner = ModelRunner(small_model(small_config("phi4_multimodal", LONG)), 8)
+    assert runner.context_length == ROPE_THRESHOLD
+    assert check_model(runner) < 1e-5
+
+
 def test_self_check_crosses_the_rotary_threshold(kind, monkeypatch):
     """The check compares with transformers' modules, so it finds each missing part."""
     model, lengths = kind
@@ -143,7 +152,7 @@ def test_self_check_crosses_the_rotary_threshold(kind, monkeypatch):
         with pytest.raises(ModelError, match="around .*max_position_embeddings=32"):
             check_model(ModelRunner(model, 8))
     if lengths.refeeds:
-        monkeypatch.setattr(rotary, "REFEEDING_TYPES", ())
+        monkeypatch.setattr(rotary, "CACHE_DROPPING_TYPES", ())
         assert ModelRunner(model, 8).rotary_lengths == lengths._replace(refeeds=False)
 
 
