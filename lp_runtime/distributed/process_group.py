@@ -178,8 +178,13 @@ def _machines(context: ReplicaContext, options: GroupOptions, store: Store) -> l
     if options.backend == "shared" and len(order) > 1:
         raise LaunchError(f"launcher.backend=shared: {refusal or f'the replicas are on {len(order)} machines'}")
     if refusal and context.rank == 0:
-        log.warning("launcher.backend=auto: memory cannot be shared (%s); using the network", refusal)
+        _warn_unshared(refusal)
     return [order.index(name) for name in names]
+
+
+@functools.cache  # once per process and reason; groups form often
+def _warn_unshared(reason: str) -> None:
+    log.warning("launcher.backend=auto: memory cannot be shared (%s); using the network", reason)
 
 
 def new_segment_name() -> str:

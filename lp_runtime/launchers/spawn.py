@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 
 import torch
+import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
@@ -78,11 +79,11 @@ class SpawnHost(ProcessHost):
                 raise ConfigError(f"gpus={config.num_gpus}: this machine has {available} (on CPUs: device=cpu)")
         launcher = config.launcher
         self._address = LOOPBACK if launcher.interface is None else address_of(launcher.interface)
-        options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
-        self._store = None
-        if config.num_replicas > 1 and not options.shares_memory(config.num_replicas):
-            # The driver hosts the store: it outlives every replica.
-            self._store = host_store(self._address, launcher.port, launcher.start_timeout)
+        self._options = GroupOptions(launcher.timeout, backend=launcher.backend, interface=launcher.interface)
+        self._store: dist.TCPStore | None = None  # type: ignore[name-defined]  # torch does not re-export it
+        self._hosting = threading.Lock()  # held while `_store` is set
+        if config.num_replicas > 1 and not self._options.shares_memory(config.num_replicas):
+            self._host_store()
 
     def start_process(self, index: int) -> None:
         segment = self._segments[index] = new_segment_name()
@@ -94,10 +95,19 @@ class SpawnHost(ProcessHost):
             pipe.send(pickle.dumps((self._config, place)))
 
     def rendezvous(self, members: Sequence[int]) -> ReplicaContext:
-        if self._store is None:
-            self._meetings.append(new_segment_name())
-            return ReplicaContext(segment=self._meetings[-1])
-        return ReplicaContext(host=self._address, port=self._store.port)
+        if self._options.shares_memory(len(members)):  # asked for each group: the folder's file system may be full
+            segment = new_segment_name()
+            self._meetings.append(segment)
+            return ReplicaContext(segment=segment)
+        return ReplicaContext(host=self._address, port=self._host_store())
+
+    def _host_store(self) -> int:
+        """Host the store in which replicas meet, unless that was done before; return its port."""
+        with self._hosting:
+            if self._store is None:  # hosted by the driver, which outlives every replica
+                launcher = self._config.launcher
+                self._store = host_store(self._address, launcher.port, launcher.start_timeout)
+            return self._store.port
 
     def send(self, index: int, message: object) -> None:
         pipe = self._pipes.get(self.numbers(index)[0])

@@ -18,6 +18,7 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
+from lp_runtime.distributed.transport import shared_memory
 from lp_runtime.launchers.spawn import ReplicaPipe, SpawnHost
 
 # The step budget is fixed, so no step depends on measured times and nothing is measured at start.
@@ -85,6 +86,18 @@ def test_port_of_a_closed_runtime_is_free_again():
     for _ in range(2):
         hosts.append(SpawnHost(config))
         hosts[-1].close()
+
+
+def test_replicas_meet_in_a_store_while_memory_cannot_be_shared(tmp_path, monkeypatch):
+    """The file system of the shared memory is full for a while; the runtime runs since before."""
+    host = SpawnHost(RuntimeConfig(gpus=2, device="cpu"))
+    assert host.rendezvous((0, 1)).segment
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_memory, "FOLDER", tmp_path / "missing")
+        meetings = [host.rendezvous((0, 1)) for _ in range(2)]
+        assert meetings[0].port and not meetings[0].segment and meetings[0] == meetings[1]
+    assert host.rendezvous((0, 1)).segment
+    host.close()
 
 
 @pytest.mark.slow

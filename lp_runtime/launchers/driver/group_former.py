@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import ReplicaError
+from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.launchers.driver.answers import AnswerReader
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool
 from lp_runtime.launchers.wire.inbox import Members, ReplicaLost
@@ -17,6 +19,8 @@ from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.replica.loaded_model import ReplicaInfo
 
 Answer = Joined | GroupBroken | ReplicaLost  # to a Join
+
+log = logging.getLogger(__name__)
 
 
 class GroupFormer:
@@ -37,7 +41,8 @@ class GroupFormer:
     def form(self, members: Iterable[int]) -> Members | None:
         """Form a group of replicas unless they already are one, and return it; None if all of them are lost.
 
-        Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost.
+        Replicas that are lost meanwhile are left out. Those that cannot reach the others count as lost. If this machine
+        has no means of exchange at present, the group is one of the replicas, and no other one is lost.
         """
         wanted = set(members)
         with contextlib.ExitStack() as held:
@@ -57,12 +62,21 @@ class GroupFormer:
                 for index in group:
                     pool.disband(pool.group_of(index))
                 incarnations = {index: pool.incarnation(index) for index in group}
-            answers = self._join(group, incarnations[group[0]])
+            try:
+                meeting = ReplicaContext() if len(group) == 1 else self._host.rendezvous(group)
+            except LaunchError as error:
+                if self._info is None:  # the runtime starts
+                    raise
+                _warn_alone(str(error))
+                wanted = {group[0]}
+                continue
+            answers = self._join(group, meeting, incarnations[group[0]])
             if self._note_joined(group, answers) or ReplicaLost in map(type, answers.values()):
                 continue
             num_separated += 1
+            reasons = [answer.reason for answer in answers.values() if isinstance(answer, GroupBroken)]
             for index in self._separated(group, answers, num_separated):
-                pool.lose(index, "it cannot reach the others", incarnations[index])
+                pool.lose(index, f"it cannot reach the others: {reasons[0]}", incarnations[index])
         raise ReplicaError(f"no group could be formed ({pool.why_lost() or 'the replicas cannot reach each other'})")
 
     def _note_joined(self, group: Members, answers: Mapping[int, Answer]) -> bool:
@@ -85,10 +99,9 @@ class GroupFormer:
             return set(group) - present
         return set(group[1:]) if num_separated > 1 else set()
 
-    def _join(self, group: Members, incarnation: int) -> dict[int, Answer]:
+    def _join(self, group: Members, meeting: ReplicaContext | None, incarnation: int) -> dict[int, Answer]:
         """Order replicas to join their group, whose rank 0 has this incarnation; return the answers by index."""
         pool = self._pool
-        meeting = ReplicaContext() if len(group) == 1 else self._host.rendezvous(group)
         if meeting is None:
             pool.lose(group[0], reason := "it cannot be reached", incarnation)
             return {group[0]: ReplicaLost(reason)}
@@ -108,3 +121,8 @@ class GroupFormer:
                 if isinstance(message, ReplicaLost):
                     break  # the next Join makes the others give up this group
         return answers
+
+
+@functools.cache  # once per process and reason
+def _warn_alone(reason: str) -> None:
+    log.warning("replicas cannot exchange, so each request is decoded by one of them: %s", reason)

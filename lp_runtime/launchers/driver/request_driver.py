@@ -124,7 +124,9 @@ class RequestDriver:
         while True:
             members = self._lease.settle() or self._lease.refill()
             group = self._groups.form(members) or ()
-            self._note_losses(members - set(group))
+            left_out = members - set(group)
+            self._lease.lose(left_out)
+            self._note_losses(left_out - self._pool.ready)
             if group:
                 return group
             if not members:

@@ -12,7 +12,7 @@ import pytest
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
-from lp_runtime.errors import ReplicaError
+from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import (
     PING,
@@ -197,7 +197,41 @@ def test_request_continues_without_unreachable_replicas(presence, kept):
         *outputs, report = launcher.run(REQUEST)
         assert outputs == [StepOutput([5])]
         assert launcher.ready == kept and report.losses == len(presence) - len(kept)
-        assert set(launcher.pool.losses.values()) == {"it cannot reach the others"}
+        assert set(launcher.pool.losses.values()) == {"it cannot reach the others: cut"}
+
+
+FULL = "launcher.backend=shared: /dev/shm: No space left on device"
+
+
+def test_replicas_of_a_machine_that_cannot_exchange_go_on_alone(caplog, monkeypatch):
+    """The file system of the shared memory is full: no replica is lost, and one decodes the request."""
+
+    def answers(group: int, index: int, order: int) -> list[object]:
+        if group == 0:
+            return [GroupBroken(order, Progress(), "no answer within 7 s")]
+        output = StepOutput([5])
+        return [Streamed(order, output), Finished(order, Progress().after(output), REPORT)]
+
+    def refuse(host: AnsweringHost, members: Sequence[int]) -> ReplicaContext:
+        raise LaunchError(FULL)
+
+    with launched(answers) as launcher:
+        monkeypatch.setattr(AnsweringHost, "rendezvous", refuse)
+        for _ in range(2):
+            *outputs, report = launcher.run(REQUEST)
+            assert outputs == [StepOutput([5])] and report.losses == 0
+        assert launcher.ready == {0, 1} and not launcher.pool.losses
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warnings == [f"replicas cannot exchange, so each request is decoded by one of them: {FULL}"]
+
+
+def test_replicas_that_cannot_exchange_do_not_start(monkeypatch):
+    def refuse(host: AnsweringHost, members: Sequence[int]) -> ReplicaContext:
+        raise LaunchError(FULL)
+
+    monkeypatch.setattr(AnsweringHost, "rendezvous", refuse)
+    with pytest.raises(LaunchError, match=f"^{FULL}$"), launched(lambda group, index, order: []):
+        pass
 
 
 def test_lone_replica_that_ignores_a_cancel_is_lost():
