@@ -7,8 +7,10 @@ a queue.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -30,6 +32,7 @@ from lp_runtime.utils.owner import OwnerProcess
 
 log = logging.getLogger(__name__)
 
+EXIT_INTERRUPTED = 130  # of a process that Ctrl-C ends at once
 RETRY_SECONDS = 0.05  # between attempts to submit while the queue is full; short compared with a request
 
 
@@ -81,6 +84,7 @@ class Scheduler:
         self._is_closed = False
         self._thread = threading.Thread(target=self._work, name="lp-scheduler", daemon=True)
         self._thread.start()
+        atexit.register(self._close_at_exit)
 
     @property
     def is_healthy(self) -> bool:
@@ -268,6 +272,17 @@ class Scheduler:
             self._changed.notify_all()
         self._thread.join()
         self._runner.join()
+        atexit.unregister(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        """Close a scheduler that was left open, or whose `close` was interrupted.
+
+        Python would end the threads inside a forward pass, which makes C++ abort the process.
+        """
+        try:
+            self.close()
+        except KeyboardInterrupt:
+            os._exit(EXIT_INTERRUPTED)
 
     def __enter__(self) -> Scheduler:
         return self
