@@ -11,6 +11,8 @@ One thread receives from all replicas (replica_pool.py); each request is driven 
 
 from __future__ import annotations
 
+import _thread
+import weakref
 from collections.abc import Callable, Generator
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -24,6 +26,7 @@ from lp_runtime.launchers.worker.process_host import ProcessHost
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
+from lp_runtime.utils.owner import OwnerProcess
 
 
 class TeamLauncher(Launcher):
@@ -36,6 +39,8 @@ class TeamLauncher(Launcher):
         self._start_timeout = config.launcher.start_timeout
         self.pool = ReplicaPool(host, self.num_replicas, config.failure)
         self._groups = GroupFormer(self.pool, host)
+        self._dropping = weakref.finalize(self, _close_in_thread, self.pool, self._owner)
+        self._dropping.atexit = False  # the replicas end with this process
         try:
             with unforeseen_as(LaunchError, "the replicas failed at start"):
                 self.pool.start(self._start_timeout)
@@ -86,4 +91,14 @@ class TeamLauncher(Launcher):
             yield from RequestDriver(self.pool, self._groups, request, lease).run()
 
     def _close(self) -> None:
+        self._dropping.detach()
         self.pool.close()
+
+
+def _close_in_thread(pool: ReplicaPool, owner: OwnerProcess) -> None:
+    """Close the pool of a launcher that was dropped without `close`.
+
+    The garbage collector may call this inside any lock, those of the pool and of `threading` included.
+    """
+    if owner.is_current:
+        _thread.start_new_thread(pool.close, ())

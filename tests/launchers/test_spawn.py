@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 from multiprocessing.connection import Pipe
@@ -98,6 +99,16 @@ def test_replicas_meet_in_a_store_while_memory_cannot_be_shared(tmp_path, monkey
         assert meetings[0].port and not meetings[0].segment and meetings[0] == meetings[1]
     assert host.rendezvous((0, 1)).segment
     host.close()
+
+
+def test_dropped_runtime_ends_its_replicas(one_layer_demo_dir):
+    before = own_replicas()
+    launcher = LauncherConfig(own_process=True)
+    runtime = LookaheadRuntime(str(one_layer_demo_dir), launcher=launcher, device="cpu", lookahead=PLAIN)
+    assert len(own_replicas()) == len(before) + 1 and runtime.generate([1, 2], 2).num_tokens == 2
+    del runtime
+    gc.collect()
+    wait_until(lambda: own_replicas() == before)
 
 
 @pytest.mark.slow
