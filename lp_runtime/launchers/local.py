@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from collections.abc import Callable, Generator
 
@@ -16,6 +17,7 @@ from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.replica.replica import Replica, start_replica
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
+from lp_runtime.utils.owner import OwnerProcess
 
 
 class LocalLauncher(Launcher):
@@ -26,6 +28,7 @@ class LocalLauncher(Launcher):
 
     def __init__(self, config: RuntimeConfig):
         super().__init__(gpus_per_replica=config.replica_gpus)
+        _use_one_thread_after_fork()
         self._stack = contextlib.ExitStack()
         with unforeseen_as(LaunchError, "the replica failed at start"):
             replica = self._stack.enter_context(start_replica(config, ReplicaContext(owns_process=False)))
@@ -38,6 +41,7 @@ class LocalLauncher(Launcher):
 
     def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
         assert self._replica is not None
+        _use_one_thread_after_fork()
         yield from self._replica.decode(request, should_cancel)
 
     def _close(self) -> None:
@@ -46,3 +50,17 @@ class LocalLauncher(Launcher):
         gc.collect()  # references in cycles keep a model alive, which may fill the GPU
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
+
+
+def _use_one_thread_after_fork() -> None:
+    """Set torch to one thread in a process forked from one that has had a replica in it.
+
+    A fork copies the state of OpenMP's thread pool without its threads: a pass with several threads would wait forever.
+    """
+    if not _first_process().is_current:
+        torch.set_num_threads(1)
+
+
+@functools.cache
+def _first_process() -> OwnerProcess:
+    return OwnerProcess()
