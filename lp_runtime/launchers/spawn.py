@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import queue
+import socket
 import subprocess
 import threading
 import time
@@ -55,7 +57,9 @@ class ReplicaPipe:
         """Close the pipe once all messages are sent; leave it open if that takes more than `timeout` seconds."""
         self._queue.put(None)
         self._sender.join(timeout)
-        if not self._sender.is_alive():
+        if not self._sender.is_alive() and not self.pipe.closed:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.pipe.fileno())) as ours:
+                ours.shutdown(socket.SHUT_RDWR)  # also ends the copies of this end in forked processes
             self.pipe.close()
 
 

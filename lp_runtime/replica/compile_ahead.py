@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import os
 import subprocess
 import sys
 import threading
@@ -38,7 +37,7 @@ class CompileProcess:
         nowhere = subprocess.DEVNULL
         self._process = subprocess.Popen(
             command,
-            stdin=subprocess.PIPE,
+            stdin=nowhere,
             stdout=nowhere,
             stderr=nowhere,
             start_new_session=True,  # Ctrl-C reaches only this process
@@ -48,7 +47,7 @@ class CompileProcess:
 
     def stop(self) -> None:
         self._process.kill()
-        self._process.communicate()
+        self._process.wait()
 
 
 @contextlib.contextmanager
@@ -104,12 +103,5 @@ def _lock_file() -> Path:
     return cache_root() / f"compile_ahead.{Path(growth.grow.stats.cache_path).name}.lock"
 
 
-def _end_with_parent() -> None:
-    """End this process when its parent ends, even if the parent is killed."""
-    sys.stdin.read()  # returns when the parent's end of the pipe closes
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     compile_steps(is_shared=SHARED in sys.argv)

@@ -1,7 +1,7 @@
 """Start of replicas' processes on this machine. Imports nothing slow: commands start them before their own imports.
 
 These are plain child processes and pipes: unlike multiprocessing's spawn, they do not import the caller's main module,
-so a script needs no main guard. A child exits when its pipe closes, however the driver died.
+so a script needs no main guard. A child exits when its pipe closes or the driver has died, however that ended.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -14,8 +15,10 @@ from multiprocessing.util import _args_from_interpreter_flags  # type: ignore[at
 # The path's entries are separate arguments, after their number: Linux limits each argument to 128 KiB.
 RUN_MODULE = (
     "import sys; end = int(sys.argv[1]) + 2; sys.path[:] = sys.argv[2:end]; del sys.argv[1:end];"
+    " from lp_runtime.utils.startup import end_with_parent; end_with_parent({parent});"
     " import runpy; runpy.run_module({module!r}, None, '__main__', True)"
 )
+PARENT_CHECK_SECONDS = 1.0  # between checks whether the parent is alive
 START_STAGES = 5  # stages of a replica's start: compiling, loading, optimizing, checking, measuring
 
 
@@ -23,11 +26,26 @@ def python_command(module: str, *arguments: str) -> list[str]:
     """Return the command line of a child process that runs a module of this package.
 
     The child gets this process's `sys.path` and interpreter flags, like a multiprocessing child. `python -m` would put
-    the working directory first, so a `random.py` there would shadow the standard library's module.
+    the working directory first, so a `random.py` there would shadow the standard library's module. The child ends soon
+    after this process.
     """
     path = [os.path.abspath(entry) for entry in sys.path]  # '' is the working directory
-    code = RUN_MODULE.format(module=module)
+    code = RUN_MODULE.format(module=module, parent=os.getpid())
     return [sys.executable, *_args_from_interpreter_flags(), "-P", "-c", code, str(len(path)), *path, *arguments]
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process once its parent is not the process `parent` any more, even if that was killed.
+
+    A pipe to the parent may stay open longer: processes that were forked from the parent hold copies of its end.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_CHECK_SECONDS)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def hide_triton_without_gpu() -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+import os
 import re
 import signal
-from multiprocessing.connection import Pipe
+import subprocess
+import sys
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 
 import psutil
 import pytest
 from support import reference
-from support.processes import own_replicas, wait_until
+from support.processes import PATIENCE, marked, own_replicas, wait_until
 from support.ranks import interfaces
 from support.ray_head import free_ports
 
@@ -133,6 +136,39 @@ def test_unread_messages_of_closed_stream_do_not_affect_next_request(one_layer_d
         stream.close()
         out = runtime.generate(reference.PROMPTS[1], reference.MAX_NEW_TOKENS, eos=False)
         assert out.token_ids == expected[1]
+
+
+def test_replica_sees_the_end_of_its_pipe_although_a_forked_process_holds_a_copy():
+    ours, theirs = Pipe()
+    copy = Connection(os.dup(ours.fileno()))
+    ReplicaPipe(ours).close()
+    with pytest.raises(EOFError):
+        theirs.recv_bytes()
+    copy.close()
+
+
+ORPHANED = """
+import os, signal, time
+from multiprocessing.connection import Pipe
+from lp_runtime.replica.process_start import start_process
+
+ours, theirs = Pipe()
+with theirs:
+    print(start_process(theirs).pid, flush=True)
+if os.fork() == 0:
+    time.sleep(300)  # holds a copy of the pipe's end
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_replica_ends_with_its_driver_although_a_forked_process_holds_the_pipe():
+    with marked() as mark:
+        driver = subprocess.Popen([sys.executable, "-c", ORPHANED], env=mark.environment, stdout=subprocess.PIPE)
+        replica = int(driver.stdout.readline())
+        assert driver.wait(PATIENCE) == -signal.SIGKILL
+        wait_until(lambda: replica not in mark.alive())
+        assert len(mark.alive()) == 1
+        driver.stdout.close()
 
 
 def test_send_to_hanging_replica_does_not_block():
