@@ -63,8 +63,8 @@ class Launcher(ABC):
             with unforeseen_as(ReplicaError, "decoding failed"), closing(self._run(request, should_cancel)) as events:
                 for event in events:
                     yield event
-                    if self._is_closed:
-                        raise ReplicaError("the runtime is closed")
+                    self._check_open()
+                self._check_open()  # another thread may have ended the request
         except (Exception, KeyboardInterrupt) as error:
             if not self.outlives_failures and not isinstance(error, REQUEST_ERRORS):  # only `close` is called from now
                 self._failure_seen = str(error) or "interrupted"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Generator, Iterator
 
@@ -51,7 +52,8 @@ class TorchrunLauncher(Launcher):
         with unforeseen_as(LaunchError, f"rank {context.rank * place.num_shards} failed at start"):
             self._replica = stack.enter_context(start_replica(config, context, place))
             self._tell(self._replica.info)
-        self._is_open = True
+        self._is_open = True  # whether this rank may still take part in requests
+        self._turn = threading.RLock()  # held during a call that the other ranks make, too
         self._events: Iterator[Event] = iter(())  # of the latest request
         self._is_cancelled = False
 
@@ -60,38 +62,48 @@ class TorchrunLauncher(Launcher):
         return self._replica.info
 
     def _run(self, request: Request, should_cancel: Callable[[], bool]) -> Generator[Event, None, None]:
-        shared = self._share(request)
-        if shared is None:
-            raise ReplicaError("rank 0 has closed while this rank asked for one more request")
-        yield from self._decode(shared, should_cancel)
-
-    def _decode(
-        self, request: Request, should_cancel: Callable[[], bool] = never_cancel
-    ) -> Generator[Event, None, None]:
-        self._is_cancelled = False
-        self._events = self._replica.decode(request, lambda: self._is_cancelled or should_cancel())
+        with self._turn:
+            if not self._is_open:  # another thread has closed meanwhile
+                raise ReplicaError("the runtime is closed")
+            shared = self._share(request)
+            if shared is None:
+                raise ReplicaError("rank 0 has closed while this rank asked for one more request")
+            self._begin(shared, should_cancel)
         try:
-            for event in self._events:
-                self._tell(event)
+            while (event := self._next_event()) is not None:
                 yield event
         except GeneratorExit:  # the caller stopped early
             self._cancel()
             raise
-        except REQUEST_ERRORS as error:  # raised on all ranks
-            self._tell(error)
-            raise
-        except (Exception, KeyboardInterrupt):
-            self._is_open = False  # the group is broken
-            raise
+
+    def _begin(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> None:
+        self._is_cancelled = False
+        self._events = self._replica.decode(request, lambda: self._is_cancelled or should_cancel())
+
+    def _next_event(self) -> Event | None:
+        """Decode the latest request, in step with the other ranks, up to its next event; None after the last one."""
+        with self._turn:
+            try:
+                event = next(self._events, None)
+            except REQUEST_ERRORS as error:  # raised on all ranks
+                self._tell(error)
+                raise
+            except (Exception, KeyboardInterrupt):
+                self._is_open = False  # the group is broken
+                raise
+            if event is not None:
+                self._tell(event)
+            return event
 
     def _cancel(self) -> None:
-        """Cancel the request that is being decoded, in step with the other ranks."""
+        """Cancel the latest request, unless it has ended."""
         self._is_cancelled = True
-        try:
-            for event in self._events:
-                self._tell(event)
-        except REQUEST_ERRORS as error:  # this ends the request, too
-            self._tell(error)
+        self._end_request()
+
+    def _end_request(self) -> None:
+        with contextlib.suppress(*REQUEST_ERRORS):  # these end a request, too
+            while self._next_event() is not None:
+                pass
 
     def _tell(self, message: object) -> None:
         """Send an event or error to this replica's other shards, whose ranks run the same script."""
@@ -108,6 +120,7 @@ class TorchrunLauncher(Launcher):
             message = CLOSED if request is None else seal(request)
         message = group.connected.broadcast(message, is_patient=True)
         if message == CLOSED:
+            self._is_open = False
             return None
         try:
             return open_request(message)  # on rank 0, too: all ranks have equal objects
@@ -116,19 +129,17 @@ class TorchrunLauncher(Launcher):
             raise ReplicaError(str(error)) from error
 
     def _close(self) -> None:
+        self._is_cancelled = True  # another thread may be decoding
         try:
-            if self._is_open:
-                self._is_open = False
-                self._cancel()
-                if self.is_leader:
-                    self._share(None)
-                else:
-                    while (request := self._share(None)) is not None:
-                        with contextlib.suppress(*REQUEST_ERRORS):  # raised to the caller on rank 0
-                            for _ in self._decode(request):
-                                pass
-                self._tell(None)
+            with self._turn:
+                if self._is_open:
+                    self._cancel()
+                    while (request := self._share(None)) is not None:  # on rank 0 there is none
+                        self._begin(request)
+                        self._end_request()  # its errors are raised to the caller on rank 0
+                    self._tell(None)
         finally:
+            self._is_open = False
             self._leave()
 
 
@@ -144,6 +155,7 @@ class TorchrunFollower(Launcher):
         assert isinstance(info, ReplicaInfo)
         self._info = info
         self._has_ended = False  # whether shard 0 has closed
+        self._turn = threading.Lock()  # held while a message is read
 
     @property
     def info(self) -> ReplicaInfo:
@@ -163,17 +175,21 @@ class TorchrunFollower(Launcher):
 
     def _until_end(self) -> Iterator[Event]:
         """Yield shard 0's events up to the end of a request or of the runtime; raise shard 0's error."""
-        while not self._has_ended:
-            event = next(self._messages)
-            if event is None:
-                self._has_ended = True
-                return
-            if isinstance(event, REQUEST_ERRORS):
-                raise event
-            assert isinstance(event, StepOutput | Report)
+        while (event := self._next_event()) is not None:
             yield event
             if isinstance(event, Report):
                 return
+
+    def _next_event(self) -> Event | None:
+        with self._turn:
+            if self._has_ended:
+                return None
+            event = next(self._messages, None)
+            self._has_ended = event is None
+        if isinstance(event, REQUEST_ERRORS):
+            raise event
+        assert event is None or isinstance(event, StepOutput | Report)
+        return event
 
     def _close(self) -> None:
         with contextlib.suppress(ShardError):  # shard 0 ended without closing

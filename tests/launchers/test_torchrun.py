@@ -8,6 +8,8 @@ import runpy
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from support.examples import EXAMPLES
 from support.forked import start_forked
 from support.processes import PATIENCE, Marked, marked
 
+from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.store import host_store
 from lp_runtime.errors import ConfigError
@@ -123,22 +126,59 @@ def torchrun(mark: Marked, ranks: int, *arguments: str, cwd) -> subprocess.Compl
     )
 
 
-def be_rank(rank: int) -> None:
-    """Run the example as one of two ranks."""
+def be_rank(rank: int, main: Callable[..., None], *arguments: object) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    main(*arguments)
+
+
+def run_two_ranks(cwd: Path, main: Callable[..., None], *arguments: object) -> list[subprocess.CompletedProcess]:
+    """Run `main` on two forked ranks; this process hosts the store, as torchrun does."""
+    store = host_store("127.0.0.1", 0, PATIENCE)
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    torchruns = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
+    options = {"cwd": cwd, "environment": os.environ | place | torchruns}
+    with (
+        start_forked(be_rank, 0, main, *arguments, **options) as first,
+        start_forked(be_rank, 1, main, *arguments, **options) as second,
+    ):
+        results = [first(), second()]
+    assert [result.returncode for result in results] == [0, 0], results
+    return results
+
+
+def run_example() -> None:
     runpy.run_path(str(EXAMPLES / "torchrun_job.py"), run_name="__main__")
 
 
 def test_example_runs_on_forked_ranks(tmp_path):
-    """This process hosts the store, as torchrun does."""
-    store = host_store("127.0.0.1", 0, PATIENCE)
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
-    torchruns = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "none"}
-    options = {"cwd": tmp_path, "environment": os.environ | place | torchruns}
-    with start_forked(be_rank, 0, **options) as first, start_forked(be_rank, 1, **options) as second:
-        results = first(), second()
-    assert [result.returncode for result in results] == [0, 0], results
+    results = run_two_ranks(tmp_path, run_example)
     assert results[0].stdout.splitlines()[-1].endswith(" steps on 2 replicas") and not results[1].stdout
+
+
+def close_while_generating(model: str, gpus_per_replica: int) -> None:
+    lookahead = LookaheadConfig(0, 2, 0, prior="none")
+    with LookaheadRuntime(model, device="cpu", gpus_per_replica=gpus_per_replica, lookahead=lookahead) as runtime:
+        if not runtime.is_leader:
+            return
+        has_begun = threading.Event()
+
+        def generate() -> None:
+            try:
+                for _ in runtime.stream([1, 2, 3], 200, eos=False):
+                    has_begun.set()
+            except ReplicaError as error:
+                print(error)
+
+        thread = threading.Thread(target=generate)
+        thread.start()
+        has_begun.wait()
+    thread.join()
+
+
+@pytest.mark.parametrize("gpus_per_replica", [1, 2])
+def test_all_ranks_end_if_rank_0_closes_while_another_thread_generates(tiny_model_dir, tmp_path, gpus_per_replica):
+    results = run_two_ranks(tmp_path, close_while_generating, str(tiny_model_dir), gpus_per_replica)
+    assert [result.stdout for result in results] == ["the runtime is closed\n", ""]
 
 
 @pytest.mark.slow
