@@ -29,13 +29,26 @@ if [[ -z "$python" ]]; then
     [[ -x "$python" ]] || python=python3
 fi
 
+is_number() { [[ "$1" =~ ^[0-9]{1,6}$ ]] && ((10#$1 >= 10#$2 && 10#$1 <= 10#$3)); }
+refuse() {
+    echo "error: $1=${!1}: must be a number from $2" >&2
+    exit 2
+}
+check() { [[ -z "${!1:-}" ]] || is_number "${!1}" "$2" "$3" || refuse "$1" "$2 to $3"; }
+check MASTER_PORT 1 65535
+check MAX_RESTARTS 0 999999
+[[ "${NPROC:-}" =~ ^(auto|cpu|gpu)$ ]] || check NPROC 1 999999
+nnodes="${NNODES:-1}"
+max_nodes="${nnodes#*:}"
+{ is_number "$max_nodes" 1 999999 && is_number "${nnodes%%:*}" 1 "$max_nodes"; } || refuse NNODES "1 to 999999, or two as MIN:MAX"
+check NODE_RANK 0 $((10#$max_nodes - 1))
+
 # With --cfg first, only show the settings. Bad ones end here in one line: torchrun would add a page, and try again.
 if [[ "${1:-}" == --cfg ]]; then exec "$python" -m lp_runtime "$@"; fi
 "$python" -m lp_runtime --cfg "$@" >/dev/null
 
 count_gpus='import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 2)'
 nproc="${NPROC:-$("$python" -c "$count_gpus")}"
-nnodes="${NNODES:-1}"
 if [[ "$nnodes" == 1 ]]; then
     where=(--standalone)
 elif [[ "$nnodes" == *:* ]]; then

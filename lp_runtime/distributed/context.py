@@ -8,6 +8,9 @@ from dataclasses import dataclass, replace
 from lp_runtime.errors import ConfigError, LaunchError
 
 NO_GPUS = ("", "-1", "NoDevFiles")  # first entries of CUDA_VISIBLE_DEVICES that hide all GPUs; Slurm sets the last one
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+MAX_NUMBER = 10**6  # of processes or restarts; far more than there are
+MAX_PORT = 65535
 # Settings of torch's GPU allocator. The last two are older names, which torch still reads.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
@@ -32,18 +35,16 @@ class ReplicaContext:
     def from_torchrun(cls) -> ReplicaContext:
         """Read the context from torchrun's environment variables. This is the only code that reads them."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-        missing = [name for name in names if name not in os.environ]
+        missing = [name for name in names if not os.environ.get(name)]
         if missing:
             raise LaunchError(
                 f"launcher=torchrun: {missing[0]} is not set; start with"
                 " 'torchrun --nproc-per-node GPUS -m lp_runtime ...', or choose launcher=local or launcher=ray"
             )
-        numbers = []
-        for name in (*names[:4], names[5]):
-            if not os.environ[name].isdecimal():
-                raise LaunchError(f"launcher=torchrun: {name}={os.environ[name]}: must be a number")
-            numbers.append(int(os.environ[name]))
-        rank, size, local, num_local, port = numbers
+        size = _number("WORLD_SIZE", 1, MAX_NUMBER)
+        rank = _number("RANK", 0, size - 1)
+        num_local = _number("LOCAL_WORLD_SIZE", 1, size)
+        local = _number("LOCAL_RANK", 0, num_local - 1)
         visible = visible_gpus()
         # `srun --gpus-per-task=1` shows each process its own GPU, at index 0.
         owns_device = num_local > 1 and visible is not None and len(visible) == 1 and visible[0] not in NO_GPUS
@@ -53,11 +54,11 @@ class ReplicaContext:
             0 if owns_device else local,
             num_local,
             os.environ["MASTER_ADDR"],
-            port,
+            _number("MASTER_PORT", 1, MAX_PORT),
             # torchrun's agent usually hosts the store; other programs that set the same variables do not
             owns_device=owns_device,
             hosts_store=rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            attempt=_number(RESTARTS, 0, MAX_NUMBER) if RESTARTS in os.environ else 0,
         )
 
     def divided(self, num_shards: int) -> tuple[ReplicaContext, int]:
@@ -69,6 +70,14 @@ class ReplicaContext:
                 )
         replica, shard = divmod(self.rank, num_shards)
         return replace(self, rank=replica, num_replicas=self.num_replicas // num_shards), shard
+
+
+def _number(name: str, lowest: int, highest: int) -> int:
+    """Return the number that one of torchrun's variables has, within these bounds."""
+    text = os.environ[name]
+    if not (text.isdecimal() and len(text) <= len(str(MAX_NUMBER)) and lowest <= int(text) <= highest):
+        raise LaunchError(f"launcher=torchrun: {name}={text}: must be a number from {lowest} to {highest}")
+    return int(text)
 
 
 def visible_gpus() -> list[str] | None:

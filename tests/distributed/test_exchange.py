@@ -217,6 +217,34 @@ def test_context_is_read_from_torchrun_variables(monkeypatch):
         assert ReplicaContext.from_torchrun() == ReplicaContext(5, 8, 1, 4, "node0", 29500)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("WORLD_SIZE", "0", "must be a number from 1 to 1000000"),
+        ("WORLD_SIZE", "9" * 5000, "must be a number from 1 to 1000000"),
+        ("RANK", "8", "must be a number from 0 to 7"),
+        ("RANK", "-1", "must be a number from 0 to 7"),
+        ("LOCAL_WORLD_SIZE", "9", "must be a number from 1 to 8"),
+        ("LOCAL_RANK", "x", "must be a number from 0 to 3"),
+        ("MASTER_PORT", "65536", "must be a number from 1 to 65535"),
+        ("TORCHELASTIC_RESTART_COUNT", "x", "must be a number from 0 to 1000000"),
+    ],
+)
+def test_torchrun_variable_out_of_range_is_one_line(monkeypatch, name, value, message):
+    values = {
+        "RANK": 5,
+        "WORLD_SIZE": 8,
+        "LOCAL_RANK": 1,
+        "LOCAL_WORLD_SIZE": 4,
+        "MASTER_PORT": 29500,
+        "MASTER_ADDR": "a",
+    }
+    for each, number in {**values, name: value}.items():
+        monkeypatch.setenv(each, str(number))
+    with pytest.raises(LaunchError, match=f"^launcher=torchrun: {name}={value}: {message}$"):
+        ReplicaContext.from_torchrun()
+
+
 @pytest.mark.parametrize(("visible", "num_local", "index", "owns"), [("3", 4, 0, True), ("GPU-7", 1, 0, False)])
 def test_single_visible_gpu_is_used(monkeypatch, visible, num_local, index, owns):
     """`srun --gpus-per-task=1` starts processes that way."""

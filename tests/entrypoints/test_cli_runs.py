@@ -24,7 +24,10 @@ IDS = "prompt=[1,2,3]"
 def test_non_numeric_torchrun_variable_is_refused(refusal, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "abc" if name == "WORLD_SIZE" else "1")
-    assert refusal("prompt=x", "launcher=torchrun") == "launcher=torchrun: WORLD_SIZE=abc: must be a number"
+    assert (
+        refusal("prompt=x", "launcher=torchrun")
+        == "launcher=torchrun: WORLD_SIZE=abc: must be a number from 1 to 1000000"
+    )
 
 
 def test_torchrun_launcher_without_torchrun_is_refused(refusal, tiny_model_dir):

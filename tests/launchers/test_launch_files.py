@@ -142,6 +142,24 @@ def test_torchrun_script_passes_options_from_variables(variables, expected):
     assert options["module"] and command == ["lp_runtime", "prompt=x", "gpus=2"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"NPROC": "0"}, "NPROC=0: must be a number from 1 to 999999"),
+        ({"NPROC": "two"}, "NPROC=two: must be a number from 1 to 999999"),
+        ({"MAX_RESTARTS": "-1"}, "MAX_RESTARTS=-1: must be a number from 0 to 999999"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT=65536: must be a number from 1 to 65535"),
+        ({"NNODES": "x"}, "NNODES=x: must be a number from 1 to 999999, or two as MIN:MAX"),
+        ({"NNODES": "3:2"}, "NNODES=3:2: must be a number from 1 to 999999, or two as MIN:MAX"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK=2: must be a number from 0 to 1"),
+    ],
+)
+def test_torchrun_script_refuses_a_variable_out_of_range(variables, message):
+    script = ["bash", ROOT / "launch" / "torchrun.sh", "prompt=x"]
+    done = subprocess.run(script, env=os.environ | {"PYTHON": "echo"} | variables, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
+
+
 @pytest.mark.parametrize("script", ["torchrun.sh", "ray_job.sh", "slurm.sbatch"])
 def test_bad_setting_ends_a_launch_script_in_one_line(script):
     """Nothing is started or uploaded: there are no Slurm commands and no Ray cluster here."""
