@@ -25,11 +25,13 @@ from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext, keep_caches_in, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.hf.location import check_location
+from lp_runtime.utils.limits import MORE_PROCESSES
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 BAD_INPUT = (ConfigError, RequestError, ModelError, LaunchError)
 EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED = 2, 1, 130
 EXIT_SIGNAL = 128  # plus the number of the signal that ended the process
+NO_THREAD = "start new thread"  # in Python's error
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of writing to stdout
 
 GENERATE_USAGE = """\
@@ -81,6 +83,11 @@ def _run(name: str, usage: str, schema: type[RuntimeConfig], arguments: list[str
         sys.exit(EXIT_BAD_INPUT if isinstance(error, BAD_INPUT) else EXIT_FAILED)
     except OSError as error:
         _end_unwritable(error)
+    except RuntimeError as error:
+        if NO_THREAD not in str(error):
+            raise
+        print(f"error: {error}: {MORE_PROCESSES}", file=sys.stderr)
+        sys.exit(EXIT_BAD_INPUT)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(EXIT_INTERRUPTED)

@@ -7,13 +7,15 @@ so a script needs no main guard. A child exits when its pipe closes or the drive
 from __future__ import annotations
 
 import contextlib
+import errno
 import subprocess
 from collections.abc import Iterator
 from multiprocessing.connection import Connection, Pipe
 from typing import NamedTuple
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.utils.limits import num_cores
+from lp_runtime.errors import LaunchError
+from lp_runtime.utils.limits import MORE_PROCESSES, num_cores
 from lp_runtime.utils.startup import python_command
 
 
@@ -44,9 +46,14 @@ def next_process() -> StartedProcess:
 
 
 def _start() -> StartedProcess:
-    ours, theirs = Pipe()
-    with theirs:
-        return StartedProcess(start_process(theirs), ours)
+    """Start a process; raise LaunchError if the system refuses."""
+    try:
+        ours, theirs = Pipe()
+        with theirs:
+            return StartedProcess(start_process(theirs), ours)
+    except OSError as error:
+        remedy = f"; {MORE_PROCESSES}" if error.errno == errno.EAGAIN else ""
+        raise LaunchError(f"a replica's process cannot be started: {error.strerror}{remedy}") from error
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+MORE_PROCESSES = "raise the limit of processes and threads (ulimit -u, or pids.max of the container)"  # a remedy
 ROOT = Path("/sys/fs/cgroup")
 OWN_GROUPS = Path("/proc/self/cgroup")  # a line "ID:CONTROLLERS:PATH" for each hierarchy; version 2's is "0::PATH"
 

@@ -45,7 +45,8 @@ def end_with_parent(parent: int) -> None:
             time.sleep(PARENT_CHECK_SECONDS)
         os._exit(0)
 
-    threading.Thread(target=watch, daemon=True).start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the pipe must do
+        threading.Thread(target=watch, daemon=True).start()
 
 
 def hide_triton_without_gpu() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 
@@ -10,6 +11,9 @@ import torch
 from support.thinned import thinned
 
 from lp_runtime.distributed import devices
+from lp_runtime.entrypoints import commands
+from lp_runtime.replica import process_start
+from lp_runtime.utils.limits import MORE_PROCESSES
 
 pytestmark = pytest.mark.usefixtures("own_folder")
 IDS = "prompt=[1,2,3]"
@@ -54,6 +58,24 @@ def test_more_replicas_than_gpus_are_refused(refusal, tiny_model_dir):
     count = torch.cuda.device_count()
     message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "device=cuda", f"gpus={count + 1}")
     assert message.startswith(f"gpus={count + 1}: this machine has {count}")
+
+
+def test_limit_of_processes_is_one_line(refusal, tiny_model_dir, monkeypatch):
+    def refuse(pipe):
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(process_start, "start_process", refuse)
+    message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "device=cpu", "gpus=2")
+    assert message == f"a replica's process cannot be started: {os.strerror(errno.EAGAIN)}; {MORE_PROCESSES}"
+
+
+def test_limit_of_threads_is_one_line(refusal, tiny_model_dir, monkeypatch):
+    def refuse(config, is_leader):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(commands, "run_command", refuse)
+    message = refusal(f"model.path={tiny_model_dir}", IDS, "ids=true", "device=cpu")
+    assert message == f"can't start new thread: {MORE_PROCESSES}"
 
 
 @pytest.mark.parametrize("gpus", [1, 2])

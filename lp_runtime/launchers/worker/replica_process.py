@@ -46,8 +46,12 @@ def be_replica(pipe: Connection) -> None:
     except (EOFError, OSError):
         return  # the driver ended before it sent the settings
     server = ReplicaServer(config, place, send) if place.shard.is_leader else FollowerServer(config, place, send)
-    threading.Thread(target=listen, args=(server,), daemon=True).start()
-    server.run()
+    try:
+        threading.Thread(target=listen, args=(server,), daemon=True).start()
+    except RuntimeError as error:  # the limit of processes and threads is reached
+        send(Failed.from_error(error))
+    else:
+        server.run()
     os._exit(1)  # skips atexit handlers, which may block on a broken group
 
 
