@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +26,7 @@ from lp_runtime.utils.limits import num_cores
 
 PACKAGES = ("lp_runtime", "torch", "transformers", "numba", "hydra-core", "triton", "ray", "xgrammar", "fastapi")
 GIB = 2**30
+BLOCK_BYTES = 1 << 16  # at least one block of any file system
 REPLICAS_OF_A_BOX = 8  # replicas of a typical machine, for which shared memory is tested
 Finding = tuple[str, str, bool]  # subject, description, whether it is a problem
 
@@ -92,12 +94,21 @@ def _caches(config: DoctorConfig) -> Iterator[Finding]:
     if config.cache_dir is not None:
         folders["measurements"] = Path(config.cache_dir).expanduser()
     for what, folder in folders.items():
-        exists = next(each for each in (folder, *folder.parents) if os.path.exists(each))
-        if os.access(exists, os.W_OK | os.X_OK):
+        try:
+            _write_a_block(next(each for each in (folder, *folder.parents) if os.path.exists(each)))
+        except OSError as error:
+            reason = error.strerror or first_line(error)
+            yield what, f"{folder}: cannot be written, so its content is computed again at every start: {reason}", True
+        else:
             num_files = sum(1 for each in folder.rglob("*") if each.is_file()) if folder.exists() else 0
             yield what, f"{folder}: {num_files} files", False
-        else:
-            yield what, f"{folder}: cannot be written, so its content is computed again at every start", True
+
+
+def _write_a_block(folder: Path) -> None:
+    """Raise OSError unless a file with content can be written into a folder; the file is removed."""
+    with tempfile.TemporaryFile(dir=folder) as file:  # even a full file system has space for an empty file
+        file.write(bytes(BLOCK_BYTES))
+        file.flush()
 
 
 def _model(config: DoctorConfig) -> Iterator[Finding]:

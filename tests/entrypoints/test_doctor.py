@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import signal
+
 import pytest
 import torch
 
@@ -62,7 +65,21 @@ def test_missing_home_folder_is_reported(report, monkeypatch):
     assert status == 1 and any("PROBLEM: cannot be kept" in line for line in lines)
 
 
-def test_unwritable_cache_folder_is_reported(report, monkeypatch):
-    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
-    lines, status = report("device=cpu")
+def test_cache_folder_that_is_no_folder_is_reported(report, tmp_path):
+    (tmp_path / "file").touch()
+    lines, status = report("device=cpu", f"cache_dir={tmp_path}/file")
     assert status == 1 and any("cannot be written, so its content is computed again" in line for line in lines)
+
+
+def test_cache_folder_on_a_full_disk_is_reported(report, tmp_path):
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))  # files stay empty, as on a full disk
+    try:
+        lines, status = report("device=cpu", f"cache_dir={tmp_path}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, handler)
+    problem = f"measurements  PROBLEM: {tmp_path}: cannot be written, so its content is computed again at every start"
+    assert status == 1 and f"{problem}: File too large" in lines
+    assert not list(tmp_path.iterdir())
