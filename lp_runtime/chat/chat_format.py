@@ -19,7 +19,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.text.harmony import MESSAGE, content_start
-from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.reasoning import Reasoning
 
 log = logging.getLogger(__name__)
 

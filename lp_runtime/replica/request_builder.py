@@ -24,7 +24,8 @@ from lp_runtime.request.request import Request
 from lp_runtime.sampling.gumbel import MAX_SAMPLE
 from lp_runtime.sampling.processors import check_processors
 from lp_runtime.sampling.types import LogitsProcessor
-from lp_runtime.text.stop_strings import Reasoning, check_stop_strings
+from lp_runtime.text.reasoning import Reasoning
+from lp_runtime.text.stop_check import check_stop_strings
 
 Config = TypeVar("Config")
 MAX_TOP_LOGPROBS = 20  # as in the OpenAI API

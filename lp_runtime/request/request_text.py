@@ -29,7 +29,7 @@ class RequestText:
         """Append a step's tokens; return the text that they complete, and the texts of the completed tokens."""
         self._held += token_ids
         match = None if self._stop_strings is None else self._stop_strings.find(token_ids)
-        if match is None and self._stop_strings is not None and self._stop_strings.is_undecided:
+        if match is None and self._stop_strings is not None and self._stop_strings.holds_tokens:
             return "", ()
         return self._show(match), self._texts()
 

@@ -36,7 +36,7 @@ from lp_runtime.server.openai.forms import Choice
 from lp_runtime.server.openai.protocol import Common
 from lp_runtime.text.harmony import ANALYSIS, END, MESSAGE
 from lp_runtime.text.mark_spelling import spelling_of
-from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.reasoning import Reasoning
 from lp_runtime.text.token_text import prompt_texts
 
 log = logging.getLogger(__name__)

@@ -2,62 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from lp_runtime.errors import RequestError
-from lp_runtime.text import harmony
-from lp_runtime.text.decoding import REPLACEMENT, Decoding
+from lp_runtime.text.decoding import REPLACEMENT
 from lp_runtime.text.detokenizer import Detokenizer
-from lp_runtime.text.token_text import TokenTexts
-
-
-class Reasoning(NamedTuple):
-    """The marks between which the reasoning part of a chat's answer lies."""
-
-    # None if the prompt has begun the part; else an answer that does not begin with it has no such part. Empty if the
-    # answer is messages of harmony: the content begins with the first that is content.
-    begin: str | None
-    end: str
-    content_marks: tuple[str, ...] = ()  # one of them may begin the content, which follows it
-
-    def is_undecided(self, text: str) -> bool:
-        """Return whether it is undecided where an answer's content begins: white space, then a part of a mark."""
-        return bool(self.begin) and self._is_cut_mark(text.lstrip(), (self.begin or "", *self.content_marks))
-
-    def content_start(self, text: str) -> int | None:
-        """Return where the answer's content begins in its text; None as long as it has not begun."""
-        if self.begin == "":
-            return harmony.content_start(text)
-        stripped = text.lstrip()
-        if self.begin and not stripped.startswith(self.begin):
-            return None if self.is_undecided(text) else self._after_mark(text, 0)
-        place = text.find(self.end)
-        if place < 0:
-            return None
-        rest = text[place + len(self.end) :].lstrip()  # white space after the reasoning is not shown
-        return self._after_mark(text, len(text) - len(rest)) if rest else None
-
-    def _after_mark(self, text: str, start: int) -> int | None:
-        """Return where content from `start` on begins: after a mark if one is there; None if the mark is cut."""
-        rest = text[start:].lstrip()
-        mark = next((mark for mark in self.content_marks if rest.startswith(mark)), None)
-        if mark is not None:
-            return len(text) - len(rest) + len(mark)
-        return None if self._is_cut_mark(rest, self.content_marks) else start
-
-    @staticmethod
-    def _is_cut_mark(text: str, marks: Sequence[str]) -> bool:
-        return any(mark != text and mark.startswith(text) for mark in marks)
+from lp_runtime.text.reasoning import Reasoning
 
 
 class StopMatch(NamedTuple):
     """The end of a text by a stop string."""
 
     num_tokens: int  # of the step's tokens, those to keep
-    num_shown: int  # of these and the undecided tokens before them, those up to the end of the stop string
+    num_shown: int  # of these and the held tokens before them, those up to the end of the stop string
     num_after: int  # characters of the last of these that follow the stop string
     string: str  # of several that end at the same place, the longest
 
@@ -66,8 +25,8 @@ class StopStrings:
     """Search for stop strings, one or more and none empty, in the text of growing token ids.
 
     The text is that of Detokenizer, with special tokens. It ends with the first token at which it contains a string. No
-    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part. One in the first white
-    space of an answer ends it with the token that shows that no such part begins.
+    string is found in the text of `context` or across its end, nor in a chat's `reasoning` part. Tokens are held while
+    they may be content or the beginning of that part; they are searched once a later token or the end decides.
     """
 
     def __init__(
@@ -81,12 +40,14 @@ class StopStrings:
         self._strings = strings
         self._longest = max(map(len, strings))  # characters
         self._reasoning = reasoning  # None once the content has begun
-        # Whether the tokens so far, `_undecided`, may belong to the reasoning part or to the content.
-        self.is_undecided = reasoning is not None and bool(reasoning.begin)
-        self._undecided: list[int] = []
-        self._text = ""  # returned by the detokenizer: its end, or all of it before the content
+        self._held: list[int] = []
+        self._text = ""  # end of the text before the held tokens; its content has no match
         # Text that only grows contains later what it contains now, so a whole step is searched at once.
         self._only_grows = self._detokenizer.only_appends and not any(REPLACEMENT in string for string in strings)
+
+    @property
+    def holds_tokens(self) -> bool:
+        return bool(self._held)
 
     def __call__(self, committed: Sequence[int]) -> int | None:
         """Return how many committed tokens to keep if a stop string ends in them, else None; see state.Stop."""
@@ -95,88 +56,65 @@ class StopStrings:
 
     def find(self, committed: Sequence[int]) -> StopMatch | None:
         """Append a step's tokens; return the first match in them, after which nothing may be appended."""
-        num_before = len(self._undecided)
-        tokens = [*self._undecided, *committed]
-        if not self._only_grows or self._search(tokens) is not None:
-            for num in range(num_before + 1, len(tokens) + 1):
-                if self._search(tokens[:num]) is not None:
-                    return self._first(tokens[:num], num - num_before)
-        if self.is_undecided:
-            assert self._reasoning is not None
-            self.is_undecided = self._reasoning.is_undecided(self._detokenizer.peek(tokens))
-            self._undecided = tokens if self.is_undecided else []
-            if self.is_undecided:
-                return None
-        self._text += self._detokenizer.add(tokens)
-        if self._reasoning is not None and (start := self._reasoning.content_start(self._text)) is not None:
-            self._text, self._reasoning = self._text[start:], None
-        if self._reasoning is None:
-            self._text = self._text[max(0, len(self._text) - self._longest + 1) :]
+        tokens = [*self._held, *committed]
+        text = self._text_after(tokens)
+        start, num_deciding = self._content_start(tokens, text)
+        match = None if start is None else self._first_match(tokens, text, start)
+        if match is not None:
+            return match._replace(num_tokens=max(match.num_shown, num_deciding) - len(self._held))
+        if self._reasoning is not None and start is None and self._reasoning.is_undecided(text):
+            self._held = tokens
+        else:
+            self._append(tokens)
         return None
 
     def finish(self) -> StopMatch | None:
-        """Return the first match in tokens that are still undecided: the answer has ended, so they are content."""
-        self._reasoning = None
-        return self._first(self._undecided, 0)
+        """Return the first match in tokens that are still held, after the last token."""
+        text = self._text_after(self._held)
+        start = 0 if self._reasoning is None else self._reasoning.content_start(text, is_whole=True)
+        return None if start is None else self._first_match(self._held, text, start)
 
-    def _first(self, tokens: Sequence[int], num_kept: int) -> StopMatch | None:
-        """Return the first match in tokens that show where the content begins; the step keeps `num_kept` tokens."""
-        start = self._content_start(self._text + self._detokenizer.peek(tokens))
-        matches = (self._search(tokens[:num], start) for num in range(1, len(tokens) + 1))
-        match = next(filter(None, matches), None)
-        return None if match is None else match._replace(num_tokens=num_kept)
+    def _content_start(self, tokens: Sequence[int], text: str) -> tuple[int | None, int]:
+        """Return where the content begins in the tokens' text, and how many tokens show that; (None, 0) before it."""
+        if self._reasoning is None:
+            return 0, 0
+        if self._reasoning.content_start(text) is None:
+            return None, 0
+        starts = map(self._reasoning.content_start, self._texts(tokens, text))
+        return next((start, num) for num, start in enumerate(starts, 1) if start is not None)
 
-    def _search(self, tokens: Sequence[int], start: int | None = None) -> StopMatch | None:
-        """Return the match in content that begins at `start`; None: where the tokens' text shows it."""
-        text = self._text + self._detokenizer.peek(tokens)
-        start = self._content_start(text) if start is None else start
-        content = "" if start is None else text[start:]
+    def _first_match(self, tokens: Sequence[int], text: str, start: int) -> StopMatch | None:
+        """Return the match in the fewest tokens in whose text the content, which begins at `start`, has a string."""
+        if self._only_grows and self._first_string(text[start:]) is None:
+            return None
+        for num, text_so_far in enumerate(self._texts(tokens, text), 1):
+            if (ending := self._first_string(text_so_far[start:])) is not None:
+                end, string = ending
+                return StopMatch(num, num, len(text_so_far) - start - end, string)
+        return None
+
+    def _first_string(self, content: str) -> tuple[int, str] | None:
+        """Return (end, string) of the string that ends first in the content; None without one."""
         ends = [(place + len(each), -len(each), each) for each in self._strings if (place := content.find(each)) >= 0]
         if not ends:
             return None
         end, _, string = min(ends)
-        return StopMatch(len(tokens), len(tokens), len(content) - end, string)
+        return end, string
 
-    def _content_start(self, text: str) -> int | None:
-        return 0 if self._reasoning is None else self._reasoning.content_start(text)
+    def _texts(self, tokens: Sequence[int], text: str) -> Iterator[str]:
+        """Yield the text after each of some tokens; `text` is that after the last."""
+        for num in range(1, len(tokens)):
+            yield self._text_after(tokens[:num])
+        yield text
 
+    def _text_after(self, tokens: Sequence[int]) -> str:
+        return self._text + self._detokenizer.peek(tokens)
 
-def check_stop_strings(tokenizer: PreTrainedTokenizerBase, strings: Sequence[str]) -> None:
-    """Raise RequestError if no text of a tokenizer contains a string: capitals, for example."""
-    decode = Decoding(tokenizer, skip_special_tokens=False)
-    unusual = [each for each in strings if each not in decode(tokenizer(each, add_special_tokens=False).input_ids)]
-    texts = frozenset(TokenTexts(tokenizer).all_bytes(len(tokenizer))) - {b""} if unusual else frozenset()
-    for string in unusual:
-        if not _can_be_spelled(string.encode(), texts):
-            raise RequestError(f"stop={string!r}: can never match: no text of the model's tokenizer contains it")
-
-
-def _can_be_spelled(wanted: bytes, texts: Set[bytes]) -> bool:
-    """Return whether a sequence of texts contains `wanted`."""
-    if any(wanted in text for text in texts):
-        return True
-    reached, ends = _partial_matches(wanted, texts)
-    size, longest = len(wanted), max(map(len, texts), default=0)
-    for num in range(1, size):
-        if num in reached and num in ends:
-            return True
-        if num in reached:
-            reached |= {end for end in range(num + 1, min(num + longest + 1, size)) if wanted[num:end] in texts}
-    return False
-
-
-def _partial_matches(wanted: bytes, texts: Set[bytes]) -> tuple[set[int], set[int]]:
-    """Return (starts, ends): lengths of the parts of `wanted` that end a text, and those before a part that begins one.
-
-    Looks at each text once, however long `wanted` is.
-    """
-    size = len(wanted)
-    starts: set[int] = set()
-    ends: set[int] = set()
-    for text in texts:
-        lengths = range(1, min(len(text) + 1, size))
-        if text[-1] in wanted:  # skips most texts
-            starts |= {num for num in lengths if text.endswith(wanted[:num])}
-        if text[0] in wanted:
-            ends |= {size - num for num in lengths if text.startswith(wanted[size - num :])}
-    return starts, ends
+    def _append(self, tokens: Sequence[int]) -> None:
+        """Add the text of tokens without a match to `_text`, and drop what no later match can reach."""
+        self._held = []
+        self._text += self._detokenizer.add(tokens)
+        if self._reasoning is not None:
+            self._reasoning, self._text = self._reasoning.left_after(self._text)
+        if self._reasoning is None:
+            self._text = self._text[max(0, len(self._text) - self._longest + 1) :]

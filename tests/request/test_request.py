@@ -9,7 +9,7 @@ import pytest
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.request.request import Request
-from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.reasoning import Reasoning
 
 REQUEST = Request((1, 2), PLAIN, max_new_tokens=8, stop=("end",))
 

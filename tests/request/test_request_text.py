@@ -8,7 +8,7 @@ from support.tokenizer_kinds import tokenizer_of
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.request.request import Request
 from lp_runtime.request.request_text import RequestText
-from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.reasoning import Reasoning
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +96,7 @@ GRANITE = Reasoning("Here is my thought process:", "Here is my response:")
         ("\n<answer>\nthe dog", MARKED, "\n", "\n<answer>"),
         ("<ant", MARKED, "<", ""),
         ("<think>a</think>\n<text>at <b>", MARKED, "<", "<think>a</think>\n<text>at "),
+        ("<think>a</think>\n<ant", MARKED, "<", "<think>a</think>\n"),
         ("Here is my dog", GRANITE, " my", "Here is"),
         ("Here is my thought process: my dog", GRANITE, " my", "Here is my thought process: my dog"),
     ],

@@ -20,7 +20,7 @@ from lp_runtime.errors import LaunchError, RequestError
 from lp_runtime.launchers.wire.messages import PING, Abort, Cancel, Decode, Join, Prefill, decode_order, encode_order
 from lp_runtime.launchers.wire.sealed_request import open_request, seal
 from lp_runtime.request.request import Request
-from lp_runtime.text.stop_strings import Reasoning
+from lp_runtime.text.reasoning import Reasoning
 
 
 class Biased(LogitsProcessor):
