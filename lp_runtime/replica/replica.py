@@ -124,7 +124,7 @@ class Replica:
     def _stop(self, request: Request) -> StopStrings | None:
         if not request.stop:
             return None
-        return StopStrings(self._tokenizer, request.stop, request.text_context, request.reasoning)
+        return StopStrings(self._tokenizer, request.stop, request.text_context, request.reasoning, request.stop_after)
 
     def _save_draft_tables(self, event: Event | LookaheadError, request: Request) -> None:
         """Write the draft tables to the draft store if the event ends a request of its scope."""

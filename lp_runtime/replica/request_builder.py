@@ -43,6 +43,7 @@ class RequestOptions(TypedDict, total=False):
         sampling: how successors are sampled. Default: the runtime's.
         sample: index of one of several independent samples of the same seed, >= 0. Default 0.
         stop: strings; decoding ends after the first one that the new text contains. Default: the model's stop_strings.
+        stop_after: first new tokens in whose text no stop string ends. Default 0.
         max_time: seconds after which to stop, at the end of a step. Default: the model's.
         logprobs: whether to report the log-probability of each new token. Default False.
         top_logprobs: number of likeliest tokens to report with each log-probability, 0 to 20, in the `top` of each of a
@@ -75,6 +76,7 @@ class RequestOptions(TypedDict, total=False):
     sampling: SamplingConfig | None
     sample: int
     stop: Sequence[str] | None
+    stop_after: int
     max_time: float | None
     logprobs: bool
     top_logprobs: int
@@ -152,6 +154,7 @@ class RequestBuilder:
         max_time = options.get("max_time")
         max_time = defaults.get("max_time") if max_time is None else max_time
         check_limits(max_new_tokens, stop, max_time)
+        require_int("stop_after", options.get("stop_after", 0), 0)
         self.check_stops(stop)
         self._check_processors(processors)
         request_id, cache_salt = options.get("request_id", ""), options.get("cache_salt", "")
@@ -185,6 +188,7 @@ class RequestBuilder:
             sampling=sampling,
             sample=sample,
             stop=tuple(stop),
+            stop_after=options.get("stop_after", 0),
             max_time=max_time,
             logprobs=logprobs,
             top_logprobs=min(top_logprobs, self._info.vocabulary_size),

@@ -30,6 +30,7 @@ class Request:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     sample: int = 0
     stop: tuple[str, ...] = ()
+    stop_after: int = 0
     max_time: float | None = None  # seconds after which to stop, at the end of a step; None for no limit
     logprobs: bool = False
     top_logprobs: int = 0
@@ -68,5 +69,11 @@ class Request:
     def sampling_key(self) -> str:
         """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key
-        text = self.stop, self.is_answer, self.skip_special_tokens, self.reasoning  # where stop strings match
+        text = (
+            self.stop,
+            self.stop_after,
+            self.is_answer,
+            self.skip_special_tokens,
+            self.reasoning,
+        )  # where stop strings match
         return repr((self.sampling, self.sample, text, self.logprobs, self.top_logprobs, constraint))

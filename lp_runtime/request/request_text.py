@@ -18,7 +18,8 @@ class RequestText:
         context = request.text_context
         self.stop: str | None = None
         self._detokenizer = Detokenizer(tokenizer, context, request.skip_special_tokens, request.logprobs)
-        self._stop_strings = StopStrings(tokenizer, request.stop, context, request.reasoning) if request.stop else None
+        searched = request.stop, context, request.reasoning, request.stop_after
+        self._stop_strings = StopStrings(tokenizer, *searched) if request.stop else None
         # Special tokens that end the text show none, although others do. An ordinary token that ends it shows its own.
         self._hidden = frozenset() if request.skip_special_tokens else request.eos_token_ids & special_ids(tokenizer)
         self._held: list[int] = []  # tokens whose text is not shown before it is known whether it may be cut

@@ -35,11 +35,13 @@ class StopStrings:
         strings: Sequence[str],
         context: Sequence[int] = (),
         reasoning: Reasoning | None = None,
+        min_tokens: int = 0,  # first tokens in whose text no string may end
     ):
         self._detokenizer = Detokenizer(tokenizer, context, skip_special_tokens=False)
         self._strings = strings
         self._longest = max(map(len, strings))  # characters
         self._reasoning = reasoning  # None once the content has begun
+        self._num_skipped = min_tokens  # of the held and the next tokens, those in whose text no string may end
         self._held: list[int] = []
         self._text = ""  # end of the text before the held tokens; its content has no match
         # Text that only grows contains later what it contains now, so a whole step is searched at once.
@@ -85,17 +87,20 @@ class StopStrings:
 
     def _first_match(self, tokens: Sequence[int], text: str, start: int) -> StopMatch | None:
         """Return the match in the fewest tokens in whose text the content, which begins at `start`, has a string."""
-        if self._only_grows and self._first_string(text[start:]) is None:
+        skipped = self._text_after(tokens[: self._num_skipped]) if self._num_skipped else self._text
+        num_skipped = max(0, len(skipped) - start)
+        if self._only_grows and self._first_string(text[start:], num_skipped) is None:
             return None
         for num, text_so_far in enumerate(self._texts(tokens, text), 1):
-            if (ending := self._first_string(text_so_far[start:])) is not None:
+            if (ending := self._first_string(text_so_far[start:], num_skipped)) is not None:
                 end, string = ending
                 return StopMatch(num, num, len(text_so_far) - start - end, string)
         return None
 
-    def _first_string(self, content: str) -> tuple[int, str] | None:
-        """Return (end, string) of the string that ends first in the content; None without one."""
-        ends = [(place + len(each), -len(each), each) for each in self._strings if (place := content.find(each)) >= 0]
+    def _first_string(self, content: str, num_skipped: int) -> tuple[int, str] | None:
+        """Return (end, string) of the string that ends first after some characters of the content; None without one."""
+        places = [(content.find(each, max(0, num_skipped - len(each) + 1)), each) for each in self._strings]
+        ends = [(place + len(each), -len(each), each) for place, each in places if place >= 0]
         if not ends:
             return None
         end, _, string = min(ends)
@@ -113,6 +118,7 @@ class StopStrings:
     def _append(self, tokens: Sequence[int]) -> None:
         """Add the text of tokens without a match to `_text`, and drop what no later match can reach."""
         self._held = []
+        self._num_skipped = max(0, self._num_skipped - len(tokens))
         self._text += self._detokenizer.add(tokens)
         if self._reasoning is not None:
             self._reasoning, self._text = self._reasoning.left_after(self._text)

@@ -64,6 +64,27 @@ def test_text_is_cut_after_stop_string_inside_last_token(tokenizer, cuts_steps):
     assert "".join(texts) == tokenizer.decode(ids[:num]), "tokens are shown whole"
 
 
+@pytest.mark.parametrize("size", [1, 2, 99])
+@pytest.mark.parametrize(("num_skipped", "expected"), [(0, "the cat"), (1, "the cat"), (2, "the cat\nthe cat")])
+def test_no_stop_string_ends_in_the_first_tokens(tokenizer, num_skipped, expected, size):
+    """A string that begins in these tokens counts if it ends after them."""
+    ids = tokenizer.encode("the cat\nthe cat\nthe cat", add_special_tokens=False)
+    steps = [ids[start : start + size] for start in range(0, len(ids), size)]
+    num = num_skipped and len(tokenizer.encode("the cat", add_special_tokens=False)) + num_skipped - 2
+    for stops in (("cat", "e cat"), ("zz", "cat"), ("at",)):
+        deltas, _, text = text_of(tokenizer, steps, stop=stops, stop_after=num, is_answer=True)
+        assert "".join(deltas) == expected and text.stop in stops
+
+
+def test_no_stop_string_ends_in_the_first_tokens_of_an_answer_that_may_reason(tokenizer):
+    ids = [each for text in ("\n", "\n", "the", "\n") for each in tokenizer.encode(text, add_special_tokens=False)]
+    fields = {"stop": ("\n",), "reasoning": Reasoning("<think>", "</think>"), "is_answer": True}
+    for num, expected in ((0, "\n"), (1, "\n\n"), (2, "\n\nthe\n"), (9, "\n\nthe\n")):
+        for steps in ([ids], [[token] for token in ids]):
+            deltas, _, text = text_of(tokenizer, steps, stop_after=num, **fields)
+            assert "".join(deltas) == expected and text.stop == (None if num == 9 else "\n")
+
+
 @pytest.mark.parametrize("begin", [None, "<think>"])
 def test_stop_strings_do_not_match_before_content(tokenizer, begin):
     """Stop strings match neither in the reasoning part nor in the white space after it."""

@@ -180,6 +180,14 @@ def test_penalties_and_min_tokens_take_effect(client, runtime):
     assert done.usage.completion_tokens == 64
 
 
+def test_no_stop_string_ends_a_text_before_min_tokens(client):
+    text = client.completions.create(**body(max_tokens=32)).choices[0].text
+    asked = body(max_tokens=32, stop=text[2:3])
+    assert client.completions.create(**asked).choices[0].text == text[: text.index(text[2])]
+    held = client.completions.create(**asked, extra_body={"min_tokens": 32})
+    assert held.choices[0].text == text and held.choices[0].finish_reason == "length"
+
+
 HARMLESS = {
     "tools": [],
     "tool_choice": "none",

@@ -185,6 +185,7 @@ class Common(StrictPart):
             eos=not self.ignore_eos,
             sampling=self._sampling(sampling, defaults),
             stop=self.stops(),
+            stop_after=self.min_tokens or 0,
             max_time=self.max_time,
             constraint=self.constraint(),
             stop_token_ids=self.stop_token_ids,

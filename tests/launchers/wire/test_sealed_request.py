@@ -81,6 +81,7 @@ FULL = Request(
     ),
     sample=4,
     stop=("\n\n", "\u2028é"),
+    stop_after=3,
     max_time=1.25,
     logprobs=True,
     top_logprobs=3,
