@@ -48,18 +48,20 @@ def encode(
     return tokenizer(text, add_special_tokens=add_special_tokens, verbose=False, **options).input_ids
 
 
-def encode_infilling(tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, splits_special: bool) -> list[int]:
+def encode_infilling(
+    tokenizer: PreTrainedTokenizerBase, prefix: str, suffix: str, splits_special: bool, adds_special: bool = True
+) -> list[int]:
     """Return the token ids of a prompt whose continuation is the text between a prefix and a suffix.
 
     Raises RequestError if the model has no tokens for that. With `splits_special`, special tokens spelled out in the
-    texts are encoded as plain text.
+    texts are encoded as plain text. `adds_special`: whether the tokenizer may add some before the prefix.
     """
     vocabulary = tokenizer.get_vocab()
     marks = next((marks for marks in MARKS if all(mark in vocabulary for mark in marks)), None)
     if marks is None:
         raise RequestError("suffix: the model's tokenizer has no tokens for fill-in-the-middle; leave it out")
     before, between, after = cast(list[int], tokenizer.convert_tokens_to_ids(list(marks)))
-    begin = encode(tokenizer, prefix, split_special_tokens=splits_special)
+    begin = encode(tokenizer, prefix, adds_special, splits_special)
     inner = encode(tokenizer, prefix, add_special_tokens=False, split_special_tokens=splits_special)
     bos = begin[: len(begin) - len(inner)] if begin[len(begin) - len(inner) :] == inner else []
     end = encode(tokenizer, suffix, False, splits_special, "the suffix")

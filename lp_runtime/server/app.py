@@ -110,7 +110,8 @@ class Server:
         prompts, ids = body.prompts(), []
         for prompt in prompts:
             if isinstance(prompt, str):
-                prompt = await self._submitter.encode(prompt, body.split_special_tokens, body.suffix)
+                split, adds_special = body.split_special_tokens, body.add_special_tokens
+                prompt = await self._submitter.encode(prompt, split, body.suffix, adds_special)
             ids.append(body.truncated(prompt, self._info.context_length))
         echoes = await self._echoes(prompts, ids, body.logprobs is not None) if body.echo else []
         choices = await self._submit(body, ids, options)

@@ -91,7 +91,10 @@ class Submitter:
         With a suffix the prompt asks for the text between both.
         """
         if suffix:
-            return await self._in_thread(encode_infilling, self._encoder, prompt, suffix, split_special_tokens)
+            texts = prompt, suffix
+            return await self._in_thread(
+                encode_infilling, self._encoder, *texts, split_special_tokens, add_special_tokens
+            )
         return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
 
     async def decode(self, token_ids: list[int]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 from support.serving import served
@@ -20,11 +22,22 @@ TEMPLATE = (
     "{% if looping %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
+FIRST = "<|endoftext|>"
+BEGINS_WITH_A_TOKEN = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": FIRST, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {FIRST: {"id": FIRST, "ids": [0], "tokens": [FIRST]}},
+}
 
 
 @pytest.fixture(scope="module")
 def runtime(small_model_that_chats):
     folder = small_model_that_chats(TEMPLATE)
+    path = folder / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tokenizer["post_processor"] = BEGINS_WITH_A_TOKEN
+    path.write_text(json.dumps(tokenizer))
     with LookaheadRuntime(
         folder, device="cpu", dtype="float32", lookahead=LookaheadConfig(7, 5, 7, draft_tables="request")
     ) as runtime:
@@ -89,12 +102,22 @@ def test_bad_words_do_not_occur(client, plain):
     assert text != plain.text and word not in text.split()
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
 @pytest.mark.parametrize("num", [3, 1000])
-def test_truncate_prompt_tokens_keeps_the_last_tokens(client, tokenizer, num):
-    ids = tokenizer(PROMPT).input_ids[-num:]
-    cut, expected = complete(client, truncate_prompt_tokens=num), complete(client, prompt=ids)
-    assert cut.choices[0].text == expected.choices[0].text
+def test_truncate_prompt_tokens_keeps_the_last_or_first_tokens(client, tokenizer, num, side):
+    ids = tokenizer(PROMPT).input_ids
+    ids = ids[:num] if side == "right" else ids[-num:]
+    cut = complete(client, truncate_prompt_tokens=num, truncation_side=side)
+    assert cut.choices[0].text == complete(client, prompt=ids).choices[0].text
     assert cut.usage.prompt_tokens == len(ids)
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_add_special_tokens_decides_whether_a_prompt_begins_with_one(client, tokenizer, adds):
+    ids = tokenizer(PROMPT, add_special_tokens=adds).input_ids
+    assert (tokenizer.decode(ids[:1]) == FIRST) == adds
+    asked, expected = complete(client, add_special_tokens=adds), complete(client, prompt=ids)
+    assert asked.usage.prompt_tokens == len(ids) and asked.choices[0].text == expected.choices[0].text
 
 
 def test_continuous_usage_stats_count_tokens_in_each_chunk(client):
@@ -142,6 +165,7 @@ def test_looping_chat_template_is_interrupted(client, monkeypatch):
 
 def test_thinking_token_budget_limits_reasoning(client, runtime, tokenizer):
     plain = chat(client, max_tokens=20).message.reasoning
+    assert chat(client, max_tokens=20, thinking_token_budget=-1).message.reasoning == plain
     for num in (0, 1, 7):
         message = chat(client, max_tokens=20, thinking_token_budget=num).message
         reasoning = getattr(message, "reasoning", "")
@@ -162,7 +186,7 @@ def test_continue_final_message_continues_the_last_message(client, tokenizer):
     fields = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
     answer = chat(client, messages, **fields)
     text = "# user: Write a loop.\n# assistant: for i in"
-    assert answer.message.content == complete(client, prompt=text).choices[0].text
+    assert answer.message.content == complete(client, prompt=text, add_special_tokens=False).choices[0].text
     with pytest.raises(openai.BadRequestError, match="continue_final_message: not with add_generation_prompt=true"):
         chat(client, messages, continue_final_message=True, add_generation_prompt=True)
 

@@ -33,14 +33,14 @@ def site(runtime):
 def test_malformed_requests_are_refused_and_the_server_continues(site, count):
     url, scheduler = site
     before = fuzz.tokens(url)
-    seen, faults = fuzz.fuzz_requests(url, http_cases(count, seed=1))
+    seen, faults = fuzz.fuzz_requests(url, http_cases(count, seed=2))
     assert not faults, "\n".join(faults)
     assert sum(seen.values()) == count and len({status for _, status in seen}) > 4
     assert fuzz.answer(url, request("/health", b"", "GET"))[0] == 200
     assert fuzz.tokens(url) == before and not scheduler.num_running
 
 
-@pytest.mark.parametrize("count", [72, pytest.param(351, marks=pytest.mark.slow)])  # 351: every field once
+@pytest.mark.parametrize("count", [72, pytest.param(358, marks=pytest.mark.slow)])  # 358: every field once
 def test_fuzzed_fields_of_every_route_are_answered(runtime, count):
     cases = list(field_cases(count, seed=1))
     with served(runtime, **FIELDS_LIMITS) as (url, _):

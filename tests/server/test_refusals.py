@@ -133,6 +133,7 @@ def test_refusal_names_the_field_that_the_client_sent(url, path, fields, message
 
 
 STORED = "is not supported, responses are not stored; send the whole conversation"
+LEAVE = "is not supported; leave it out or give"
 USE = "is not supported; use structured_outputs="
 TEXT = "response_format: a schema has no effect with type=text; give type=json_schema"
 
@@ -146,6 +147,30 @@ TEXT = "response_format: a schema has no effect with type=text; give type=json_s
         ("completions", {"ebnf": "x"}, f'ebnf: {USE}{{"grammar": ...}}'),
         ("messages", {"regex": "x"}, f'regex: {USE}{{"regex": ...}}'),
         ("completions", {"n_predict": 5}, "n_predict: is not supported; use max_tokens"),
+        ("completions", {"max_completion_tokens": 5}, "max_completion_tokens: is not supported; use max_tokens"),
+        ("responses", {"max_completion_tokens": 5}, "max_completion_tokens: is not supported; use max_output_tokens"),
+        (
+            "completions",
+            {"thinking_token_budget": 1},
+            "thinking_token_budget: is not supported; leave it out or give -1",
+        ),
+        ("completions", {"add_special_tokens": "x"}, "add_special_tokens='x': must be true or false"),
+        ("chat/completions", {"add_special_tokens": True}, f"add_special_tokens: {LEAVE} false"),
+        ("chat/completions", {"echo": True}, f"echo: {LEAVE} false"),
+        ("chat/completions", {"include_reasoning": False}, f"include_reasoning: {LEAVE} true"),
+        ("chat/completions", {"system": "Rhyme."}, 'system: is not supported; use a message with role "system"'),
+        ("chat/completions", {"stop_sequences": ["x"]}, "stop_sequences: is not supported; use stop"),
+        ("completions", {"stop_regex": "x+"}, f'stop_regex: {LEAVE} "" or []'),
+        ("completions", {"repetition_detection": {}}, "repetition_detection: is not supported"),
+        ("completions", {"lora_path": "x"}, "lora_path: is not supported"),
+        ("completions", {"mirostat": 2}, f"mirostat: {LEAVE} 0"),
+        ("completions", {"truncation_side": "x"}, "truncation_side='x': must be 'left' or 'right'"),
+        (
+            "completions",
+            {"structured_outputs": {"json": {}, "disable_additional_properties": True}},
+            "structured_outputs.disable_additional_properties=true: is not supported; give additionalProperties in the"
+            " schema",
+        ),
         ("completions", {"prompt_logprobs": 1}, "prompt_logprobs: is not supported; use echo=true with logprobs"),
         ("responses", {"conversation": "conv_1"}, f"conversation: {STORED}"),
         ("responses/input_tokens", {"conversation": {"id": "conv_1"}}, f"conversation: {STORED}"),
@@ -154,6 +179,6 @@ TEXT = "response_format: a schema has no effect with type=text; give type=json_s
         ("responses", {"text": {"format": {"type": "text", "json_schema": {"schema": {}}}}}, TEXT),
     ],
 )
-def test_constraints_and_states_of_other_servers_are_refused_by_name(url, path, fields, message):
+def test_fields_of_other_servers_are_refused_by_name(url, path, fields, message):
     own = {"completions": {"prompt": "x"}, "chat/completions": CHAT, "messages": CHAT}
     assert refusal(url, f"/v1/{path}", own.get(path, {"input": "x"}) | fields) == message

@@ -219,6 +219,11 @@ class StructuredOutputs(StrictPart):
         """Return the constraint; its `kind` is None if none is given."""
         if self.json_object and self.json_ is not None:
             raise ConstraintError("structured_outputs: json and json_object are given; give one of them")
+        if self.disable_additional_properties:
+            raise ConstraintError(
+                "structured_outputs.disable_additional_properties=true: is not supported; give additionalProperties in"
+                " the schema"
+            )
         return ConstraintConfig(
             json_schema=ANY_OBJECT if self.json_object else self.json_,
             regex=self.regex,

@@ -89,9 +89,10 @@ class Common(StrictPart):
     """Fields that all bodies share.
 
     Extensions of the OpenAI API: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
-    include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens, max_time,
-    split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing settings default to the
-    model's generation_config.json. `user`, `metadata` and `store` to `prompt_cache_retention` do not affect decoding.
+    include_stop_str_in_output, skip_special_tokens, allowed_token_ids, bad_words, truncate_prompt_tokens,
+    truncation_side, max_time, split_special_tokens, structured_outputs, cache_salt, lookahead, gpus and trace. Missing
+    settings default to the model's generation_config.json. `user`, `metadata` and `store` to `prompt_cache_retention`
+    do not affect decoding.
     """
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -131,6 +132,7 @@ class Common(StrictPart):
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
     bad_words: list[str] = Field(default=[], max_length=MAX_TOKEN_LIST)
     truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncation_side: Literal["left", "right"] = "left"
     split_special_tokens: bool = False
     max_time: float | None = None
     cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
@@ -140,7 +142,7 @@ class Common(StrictPart):
 
     def unknown_fields(self) -> list[str]:
         """Return the names of unknown fields; refuse those that ask for something that is not supported."""
-        return [*check_supported(self.model_extra or {}), *unknown_in(self)]
+        return [*check_supported(self.model_extra or {}, self.length_field), *unknown_in(self)]
 
     def constraint(self) -> ConstraintConfig | None:
         """Return the constraint of the answer's text; None for any text."""
@@ -156,7 +158,7 @@ class Common(StrictPart):
         return "max_tokens"
 
     def truncated(self, ids: list[int], context_length: int | None) -> list[int]:
-        """Return a prompt's last `truncate_prompt_tokens` tokens; with -1, all that leave room for a new one."""
+        """Return `truncate_prompt_tokens` tokens of a prompt, or its last ones; with -1, all but one of a context."""
         num = self.truncate_prompt_tokens
         if num == -1:
             num = None if context_length is None else context_length - 1
@@ -164,7 +166,7 @@ class Common(StrictPart):
             return ids
         if num == 0:
             raise RequestError("truncate_prompt_tokens=0: must be -1, or at least 1")
-        return ids[-num:]
+        return ids[-num:] if self.truncation_side == "left" else ids[:num]
 
     def stops(self) -> list[str] | None:
         """Return the stop strings, at most MAX_STOPS; None if none are given."""
@@ -259,6 +261,7 @@ class Completion(Common):
     echo: bool = False
     suffix: str | None = None
     best_of: int | None = None
+    add_special_tokens: bool = True  # whether the tokenizer adds some to a prompt that is text
 
     def prompts(self) -> Sequence[str | list[int]]:
         if self.suffix and not isinstance(self.prompt, str):
@@ -347,11 +350,11 @@ class Conversation(Rendered, Common):
 
     fills_context: ClassVar[bool] = True
 
-    thinking_token_budget: int | None = Field(default=None, ge=0)
+    thinking_token_budget: int | None = Field(default=None, ge=-1)
 
     def reasoning_budget(self) -> int | None:
-        """Return how many tokens the reasoning part may have; None for no limit."""
-        return self.thinking_token_budget
+        """Return how many tokens the reasoning part may have; None for no limit, which -1 is, too."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
 
 class Chat(Conversation):

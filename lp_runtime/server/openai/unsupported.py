@@ -37,7 +37,42 @@ UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "chat_template": (),
     "documents": ([],),
     "typical_p": (1.0,),
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "suffix": ("",),
+    "best_of": (1,),
+    "system": ("", []),
+    "instructions": ("",),
+    "thinking_token_budget": (-1,),
+    "include_reasoning": (True,),
+    "separate_reasoning": (True,),
+    "stream_reasoning": (True,),
+    "guided_whitespace_pattern": (),
+    "repetition_detection": (),
+    "logprob_token_ids": (),
+    "return_token_ids": (False,),
+    "return_prompt_text": (False,),
+    "return_hidden_states": (False,),
+    "prompt_embeds": (),
+    "watermarking": (False,),
+    "vllm_xargs": ({},),
+    "custom_params": ({},),
+    "custom_logit_processor": (),
+    "lora_path": (),
+    "stop_sequences": ([],),
+    "stop_regex": ("", []),
+    "no_stop_trim": (False,),
+    "repeat_penalty": (1.0,),
+    "mirostat": (0,),
+    "dry_multiplier": (0.0,),
+    "xtc_probability": (0.0,),
+    "top_n_sigma": (-1.0,),
+    "dynatemp_range": (0.0,),
+    "max_new_tokens": (),
+    "max_completion_tokens": (),
+    "max_output_tokens": (),
 }
+LENGTHS = ("n_predict", "max_new_tokens", "max_completion_tokens", "max_output_tokens")
 # What to use in place of some of them.
 REMEDIES = {
     **{f"guided_{kind}": f'structured_outputs={{"{kind}": ...}}' for kind in ("json", "regex", "grammar", "choice")},
@@ -45,17 +80,25 @@ REMEDIES = {
     "json_schema": 'structured_outputs={"json": ...}',
     "format": 'structured_outputs={"json": ...} or {"json_object": true}',
     "ebnf": 'structured_outputs={"grammar": ...}',
-    "n_predict": "max_tokens",
     "prompt_logprobs": "echo=true with logprobs",
+    "system": 'a message with role "system"',
+    "instructions": 'a message with role "system"',
+    "stop_sequences": "stop",
+    "no_stop_trim": "include_stop_str_in_output",
+    "repeat_penalty": "repetition_penalty",
 }
 
 
-def check_supported(fields: Mapping[str, object]) -> list[str]:
-    """Refuse fields that ask for something that is not supported; return the names of those that are unknown."""
+def check_supported(fields: Mapping[str, object], length_field: str) -> list[str]:
+    """Refuse fields that ask for something that is not supported; return the names of those that are unknown.
+
+    `length_field` is the body's field of the number of new tokens.
+    """
+    remedies = REMEDIES | dict.fromkeys(LENGTHS, length_field)
     for name, value in fields.items():
         if name in UNSUPPORTED and not any(_same(value, each) for each in UNSUPPORTED[name]):
             values = " or ".join(json.dumps(each) for each in UNSUPPORTED[name])
-            remedy = f"use {REMEDIES[name]}" if name in REMEDIES else values and f"leave it out or give {values}"
+            remedy = f"use {remedies[name]}" if name in remedies else values and f"leave it out or give {values}"
             raise RequestError(f"{name}: is not supported{remedy and f'; {remedy}'}")
     return [name for name in fields if name not in UNSUPPORTED]
 
