@@ -204,9 +204,13 @@ class ChatFormat:
 
     def _text(self, text: ConstraintConfig, prompt_end: str) -> tags.Tag:
         content = tags.content(text)
-        if not self.is_harmony or _continues_text(prompt_end):
-            return content
-        return {"type": "tag", "begin": FINAL, "content": content, "end": ""}
+        if self.is_harmony and not _continues_text(prompt_end):
+            return {"type": "tag", "begin": FINAL, "content": content, "end": ""}
+        around = () if self.reasoning is None else self.reasoning.content
+        # The prompt may have begun the content, so the marks may be missing.
+        return tags.sequence(
+            tags.any_or_none(begin for begin, _ in around), content, tags.any_or_none(end for _, end in around)
+        )
 
     def _reasoning_tag(self, prompt_end: str, may_think: bool) -> tags.Tag | None:
         """Return the tag of the reasoning before calls or text; None if there is none."""

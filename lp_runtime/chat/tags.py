@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from lp_runtime.chat.arguments import resolved
@@ -196,6 +196,12 @@ def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
     begin = "" if is_open else reasoning.begin
     part = sequence(free(begin, reasoning.end), {"type": "regex", "pattern": AFTER_REASONING})
     return part if is_open else {"type": "optional", "content": part}
+
+
+def any_or_none(texts: Iterable[str]) -> Tag | None:
+    """Return the tag of one of some texts, which may be missing; None if there are no texts."""
+    elements = list(map(text, texts))
+    return {"type": "optional", "content": _one_of(elements)} if elements else None
 
 
 def content(constraint: ConstraintConfig) -> Tag:

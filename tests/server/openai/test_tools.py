@@ -307,6 +307,9 @@ def test_bad_tools_and_constraints_are_refused_in_one_line(client, more, place):
     assert place in message and "\n" not in message
 
 
+COMMAND, COMMAND_TEXT = ChatFormat("<|END_THINKING|>"), "<|START_RESPONSE|>ab<|END_RESPONSE|>"
+
+
 def test_constrained_sampling_does_not_depend_on_lookahead(runtime):
     options = {"constraint": ConstraintConfig(json_schema=SCHEMA), "sampling": SamplingConfig(temperature=1.0, seed=3)}
     texts = [
@@ -331,6 +334,10 @@ def test_constrained_sampling_does_not_depend_on_lookahead(runtime):
             True,
         ),
         (ChatFormat("", "harmony"), "assistant", "<|channel|>final<|message|>cd", False),
+        (COMMAND, "", f"<|START_THINKING|>so<|END_THINKING|>{COMMAND_TEXT}", True),
+        (COMMAND, "", COMMAND_TEXT, True),
+        (COMMAND, "<|START_RESPONSE|>", "ab", True),
+        (COMMAND, "", "<|START_RESPONSE|>cd", False),
     ],
 )
 def test_constraint_applies_after_reasoning(form, end, text, allowed):
