@@ -11,7 +11,7 @@ from typing import Any
 
 from lp_runtime.chat import tags
 from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
-from lp_runtime.chat.formats import FORMATS, REASONINGS
+from lp_runtime.chat.formats import FORMATS, REASONINGS, ReasoningFormat
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
 from lp_runtime.chat.text_reader import object_in
@@ -121,11 +121,13 @@ class ChatFormat:
         """Whether answers are messages on channels, as in OpenAI's harmony format."""
         return self.tool_format == "harmony"
 
-    def parser(self, tools: Sequence[Tool] | bool, prompt_end: str, is_either: bool = False) -> ChatParser | None:
+    def parser(
+        self, tools: Sequence[Tool] | bool, prompt_end: str, text: ConstraintConfig | None = None
+    ) -> ChatParser | None:
         """Create the parser of an answer; None if answers are plain text.
 
-        `tools` are those that it may call; true if their schemas are not known. `is_either`: whether it is either only
-        calls or only text; true if its text is constrained.
+        `tools` are those that it may call; true if their schemas are not known. `text` is the constraint of its text;
+        with one it is either only calls or only text.
         """
         known = [] if isinstance(tools, bool) else list(tools)
         form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
@@ -138,7 +140,8 @@ class ChatFormat:
             return TemplateParser(self._template.response_parser(prompt_end, known))
         if form is None and self.reasoning is None:
             return None
-        return AnswerParser(form, self.reasoning, self.is_thinking(prompt_end), is_either, schemas_of(known))
+        is_thinking, is_either = self.is_thinking(prompt_end), text is not None
+        return AnswerParser(form, self._reasoning_before(text), is_thinking, is_either, schemas_of(known))
 
     def history(self, messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
         """Return a conversation whose calls have arguments as the template expects: an object, or JSON text.
@@ -199,7 +202,7 @@ class ChatFormat:
         if text is not None and not use.must_call:
             answer = {"type": "or", "elements": [answer, self._text(text, prompt_end)]}
             whitespace = text.whitespace
-        form = tags.sequence(self._reasoning_tag(prompt_end, may_think), answer)
+        form = tags.sequence(self._reasoning_tag(text, prompt_end, may_think), answer)
         return ConstraintConfig(structural_tag={"type": "structural_tag", "format": form}, whitespace=whitespace)
 
     def _text(self, text: ConstraintConfig, prompt_end: str) -> tags.Tag:
@@ -212,15 +215,21 @@ class ChatFormat:
             tags.any_or_none(begin for begin, _ in around), content, tags.any_or_none(end for _, end in around)
         )
 
-    def _reasoning_tag(self, prompt_end: str, may_think: bool) -> tags.Tag | None:
+    def _reasoning_before(self, text: ConstraintConfig | None) -> ReasoningFormat | None:
+        """Return the format of the reasoning before text; white space at its beginning may be part of the text."""
+        if self.reasoning is None or text is None or not text.may_begin_with_space:
+            return self.reasoning
+        return replace(self.reasoning, hides_space=False)
+
+    def _reasoning_tag(self, text: ConstraintConfig | None, prompt_end: str, may_think: bool) -> tags.Tag | None:
         """Return the tag of the reasoning before calls or text; None if there is none."""
         if self.is_harmony:
             may_think &= not _continues_text(prompt_end)
             return {"type": "optional", "content": ANALYSIS} if may_think else None
-        is_open = self.is_thinking(prompt_end)
-        if self.reasoning is None or not (is_open or may_think):
+        is_open, reasoning = self.is_thinking(prompt_end), self._reasoning_before(text)
+        if reasoning is None or not (is_open or may_think):
             return None
-        return tags.thought(self.reasoning, is_open)
+        return tags.thought(reasoning, is_open)
 
     def after_reasoning(self, constraint: ConstraintConfig, prompt_end: str) -> ConstraintConfig:
         """Return a constraint that applies to the answer's text only, after the reasoning part."""
@@ -228,7 +237,8 @@ class ChatFormat:
             return constraint
         if self.is_harmony or (self.reasoning is not None and self.reasoning.is_special):
             # Only structural tags may contain special tokens.
-            form = tags.sequence(self._reasoning_tag(prompt_end, True), self._text(constraint, prompt_end))
+            thought = self._reasoning_tag(constraint, prompt_end, True)
+            form = tags.sequence(thought, self._text(constraint, prompt_end))
             tag = {"type": "structural_tag", "format": form}
             return ConstraintConfig(structural_tag=tag, whitespace=constraint.whitespace)
         marks = self.reasoning_marks(prompt_end)

@@ -156,7 +156,8 @@ class AnswerParser(ChatParser):
         marks, is_ended = regex.compile(f"(?P<end>{end})|{calls.pattern}"), False
         while not is_ended and (mark := (yield from self._text.until(marks, self._thought))) is not None:
             is_ended = mark["end"] is not None or (yield from self._drafts(mark.group(), regex.compile(end)))
-        yield from self._text.match(SPACE)
+        if self._reasoning.hides_space:
+            yield from self._text.match(SPACE)
 
     def _drafts(self, mark: str, end: Pattern) -> Steps[bool]:
         """Hold calls in reasoning back: they count if the answer ends with them. Return whether the reasoning ends."""

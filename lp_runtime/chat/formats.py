@@ -160,6 +160,7 @@ class ReasoningFormat:
     end: str
     is_special: bool = False  # whether they are special tokens, which a text shows only if it is asked to
     content: tuple[tuple[str, str], ...] = ()  # marks that may begin and end the content, which are not shown
+    hides_space: bool = True  # whether white space after the part is not shown
 
     def is_opened_by(self, prompt: str) -> bool:
         return prompt.rstrip().endswith(self.begin.strip())

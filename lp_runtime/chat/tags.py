@@ -194,7 +194,8 @@ def free(begin: str, end: str) -> Tag:
 def thought(reasoning: ReasoningFormat, is_open: bool) -> Tag:
     """Return the tag of a reasoning part, which may be missing unless the prompt opened it (`is_open`)."""
     begin = "" if is_open else reasoning.begin
-    part = sequence(free(begin, reasoning.end), {"type": "regex", "pattern": AFTER_REASONING})
+    space = {"type": "regex", "pattern": AFTER_REASONING} if reasoning.hides_space else None
+    part = sequence(free(begin, reasoning.end), space)
     return part if is_open else {"type": "optional", "content": part}
 
 

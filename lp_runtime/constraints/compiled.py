@@ -127,7 +127,11 @@ def _grammar(config: ConstraintConfig) -> Any:
         return grammar
     begin, end = config.reasoning_begin or "", config.reasoning_end
     free = {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": end}
-    reasoning: dict[str, Any] = {"type": "sequence", "elements": [free, {"type": "regex", "pattern": AFTER_REASONING}]}
+    space = {"type": "regex", "pattern": AFTER_REASONING}
+    reasoning: dict[str, Any] = {
+        "type": "sequence",
+        "elements": [free] if config.may_begin_with_space else [free, space],
+    }
     if begin:
         reasoning = {"type": "optional", "content": reasoning}
     return Grammar.concat(Grammar.from_structural_tag({"type": "structural_tag", "format": reasoning}), grammar)

@@ -200,7 +200,7 @@ class Server:
             options["processors"] = [*options.get("processors", ()), budget]
         choices = await self._submit(body, [ids], options)
         for choice in choices:
-            choice.parser = chat_format.parser(use.tools, prompt_end, text_constraint is not None)
+            choice.parser = chat_format.parser(use.tools, prompt_end, text_constraint)
             choice.max_calls = use.max_calls
         return choices
 

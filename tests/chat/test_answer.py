@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from dataclasses import replace
 
 import pytest
 import xgrammar
+from support.constrained_texts import INFO
+from support.tool_answers import parts_of
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -98,3 +101,19 @@ def test_constrained_text_may_follow_reasoning_between_special_tokens(form, prom
     for answer in allowed + refused:
         matcher = xgrammar.GrammarMatcher(compiled)
         assert all(map(matcher.accept_token, ids(answer + "</s>"))) == (answer in allowed), answer
+
+
+@pytest.mark.parametrize("choices", [[" yes", "\n\nno", "no"], ["yes", "no"]])
+@pytest.mark.parametrize("form", [think_format(), ChatFormat("", "none", "mistral"), ChatFormat("", "none", "cohere")])
+def test_choice_after_reasoning_is_one_of_the_choices(form, choices):
+    text = ConstraintConfig(choice=choices)
+    compiled = load_compiled(compile_constraint(form.constraint(ToolUse(), text, ""), INFO), INFO)
+    begin, end = form.reasoning.begin, form.reasoning.end
+    for space, choice in itertools.product(("", "\n\n", " "), choices):
+        for thought in ("", f"{begin}so{end}{space}"):
+            matcher = xgrammar.GrammarMatcher(compiled)
+            if matcher.accept_string(thought + choice) and matcher.is_completed():
+                _, content, _ = parts_of(form.parser((), "", text), [thought + choice])
+                assert content in choices, (thought, choice)
+            else:
+                assert space and thought

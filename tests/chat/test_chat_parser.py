@@ -10,7 +10,9 @@ import pytest
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.text_reader import MAX_MATCH_CHARS
+from lp_runtime.config.constraint import ConstraintConfig
 
+CONSTRAINT = ConstraintConfig(regex=".*")  # of the text of an answer that is either only calls or only text
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
 MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "arguments": {ARGUMENTS[1]}}}]'
 CALLS = [("f", ARGUMENTS[0]), ("g", ARGUMENTS[1])]
@@ -30,7 +32,7 @@ def hermes_text(calls):
 
 thinking, opened = reading("none", "think"), reading("none", "think", "<think>\n")
 cohere = reading("none", "cohere")
-hermes, either = reading("hermes", "think"), reading("hermes", "think", is_either=True)
+hermes, either = reading("hermes", "think"), reading("hermes", "think", text=CONSTRAINT)
 KNOWN = [{"type": "function", "function": {"name": name}} for name in "fg"]
 F, G = f'{{"name": "f", "arguments": {ARGUMENTS[0]}}}', '{\n  "name": "g",\n  "arguments": {}\n}'
 
@@ -111,7 +113,7 @@ CASES = {
     "hermes, another name": (known, G.replace("g", "h"), "", G.replace("g", "h"), []),
     "hermes, bare, in a text": (known, f"Write {G}", "", f"Write {G}", []),
     "hermes, bare, no tools": (hermes, F, "", F, []),
-    "hermes, bare, of a constraint": (lambda: known(is_either=True), F, "", F, []),
+    "hermes, bare, of a constraint": (lambda: known(text=CONSTRAINT), F, "", F, []),
     "llama, a type first": (llama, '{"type": "function", "name": "g", "parameters": {}}', "", "", CALLS[1:]),
     "llama, JSON of a name": (llama, '{"name": "Bob", "age": 3}', "", '{"name": "Bob", "age": 3}', []),
     "llama, a name that is none": (llama, ' {"name": 1}', "", ' {"name": 1}', []),
@@ -391,7 +393,7 @@ def test_other_names_and_texts_after_a_mark_are_text(form, answer):
 
 
 def test_constrained_text_that_names_a_tool_is_no_call():
-    parser = chat_format("", "llama3").parser(KNOWN, "", is_either=True)
+    parser = chat_format("", "llama3").parser(KNOWN, "", text=CONSTRAINT)
     assert parsed(parser, list('{"name": "f"}')) == ("", '{"name": "f"}', [])
 
 
@@ -401,7 +403,7 @@ def test_message_to_another_recipient_is_no_call():
 
 
 def test_json_without_a_call_is_streamed_at_once():
-    for parser in (llama(), reading("llama3", is_either=True)()):
+    for parser in (llama(), reading("llama3", text=CONSTRAINT)()):
         parts = [parser.add(part) for part in ('{"na', 'mes": [', "1, ", "2]}")]
         assert [[piece.text for piece in part] for part in parts] == [[], ['{"names": ['], ["1, "], ["2]}"]]
 

@@ -123,7 +123,7 @@ def test_constraint_allows_either_calls_or_text(name):
     text_schema = {"type": "object", "properties": {"c": {"enum": ["<tool_call>", "[TOOL_CALLS]"]}}, "required": ["c"]}
     use, only = ToolUse(TOOLS), ConstraintConfig(json_schema=text_schema)
     for text in texts_of(form.constraint(use, only, "", may_think=False), NUM_RANDOM):
-        _, content, calls = parts_of(form.parser(TOOLS, "", is_either=True), [text])
+        _, content, calls = parts_of(form.parser(TOOLS, "", only), [text])
         num_calls += bool(calls)
         if not calls:
             jsonschema.validate(json.loads(content), text_schema)
