@@ -325,7 +325,7 @@ class AnswerParser(ChatParser):
             self._arguments(dumped(key["key"]) + ": ")
             parameter = parameter_of(self._schemas.get(name), key["key"], key.groupdict().get("string"))
             if patterns.close is not None:
-                yield from text.plain(patterns.close, parameter, self._arguments)
+                yield from text.plain(patterns, parameter, self._arguments)
             else:
                 yield from text.literal(patterns, parameter, self._arguments)
             key = yield from text.match(patterns.key)

@@ -43,6 +43,7 @@ class ArgumentPatterns(NamedTuple):
 
     key: Pattern  # what comes before a value
     close: Pattern | None  # what ends a plain value; None if values are literals
+    last: Pattern | None  # the same in a text that is over
     value: Pattern  # the first token of a literal
     inner: Pattern  # a token inside the brackets of a literal
     quote: Pattern  # the quotation mark of a text that continues the one before
@@ -51,7 +52,7 @@ class ArgumentPatterns(NamedTuple):
 
 # Texts of JSON. Other backslashes than these are characters of the text, such as those of a path.
 TEXTS = {'"': regex.compile(r"""\"|\\(?:["\\/bfnrt']|u[0-9a-fA-F]{4})""")}
-JSON = ArgumentPatterns(key=NEVER, close=None, value=NEVER, inner=NEVER, quote=NEVER, quotes=TEXTS)
+JSON = ArgumentPatterns(key=NEVER, close=None, last=None, value=NEVER, inner=NEVER, quote=NEVER, quotes=TEXTS)
 
 
 @functools.cache
@@ -108,16 +109,18 @@ def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatter
     quotes = [quote for quote in ('"', style.quote) if quote]
     quote = f"(?:{any_of(quotes)})?"
     key = rf"[\s,]*{quote}(?P<key>{WORDS}){quote}\s*{regex.escape(style.open.removeprefix('$KEY'))}"
-    close = None
+    close = last = None
     if style.close:
         # The line breaks of a description are not part of the value; others are.
         line_break = "\n?" if style.open.endswith("\n") else ""
         key = r"\s*" + lenient(style.open.rstrip("\n")) + line_break
-        close = regex.compile(line_break + "|".join([regex.escape(style.close.strip("\n")), *_ends(form, style)]))
+        ends = [line_break + regex.escape(style.close.strip("\n")), *_ends(form, style)]
+        close, last = regex.compile("|".join(ends)), regex.compile("|".join([*ends, *_last_ends(form)]))
     token = rf"\s*(?:(?P<quote>{any_of(quotes)})|(?P<words>{WORDS}) *|(?P<mark>"
     return ArgumentPatterns(
         key=regex.compile(key),
         close=close,
+        last=last,
         value=regex.compile(token + r"[\[{(]))"),
         inner=regex.compile(token + r"[\[{()}\],:]))"),
         quote=regex.compile(rf"\s*(?P<quote>{any_of(quotes)})"),
@@ -130,6 +133,11 @@ def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
     key = lenient(style.open.rstrip("\n")) + "\n" * style.open.endswith("\n")
     tail = r"\s*".join(each.pattern for each in pieces("", form.tail))
     return [rf"(?=\n{key})", rf"\n?(?={tail})"]
+
+
+def _last_ends(form: CallFormat) -> list[str]:
+    """Return the patterns of what ends a value at the end of a text: the first mark of the tail, without the others."""
+    return [rf"\n?(?={each.pattern}\s*\Z)" for each in pieces("", form.tail)[:1]]
 
 
 def lenient(text: str) -> str:

@@ -89,9 +89,14 @@ class TextReader:
                 self._at = len(self._text)
         return is_any
 
-    def until(self, pattern: Pattern, out: Out) -> Steps[Any]:
-        """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text."""
+    def until(self, pattern: Pattern, out: Out, last: Pattern | None = None) -> Steps[Any]:
+        """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text.
+
+        With `last`, text that is over is searched for that pattern.
+        """
         while True:
+            if self._is_end:
+                pattern = last or pattern
             match = pattern.search(self._text, self._at, partial=not self._is_end)
             start, self._at = self._at, len(self._text) if match is None else match.start()
             if self._at > start:
@@ -134,15 +139,15 @@ class TextReader:
             if not depth:
                 return
 
-    def plain(self, close: Pattern, parameter: Parameter, out: Out) -> Steps[None]:
+    def plain(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
         if parameter.is_text and not parameter.has_text_limits:
             out('"')
-            if (yield from self.until(close, lambda text: out(dumped(text)[1:-1]))) is not None:
+            if (yield from self.until(patterns.close, lambda text: out(dumped(text)[1:-1]), patterns.last)) is not None:
                 out('"')
             return
         raw = list[str]()
-        if (yield from self.until(close, raw.append)) is not None:
+        if (yield from self.until(patterns.close, raw.append, patterns.last)) is not None:
             out(json_of("".join(raw), parameter))
 
     def literal(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:

@@ -45,6 +45,7 @@ def known(**more):
 llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmony")
 
 DRAFT = hermes_text(CALLS[:1])
+QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n"
 
 CASES = {
     "plain": (thinking, "a <b> text", "", "a <b> text", []),
@@ -219,6 +220,19 @@ CASES = {
         "",
         "",
         [("f", '{"a": 5}')],
+    ),
+    "no closing mark of a value at the end": (
+        reading("qwen3_coder"), f"{QWEN_CALL}so\n</function>\n", "", "", [("f", '{"a": "so"}')]
+    ),
+    "no closing mark of a value and of a call": (
+        reading("qwen3_coder"), f"{QWEN_CALL}5\n</function>", "", "", [("f", '{"a": 5}')]
+    ),
+    "a call that is cut in the mark of its end": (
+        reading("qwen3_coder"), f"{QWEN_CALL}so\n</func", "", "", [("f", '{"a": ')]
+    ),
+    "the mark of an end in a value": (
+        reading("qwen3_coder"), f"{QWEN_CALL}a</function>b\n</parameter>\n</function>", "", "",
+        [("f", '{"a": "a</function>b"}')],
     ),
     "pythonic, code": (reading("pythonic"), "[f(x) for x in y]", "", "[f(x) for x in y]", []),
     "pythonic, a link": (reading("pythonic"), "[see](http://x)", "", "[see](http://x)", []),
