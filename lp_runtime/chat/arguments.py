@@ -7,6 +7,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from lp_runtime.constraints.schema_walk import resolved
+
 TYPE_NAMES = {
     str: "string",
     bool: "boolean",
@@ -121,14 +123,6 @@ def _stated_types(
     if choices and all(choices):
         all_of.append(frozenset().union(*choices))
     return frozenset.intersection(*(types | NUMBERS if "number" in types else types for types in all_of or [NO_TYPES]))
-
-
-def resolved(reference: str, root: Mapping[str, Any]) -> object:
-    """Return the schema that a reference such as #/$defs/NAME names; None if there is none."""
-    node: object = root
-    for part in reference.removeprefix("#").split("/")[1:]:
-        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, Mapping) else None
-    return node
 
 
 def json_of(raw: str, parameter: Parameter) -> str:

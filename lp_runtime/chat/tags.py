@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from lp_runtime.chat.arguments import resolved
 from lp_runtime.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
 from lp_runtime.constraints.regex_anchors import without_anchors
+from lp_runtime.constraints.schema_walk import resolved
 from lp_runtime.errors import RequestError
 
 Tag = dict[str, Any]

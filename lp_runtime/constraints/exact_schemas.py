@@ -6,15 +6,28 @@ docs/decisions/constraints.md lists where xgrammar 0.2.8's grammars allow more.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
-from urllib.parse import unquote
 
 from lp_runtime.constraints.exact_numbers import mark_numbers
 from lp_runtime.constraints.exact_regexes import UNESCAPED_IN_JSON, automaton_regex, exact_regex
 from lp_runtime.constraints.grammar_checks import has_automaton
 from lp_runtime.constraints.library import library
-from lp_runtime.constraints.schema_checks import LEAST, MOST, TYPES, check_reference, check_schema, named_types, refusal
+from lp_runtime.constraints.schema_checks import (
+    COMBINATIONS,
+    LEAST,
+    LIMITS,
+    MOST,
+    TYPES,
+    check_limits,
+    check_reference,
+    check_schema,
+    named_types,
+    num_in,
+    refusal,
+)
+from lp_runtime.constraints.schema_walk import MAX_DEPTH, Schemas, rewritten, with_plain_references
 
 # Keywords of strings and numbers, which xgrammar ignores without a type.
 TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
@@ -22,19 +35,15 @@ TYPED = (*("pattern", "format", "minLength", "maxLength"), *LEAST, *MOST)
 OF_ITEMS = ("items", "prefixItems", "unevaluatedItems")
 OF_KEYS = ("properties", "additionalProperties", "unevaluatedProperties")
 UNINFERRED = ("minItems", "maxItems", "minProperties", "maxProperties", "patternProperties", "propertyNames")
-# Where schemas are inside a schema: in mappings, in lists, or directly. OpenAPI has them in components/schemas.
-MAPPINGS = ("properties", "patternProperties", "$defs", "definitions", "schemas")
-LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
-SINGLES = ("items", "additionalProperties", "propertyNames", "unevaluatedProperties", "unevaluatedItems", "components")
 # Patterns of the formats whose texts xgrammar does not escape: they would allow quotes and control characters.
 FORMATS = {
     "json-pointer": "^(/([^/~]|~[01])*)*$",
     "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
 }
-Schemas = dict[str, object]  # the schemas inside a schema, by their places (JSON pointers)
 ANY_TEXT = r"[\s\S]*"
+# Where a schema of XML describes plain text, and not JSON.
+PLACE_OF_PLAIN_TEXT = re.compile(r"#/properties/[^/]*(/(anyOf|oneOf|allOf)/\d+)*")
 NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
-MAX_DEPTH = 100  # nesting of schemas
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
 MAX_AUTOMATON_LENGTH = 100
 
@@ -42,69 +51,62 @@ MAX_AUTOMATON_LENGTH = 100
 def exact_schema(schema: object) -> object:
     """Check that a grammar can express a schema (parsed JSON), and rewrite it for xgrammar; see `with_numbers`."""
     schemas: Schemas = {}
-    rewritten = _rewritten(schema, _rewrite_for_json, check_schema, schemas)
+    whole = rewritten(with_plain_references(schema), _rewrite_for_json, check_schema, schemas)
     inner = [(place, each) for place, each in schemas.items() if isinstance(each, dict)]
     for place, each in inner:
-        if isinstance(reference := each.get("$ref"), str) and reference not in schemas:
-            each["$ref"] = unquote(reference).replace("~0", "~")  # places are not escaped
         check_reference(place, each, schemas)
     for place, each in inner:
         _rewrite_names(each, place, schemas)
     for _, each in inner:
         _mark_numbers(each)
-    return rewritten
+    return whole
 
 
 def with_exact_patterns(schema: object) -> object:
-    """Rewrite only the patterns, free contents and numbers of a schema whose text is not JSON."""
+    """Check limits and references, and rewrite what xgrammar reads otherwise, of a schema whose text is not JSON."""
 
     def rewrite(schema: dict[str, Any]) -> None:
+        _add_type(schema)
         _rewrite_free_contents(schema)
         _rewrite_patterns(schema, lambda pattern: exact_regex(pattern, free=NO_SYNTAX))
         _mark_numbers(schema)
 
-    return _rewritten(schema, rewrite)
+    schemas: Schemas = {}
+    whole = rewritten(with_plain_references(schema), rewrite, check_limits, schemas)
+    for place, each in schemas.items():
+        if isinstance(each, dict):
+            check_reference(place, each, schemas)
+            if PLACE_OF_PLAIN_TEXT.fullmatch(place):
+                _rewrite_plain_length(each)
+    return whole
+
+
+def _rewrite_plain_length(schema: dict[str, Any]) -> None:
+    """Replace limits of a plain text's length by a pattern; xgrammar counts the white space around it, too."""
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least == 0 or "string" not in named_types(schema) or "pattern" in schema:
+        return
+    between = rf"[\s\S]{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}\S"
+    after_first = "" if most == 1 else between if least > 1 else f"(?:{between})?"
+    whole = exact_regex(rf"\S{after_first}")
+    schema["pattern"] = f"^{whole}$"
+    schema.pop("minLength")
+    schema.pop("maxLength", None)
+
+
+def _add_type(schema: dict[str, Any]) -> None:
+    """Name the type of a schema's limits: values without quotes would fit the limits of one type as another one."""
+    if any(name in schema for name in ("type", "enum", "const", *COMBINATIONS, *OF_ITEMS, *OF_KEYS)):
+        return
+    kind = next((kind for kind, names in LIMITS.items() if any(name in schema for name in names)), None)
+    if kind is not None:
+        schema["type"] = kind
 
 
 def json_grammar(schema: object, is_any_whitespace: bool, any_order: bool = False) -> Any:
     return library().Grammar.from_json_schema(
         json.dumps(schema), any_whitespace=is_any_whitespace, strict_mode=True, any_order=any_order
     )
-
-
-def _rewritten(
-    schema: object,
-    rewrite: Callable[[dict[str, Any]], None],
-    check: Callable[[str, Mapping[str, Any]], None] = lambda place, schema: None,
-    schemas: Schemas | None = None,
-) -> object:
-    """Return a copy of a schema with `rewrite` applied to it and those inside; `check` sees them before.
-
-    The copies are added to `schemas`, with schemas that are true or false.
-    """
-    copies: Schemas = {} if schemas is None else schemas
-
-    def inner(schema: object, place: str, depth: int) -> object:
-        if depth > MAX_DEPTH:
-            raise refusal(place[:200], f"is nested deeper than {MAX_DEPTH}")
-        if not isinstance(schema, Mapping):
-            copies[place] = schema
-            return schema
-        check(place, schema)
-        copy = dict(schema)
-        for name in copy:
-            value, here = copy[name], f"{place}/{name}"
-            if name in MAPPINGS and isinstance(value, Mapping):
-                copy[name] = {key: inner(each, f"{here}/{key}", depth + 1) for key, each in value.items()}
-            elif name in LISTS and isinstance(value, list):
-                copy[name] = [inner(each, f"{here}/{number}", depth + 1) for number, each in enumerate(value)]
-            elif name in SINGLES:
-                copy[name] = inner(value, here, depth + 1)
-        rewrite(copy)
-        copies[place] = copy
-        return copy
-
-    return inner(schema, "#", 0)
 
 
 def _rewrite_for_json(schema: dict[str, Any]) -> None:
@@ -118,12 +120,19 @@ def _rewrite_for_json(schema: dict[str, Any]) -> None:
 
 
 def _rewrite_free_contents(schema: dict[str, Any]) -> None:
-    """Name a schema for free items and keys, which xgrammar forbids next to other keywords, such as maxItems."""
+    """Name a schema for free items and keys, which xgrammar forbids next to other keywords, such as maxItems.
+
+    Also for those that a limit needs in addition to the described ones.
+    """
     types = named_types(schema)
-    if "array" in types and not any(name in schema for name in OF_ITEMS):
+    is_array = "array" in types and "prefixItems" not in schema
+    num = num_in(schema, "prefixItems")
+    if (is_array or schema.get("minItems", 0) > num > 0) and not {"items", "unevaluatedItems"} & schema.keys():
         schema["items"] = {}
-    is_free = not schema.get("patternProperties") and not any(name in schema for name in (*OF_KEYS, "propertyNames"))
-    if "object" in types and is_free:
+    is_object = "object" in types and "properties" not in schema
+    num = num_in(schema, "properties")
+    others = {"additionalProperties", "unevaluatedProperties", "propertyNames"} & schema.keys()
+    if (is_object or schema.get("minProperties", 0) > num > 0) and not others and not schema.get("patternProperties"):
         schema["additionalProperties"] = True
 
 

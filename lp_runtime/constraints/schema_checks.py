@@ -50,6 +50,14 @@ ANNOTATIONS = (
     "components",
 )
 LEAST, MOST = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")  # limits of numbers
+SIZES = (("minLength", "maxLength"), ("minItems", "maxItems"), ("minProperties", "maxProperties"))
+# The keywords that limit the values of a type.
+LIMITS = {
+    "number": (*LEAST, *MOST),
+    "array": SIZES[1],
+    "object": (*SIZES[2], "propertyNames", "patternProperties"),
+    "string": (*SIZES[0], *SHAPES),
+}
 MAX_MULTIPLES_RANGE = 10_000  # integers among which xgrammar looks for multiples
 
 
@@ -91,15 +99,44 @@ def check_schema(place: str, schema: Mapping[str, Any]) -> None:
         if shape in schema:
             _refuse_together(place, schema, shape, lambda name: name in (*SHAPES, "minLength", "maxLength"))
     _check_type(place, schema)
-    for name in (*LEAST, *MOST, "multipleOf"):
-        if name in schema and not _is_number(schema[name]):
-            raise refusal(f"{place}/{name}", f"{schema[name]!r} is not a number")
+    _check_required(place, schema)
+    check_limits(place, schema)
     if not isinstance(schema.get("format", ""), str):
         raise refusal(f"{place}/format", f"{schema['format']!r} is not a string")
     _check_values(place, schema)
-    _check_required(place, schema)
     _check_keys(place, schema)
     _check_multiple(place, schema)
+
+
+def check_limits(place: str, schema: Mapping[str, Any]) -> None:
+    """Check that some value satisfies a schema's limits."""
+    for name in (*LEAST, *MOST, "multipleOf"):
+        if name in schema and not _is_number(schema[name]):
+            raise refusal(f"{place}/{name}", f"{schema[name]!r} is not a number")
+    for name in itertools.chain(*SIZES):
+        size = schema.get(name, 0)
+        if isinstance(size, bool) or not isinstance(size, int) or size < 0:
+            raise refusal(f"{place}/{name}", f"{size!r} is not an integer of at least 0")
+    for least, most in (("minimum", "maximum"), *SIZES):
+        if schema.get(least, 0) > schema.get(most, schema.get(least, 0)):
+            raise refusal(f"{place}/{least}", f"{schema[least]} is more than {most}={schema[most]}")
+    for name, described, others in (
+        ("minItems", "prefixItems", ("items", "unevaluatedItems")),
+        ("minProperties", "properties", ("additionalProperties", "unevaluatedProperties")),
+    ):
+        num, size = num_in(schema, described), schema.get(name, 0)
+        is_closed = any(schema.get(each) is False for each in others) and not schema.get("patternProperties")
+        if is_closed and size > num:
+            raise refusal(f"{place}/{name}", f"{size} is more than the {num} that {described} and {others[0]} allow")
+    num_required = num_in(schema, "required")
+    if num_required > schema.get("maxProperties", num_required):
+        reason = f"{schema['maxProperties']} is less than the {num_required} properties that are required"
+        raise refusal(f"{place}/maxProperties", reason)
+
+
+def num_in(schema: Mapping[str, Any], name: str) -> int:
+    """Return how many entries a keyword of a schema has; 0 if it is missing or malformed."""
+    return len(value) if isinstance(value := schema.get(name), list | Mapping) else 0
 
 
 def check_reference(place: str, schema: Mapping[str, Any], places: Collection[str]) -> None:

@@ -69,11 +69,5 @@ class Request:
     def sampling_key(self) -> str:
         """Text of all that decides the sampled tokens except prompt and processors, for the digest."""
         constraint = None if self.constraint is None else self.constraint.key
-        text = (
-            self.stop,
-            self.stop_after,
-            self.is_answer,
-            self.skip_special_tokens,
-            self.reasoning,
-        )  # where stop strings match
-        return repr((self.sampling, self.sample, text, self.logprobs, self.top_logprobs, constraint))
+        stops = self.stop, self.stop_after, self.is_answer, self.skip_special_tokens, self.reasoning
+        return repr((self.sampling, self.sample, stops, self.logprobs, self.top_logprobs, constraint))

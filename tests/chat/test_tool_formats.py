@@ -112,6 +112,35 @@ def test_calls_in_xgrammar_formats_are_parsed(name):
             assert len(calls) == 1 and not content.strip() and follows_schemas(calls), text
 
 
+LIMITED = [
+    {"minLength": 3},
+    {"type": "string", "minLength": 1, "maxLength": 2},
+    {"type": ["string", "null"], "minLength": 2},
+    {"anyOf": [{"type": "boolean"}, {"minLength": 3}]},
+    {"pattern": "^b+$"},
+    {"minimum": 3},
+    {"exclusiveMaximum": 3, "minimum": -5},
+    {"minItems": 2},
+    {"minItems": 1, "prefixItems": [{"type": "integer"}]},
+    {"minProperties": 2},
+    {"$ref": "#/$defs/a~1b"},
+    {"$ref": "#/$defs/group/x"},
+]
+
+
+@pytest.mark.parametrize("name", ["qwen3_coder", "glm", "minimax_m2", "deepseek_v32"])
+def test_arguments_in_xml_follow_their_limits(name):
+    definitions = {"a/b": {"minimum": 9}, "group": {"x": {"enum": ["x y"]}}}
+    form = ChatFormat("", name, "none")
+    for value in LIMITED:
+        schema = {"type": "object", "properties": {"a": value}, "required": ["a"], "additionalProperties": False}
+        schema["$defs"] = definitions
+        tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        for text in texts_of(form.constraint(ToolUse(tools, True, False), None, ""), 12):
+            ((_, arguments),) = parts_of(form.parser(tools, ""), [text])[2]
+            jsonschema.Draft202012Validator(schema).validate(arguments)
+
+
 # Formats with the style and the place of marks of another one.
 ALIKE = ("seed_oss", "deepseek_v31", "deepseek_v4", "mistral_id", "nemotron", "phi4_mini")
 

@@ -39,7 +39,7 @@ OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"
         ({"json_schema": "[1"}, "constraint.json_schema: must be a JSON object"),
         ({"json_schema": False}, "cannot accept any value"),
         ({"json_schema": OBJECT}, "no text can satisfy it: the rule root never ends"),
-        ({"json_schema": {"properties": {"a/b": {"not": {}}}}}, "#/properties/a/b/not: is not supported"),
+        ({"json_schema": {"properties": {"a/b": {"not": {}}}}}, "#/properties/a~1b/not: is not supported"),
         (
             {"json_schema": {"items": {"anyOf": [{}], "type": "string"}}},
             "#/items/type: is not supported together with anyOf",
