@@ -7,11 +7,11 @@ import importlib.util
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -45,6 +45,7 @@ RENAMED = {
     "lookahead.memory_bytes": "lookahead.draft_tables_bytes",
     "launcher.apart": "launcher.own_process",
 }
+ITEMS = {str: "texts", int: "integers", float: "numbers"}  # names of a list's items
 MAX_SHOWN = 200  # characters of a value that a message quotes, so that it stays readable in a terminal
 MIN_SIMILARITY = 0.6  # difflib's similarity of a suggested key to the unknown one; its default
 
@@ -97,7 +98,24 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
     `chat_template_kwargs` {NAME: VALUE, ...}.
     """
     literal, composed = _split(schema, overrides, config_dir)
-    return _build(schema, _compose(schema, composed, config_dir), literal)
+    values = _compose(schema, composed, config_dir)
+    try:
+        return _build(schema, values, literal)
+    except ConfigError as error:
+        raise ConfigError(_as_written(str(error), composed, values)) from error
+
+
+def _as_written(message: str, overrides: list[str], values: Mapping[str, Any]) -> str:
+    """Return a message about a setting with the text of its override in place of Python's: null, not None."""
+    for override in reversed(overrides):
+        key, _, text = override.partition("=")
+        value: Any = values
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        for shown in (str(value), repr(value)):
+            if message.startswith(f"{key}={shown}:"):
+                return f"{key}={_cut(text)}{message.removeprefix(f'{key}={shown}')}"
+    return message
 
 
 def _split(schema: type, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -287,8 +305,12 @@ def _refusal(schema: type, key: str, value: str) -> str | None:
     *groups, name = key.split(".")
     for group in groups:
         schema = get_type_hints(schema)[group]
-    if get_type_hints(schema)[name] is bool:
+    kind = get_type_hints(schema)[name]
+    if kind is bool:
         return f"{key}={value}: must be true or false"
+    listed = next((each for each in (kind, *get_args(kind)) if get_origin(each) is list), None)
+    if listed is not None:
+        return f"{key}={value}: must be a list of {ITEMS.get(get_args(listed)[0], 'lists')}"
     try:
         schema(**{name: value})
     except ConfigError as error:

@@ -45,6 +45,22 @@ def test_text_values_are_not_parsed(first):
     assert [config.api_key, config.model.revision, config.launcher.interface] == texts
 
 
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("prefix_cache_bytes=null", "must be 0, because prompts are decoded several times"),
+        ("rate=-1e0", "must be a number > 0"),
+        ("exchange_us=[null]", "must be a list of numbers"),
+        ("methods=null", "must be a list of texts"),
+        ("sampling.bad_words_ids=[[x]]", "must be a list of lists"),
+    ],
+)
+def test_refusal_quotes_the_override_as_it_was_written(override, reason):
+    with pytest.raises(ConfigError) as caught:
+        load_config(BenchConfig, [override])
+    assert str(caught.value) == f"{override}: {reason}"
+
+
 def test_list_of_texts_is_parsed_as_a_list():
     assert load_config(BenchConfig, ["methods=[hf,plain]"]).methods == ["hf", "plain"]
 
