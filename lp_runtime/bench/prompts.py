@@ -87,5 +87,6 @@ def _turns_of(runtime: LookaheadRuntime, config: BenchConfig, prompt: Prompt) ->
                 answer = runtime.generate(messages=messages, max_new_tokens=config.max_new_tokens, sampling=GREEDY)
             except RequestError as error:
                 raise RequestError(f"line {prompt.line}, turn {turn + 1}: {error}") from error
-            answers.append(answer.text)
+            assert answer.message is not None  # the answer to messages
+            answers.append(answer.message["content"] or "")  # templates leave earlier reasoning out
     return encoded

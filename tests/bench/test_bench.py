@@ -15,6 +15,7 @@ from support.thinned import thinned
 from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
+from lp_runtime.bench.prompts import encode_prompts
 from lp_runtime.bench.report import commit
 from lp_runtime.bench.rows import quartiles
 from lp_runtime.calibration.calibration import Calibration
@@ -149,6 +150,24 @@ def test_critical_path_matches_the_engine(lookahead, num_replicas, one_layer_dem
     if not lookahead.is_auto:
         assert path.num_steps == report.num_steps  # the tree does not depend on how it is partitioned
         assert (path.step_tokens < report.step_tokens) == (num_replicas > 1)
+
+
+REASONS = (
+    '{% for m in messages %}{{ m.role }}: {{ m.content + "\\n" }}{% endfor %}'
+    "{% if add_generation_prompt %}assistant: <think>{% endif %}{# </think> #}"
+)
+
+
+def test_prompt_of_a_later_turn_has_no_reasoning_of_the_earlier_ones(tmp_path, one_layer_demo_dir):
+    folder = shutil.copytree(one_layer_demo_dir, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(REASONS)
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["One", "Two"]}\n')
+    config = BenchConfig(prompts=f"{tmp_path}/prompts.jsonl:turns", chat=True, turns="all", max_new_tokens=12)
+    with LookaheadRuntime(folder, device="cpu", lookahead=LookaheadConfig(W=5, N=4, G=5, prior="none")) as runtime:
+        prompts = [runtime.tokenizer.decode(prompt.token_ids) for prompt in encode_prompts(runtime, config)]
+        message = runtime.generate(messages=[{"role": "user", "content": "One"}], max_new_tokens=12).message
+    assert message["content"] == "" and message["reasoning_content"]
+    assert prompts == ["user: One\nassistant: <think>", "user: One\nassistant: \nuser: Two\nassistant: <think>"]
 
 
 def test_critical_path_seconds_add_up():
