@@ -6,6 +6,7 @@ import itertools
 import json
 import secrets
 import string
+import sys
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,6 +23,7 @@ from lp_runtime.text.harmony import ANALYSIS, MESSAGE, MESSAGE_START
 
 Kind = Literal["reasoning", "content", "arguments"]
 
+CHARS_AT_ONCE = 4096  # that a parser reads: what turns out to be no call is read again
 ARGUMENTS = ("arguments", "parameters")
 STRING = r'"([^"\\]*+(?:\\.[^"\\]*+)*+)"'
 KNOWN_KEY = regex.compile(r'\s*"(name|arguments|parameters|type|id)"\s*:\s*')  # before an object is known to be a call
@@ -75,6 +77,8 @@ class AnswerParser(ChatParser):
         is_strict: whether calls must have the format's own marks and all that it writes before arguments.
     """
 
+    chars_at_once = CHARS_AT_ONCE
+
     def __init__(
         self,
         form: CallFormat | None,
@@ -97,15 +101,17 @@ class AnswerParser(ChatParser):
         self._steps = self._answer()
 
     def add(self, text: str) -> list[Piece]:
-        self._text.add(text)
-        return self._read()
+        for start in range(0, len(text), self.chars_at_once):
+            self._text.add(text[start : start + self.chars_at_once])
+            next(self._steps, None)
+        return self._new_pieces()
 
     def finish(self) -> list[Piece]:
         self._text.end()
-        return self._read()
-
-    def _read(self) -> list[Piece]:
         next(self._steps, None)
+        return self._new_pieces()
+
+    def _new_pieces(self) -> list[Piece]:
         pieces, self._pieces = self._pieces, []
         return _joined(pieces)
 
@@ -341,6 +347,7 @@ class AnswerParser(ChatParser):
 class _DraftParser(AnswerParser):
     """Parser of calls that raises NotACallError at a text next to them; `num_unread` characters are left from there."""
 
+    chars_at_once = sys.maxsize  # so that `num_unread` counts all
     num_unread = 0
 
     def _content(self, text: str) -> None:

@@ -63,8 +63,11 @@ class Answers:
             return StreamingResponse(events, media_type="text/event-stream")
 
         async def collect() -> None:
+            parts: dict[int, list[str]] = {choice.index: [] for choice in choices}
             async for choice, text in texts:
-                choice.text += text
+                parts[choice.index].append(text)
+            for choice in choices:
+                choice.text = "".join(parts[choice.index])
 
         await self._wait(asyncio.ensure_future(collect()), request, choices)
         return Response(to_json(form.whole(choices)), media_type="application/json")

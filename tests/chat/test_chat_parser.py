@@ -9,7 +9,7 @@ import random
 import pytest
 
 from lp_runtime.chat.chat_format import ChatFormat
-from lp_runtime.chat.text_reader import MAX_MATCH_CHARS
+from lp_runtime.chat.text_reader import MAX_MATCH_CHARS, TextReader
 from lp_runtime.config.constraint import ConstraintConfig
 
 CONSTRAINT = ConstraintConfig(regex=".*")  # of the text of an answer that is either only calls or only text
@@ -450,6 +450,22 @@ def test_arguments_are_streamed_before_the_call_ends():
     assert (piece.kind, piece.text) == ("arguments", "me and")
     (piece,) = parser.add('", "days": [1, 2], "x')
     assert piece.text == '", "days": [1, 2], "x'
+
+
+@pytest.mark.parametrize("end", ["</think>done", DRAFT])
+def test_many_drafted_calls_are_read_in_proportion_to_the_text(monkeypatch, end):
+    added, add = list[int](), TextReader.add
+    monkeypatch.setattr(TextReader, "add", lambda self, text: (added.append(len(text)), add(self, text)))
+    numbers = []
+    for num in (200, 800):
+        text = f"<think>{DRAFT * 2} or so " * num + end
+        calls = CALLS[:1] if end == DRAFT else []
+        whole = parsed(hermes(), [text])
+        numbers.append(sum(added))
+        added.clear()
+        assert whole[2] == calls and whole == parsed(hermes(), [text[:9000], text[9000:9001], text[9001:]])
+        added.clear()
+    assert numbers[1] < 6 * numbers[0]
 
 
 @pytest.mark.parametrize(
