@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from lp_runtime.chat.chat_format import PROMPT_END_TOKENS, ChatFormat
-from lp_runtime.chat.chat_parser import Piece
+from lp_runtime.chat.pieces import Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.tokenizer import special_tokens

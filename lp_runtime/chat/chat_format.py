@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lp_runtime.chat import tags
-from lp_runtime.chat.chat_parser import START, AnswerParser, ChatParser, HarmonyParser
+from lp_runtime.chat.chat_parser import START, AnswerParser, HarmonyParser
 from lp_runtime.chat.formats import FORMATS, REASONINGS, ReasoningFormat
+from lp_runtime.chat.pieces import ChatParser
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
 from lp_runtime.chat.text_reader import object_in

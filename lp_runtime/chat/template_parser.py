@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from lp_runtime.chat.chat_parser import ChatParser, Kind, Piece, new_call_id
+from lp_runtime.chat.pieces import ChatParser, Kind, Piece, new_call_id
 from lp_runtime.chat.text_reader import object_in
 
 KINDS: dict[str, Kind] = {
@@ -38,16 +38,17 @@ class TemplateParser(ChatParser):
     def __init__(self, parser: ResponseParser):
         self._parser: ResponseParser | None = parser
         self._unread = ""  # text of a call that has not ended
+        self._num_calls = 0
 
     def add(self, text: str) -> list[Piece]:
         if self._parser is None:
             return [Piece("content", text)] if text else []
-        parser, unread, num_calls = copy.deepcopy(self._parser), self._unread, self.num_calls
+        parser, unread, num_calls = copy.deepcopy(self._parser), self._unread, self._num_calls
         try:
             return self._pieces(self._parser.feed(text))
         except UNREADABLE:
             self._parser, self._unread = parser, unread
-            self.num_calls = num_calls
+            self._num_calls = num_calls
             return self._add_each(text)
 
     def _add_each(self, text: str) -> list[Piece]:
@@ -89,8 +90,8 @@ class TemplateParser(ChatParser):
         return pieces
 
     def _call(self, name: str, arguments: str, call_id: str) -> list[Piece]:
-        self.num_calls += 1
-        number = self.num_calls - 1
+        self._num_calls += 1
+        number = self._num_calls - 1
         return [Piece("arguments", "", number, name, call_id), Piece("arguments", arguments, number)]
 
 

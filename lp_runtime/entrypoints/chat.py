@@ -11,7 +11,7 @@ from functools import partial
 from types import FrameType
 
 from lp_runtime.chat.answer import AnswerReader
-from lp_runtime.chat.chat_parser import Piece
+from lp_runtime.chat.pieces import Piece
 from lp_runtime.config.commands import ChatConfig
 from lp_runtime.errors import LookaheadError, ReplicaError
 from lp_runtime.model.loading.loader import load_tokenizer

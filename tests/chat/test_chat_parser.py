@@ -247,7 +247,7 @@ def parsed(parser, parts):
         (name, "".join(each.text for each in pieces if each.kind == "arguments" and each.call == number))
         for number, name in names.items()
     ]
-    assert len({each.call_id for each in pieces if each.call_id}) == len(calls) == parser.num_calls
+    assert len({each.call_id for each in pieces if each.call_id}) == len(calls)
     return texts["reasoning"], texts["content"], calls
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lp_runtime.chat.answer import message_of, parts_of
-from lp_runtime.chat.chat_parser import ChatParser, Piece
+from lp_runtime.chat.pieces import ChatParser, Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob

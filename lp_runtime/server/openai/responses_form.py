@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lp_runtime.chat.chat_parser import Piece
+from lp_runtime.chat.pieces import Piece
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
 from lp_runtime.server.openai.responses_api import Responses
