@@ -6,7 +6,6 @@ docs/decisions/constraints.md lists where xgrammar 0.2.8's grammars allow more.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -41,8 +40,6 @@ FORMATS = {
     "relative-json-pointer": "^(0|[1-9][0-9]*)(#|(/([^/~]|~[01])*)*)$",
 }
 ANY_TEXT = r"[\s\S]*"
-# Where a schema of XML describes plain text, and not JSON.
-PLACE_OF_PLAIN_TEXT = re.compile(r"#/properties/[^/]*(/(anyOf|oneOf|allOf)/\d+)*")
 NO_SYNTAX = r"[^<>\"\\\x00-\x1f]*"  # text that ends neither an XML element nor JSON's string
 # Characters of a string up to which an automaton counts them; the time to build it grows with the square.
 MAX_AUTOMATON_LENGTH = 100
@@ -76,22 +73,7 @@ def with_exact_patterns(schema: object) -> object:
     for place, each in schemas.items():
         if isinstance(each, dict):
             check_reference(place, each, schemas)
-            if PLACE_OF_PLAIN_TEXT.fullmatch(place):
-                _rewrite_plain_length(each)
     return whole
-
-
-def _rewrite_plain_length(schema: dict[str, Any]) -> None:
-    """Replace limits of a plain text's length by a pattern; xgrammar counts the white space around it, too."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength")
-    if least == 0 or "string" not in named_types(schema) or "pattern" in schema:
-        return
-    between = rf"[\s\S]{{{max(0, least - 2)},{'' if most is None else max(0, most - 2)}}}\S"
-    after_first = "" if most == 1 else between if least > 1 else f"(?:{between})?"
-    whole = exact_regex(rf"\S{after_first}")
-    schema["pattern"] = f"^{whole}$"
-    schema.pop("minLength")
-    schema.pop("maxLength", None)
 
 
 def _add_type(schema: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import json
 import jsonschema
 import pytest
 import xgrammar
-from support.constrained_texts import texts_of
+from support.constrained_texts import INFO, texts_of
 from support.thinned import slow
 from support.tool_answers import (
     TOOLS,
@@ -27,6 +27,7 @@ from lp_runtime import ConstraintConfig
 from lp_runtime.chat import formats
 from lp_runtime.chat.chat_format import ChatFormat, Tool, ToolUse
 from lp_runtime.config.serving import REASONINGS, TOOL_FORMATS
+from lp_runtime.constraints.compiled import compile_constraint, load_compiled
 
 NUM_STARTS = 3  # of the places where recorded answers are cut
 NUM_RANDOM = 5  # answers per format and test; tests/support/tool_answers.py draws more
@@ -113,16 +114,13 @@ def test_calls_in_xgrammar_formats_are_parsed(name):
 
 
 LIMITED = [
-    {"minLength": 3},
-    {"type": "string", "minLength": 1, "maxLength": 2},
-    {"type": ["string", "null"], "minLength": 2},
-    {"anyOf": [{"type": "boolean"}, {"minLength": 3}]},
+    {"anyOf": [{"type": "boolean"}, {"maximum": 3}]},
     {"pattern": "^b+$"},
     {"minimum": 3},
     {"exclusiveMaximum": 3, "minimum": -5},
     {"minItems": 2},
     {"minItems": 1, "prefixItems": [{"type": "integer"}]},
-    {"minProperties": 2},
+    {"minProperties": 1},
     {"$ref": "#/$defs/a~1b"},
     {"$ref": "#/$defs/group/x"},
 ]
@@ -139,6 +137,16 @@ def test_arguments_in_xml_follow_their_limits(name):
         for text in texts_of(form.constraint(ToolUse(tools, True, False), None, ""), 12):
             ((_, arguments),) = parts_of(form.parser(tools, ""), [text])[2]
             jsonschema.Draft202012Validator(schema).validate(arguments)
+
+
+def test_text_in_xml_has_its_least_length():
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"minLength": 9}}, "required": ["a"]}}}]
+    constraint = ChatFormat("", "qwen3_coder", "none").constraint(ToolUse(tools, True, False), None, "")
+    grammar = load_compiled(compile_constraint(constraint, INFO), INFO)
+    for text in ("abc", "abcdefghi"):
+        matcher = xgrammar.GrammarMatcher(grammar)
+        call = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        assert (matcher.accept_string(call) and matcher.is_completed()) == (len(text) == 9)
 
 
 # Formats with the style and the place of marks of another one.
