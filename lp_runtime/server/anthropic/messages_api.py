@@ -10,6 +10,7 @@ from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
 from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of, other_types
+from lp_runtime.server.openai.common import check_stops
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     NAME_PATTERN,
@@ -20,7 +21,7 @@ from lp_runtime.server.openai.parts import (
     constraint_of,
     refuse,
 )
-from lp_runtime.server.openai.protocol import Conversation, check_stops
+from lp_runtime.server.openai.protocol import Conversation
 
 CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
 
