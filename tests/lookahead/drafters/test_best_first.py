@@ -192,13 +192,10 @@ def test_sorting_a_constrained_tree_moves_all_that_belongs_to_a_node():
 @pytest.mark.parametrize("seed", [4, 5, 6])
 def test_smaller_tree_is_prefix_of_larger_tree(seed, noise):
     """In the same state, the nodes of a smaller budget are the first nodes of a larger one."""
-    draft_tables = DraftTables(SMALL)
-    state, _ = decode([1, 2, 3], best_first(24, draft_tables, noise=noise), seed, 60)
-    trees = []
-    for max_nodes in (8, 24, 60):
-        drafter = best_first(max_nodes, draft_tables, noise=noise)
-        trees.append(drafter.propose(state.tokens, len(state.tokens) - 2, max_depth=20))
-    assert [len(tree) for tree in trees] == [8, 24, 60]
+    drafter, sizes = best_first(60, noise=noise), (8, 24, 60)
+    tokens = decode([1, 2, 3], drafter, seed, 60)[0].tokens
+    trees = [drafter.propose(tokens, len(tokens) - 2, max_depth=20, tree_size_hint=size) for size in sizes]
+    assert tuple(map(len, trees)) == sizes
     for small, large in zip(trees, trees[1:], strict=False):
         assert small.tokens == large.tokens[: len(small)]
         assert small.parents == large.parents[: len(small)]

@@ -9,9 +9,8 @@ from lp_runtime.lookahead.drafters.best_first import tables
 from lp_runtime.lookahead.drafters.best_first.candidates import match_length
 from lp_runtime.lookahead.drafters.best_first.draft_tables import TOKEN_BYTES, DraftTables
 from lp_runtime.lookahead.drafters.best_first.features import make_nodes
-from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY, SAMPLED
+from lp_runtime.lookahead.drafters.best_first.starting_rates import GREEDY
 from lp_runtime.lookahead.drafters.best_first.tables import MAX_MATCH
-from lp_runtime.lookahead.top_k import MARGINS, MAX_MARGIN, STAMP, K, margin_of
 
 SIZE = 1 << 16
 pytestmark = pytest.mark.filterwarnings("ignore:overflow")  # hashes wrap around
@@ -51,6 +50,18 @@ def test_draft_tables_save_steps_of_next_request_until_cleared():
     assert steps() == first
 
 
+@pytest.mark.parametrize(
+    ("num_repeated", "temperature", "is_kept"),
+    [(43, 1.0, True), (22, 1.0, True), (20, 1.0, False), (0, 1.0, False), (43, 0.5, False)],
+)
+def test_top_k_candidates_are_kept_within_a_conversation_only(num_repeated, temperature, is_kept):
+    draft_tables = DraftTables(SIZE)
+    text = decode([1, 2, 3], best_first(12, draft_tables, noise=NoiseKey(1, 0, 1.0)), 5, 40)[0].tokens
+    assert len(text) == 43 and draft_tables.top_k.keys.any()
+    best_first(12, draft_tables, noise=NoiseKey(1, 0, temperature)).begin([*text[:num_repeated], VOCABULARY - 1])
+    assert draft_tables.top_k.keys.any() == is_kept
+
+
 def test_position_keys_differ_between_requests():
     draft_tables = DraftTables(1 << 20)
     text = draft_tables.text
@@ -58,29 +69,6 @@ def test_position_keys_differ_between_requests():
     draft_tables.begin_text([1, 2, 3])
     draft_tables.begin_text([1, 2, 3])
     assert tables.position_key(text, 7, -1) != first
-
-
-def margins(draft_tables: DraftTables) -> np.ndarray:
-    """Return the margins of the stored entries that have any, [n, K]."""
-    entries = draft_tables.top_k.entries
-    rows, ranks = range(len(entries)), range(K)
-    actual = np.array([[margin_of(entries, row, rank) for rank in ranks] for row in rows])
-    return actual[actual.any(axis=1)]
-
-
-def test_margins_are_rescaled_to_temperature_of_next_request():
-    draft_tables = DraftTables(SIZE)
-    decode([1, 2, 3], best_first(12, draft_tables, noise=NoiseKey(1, 0, 0.5)), 5, 60)
-    at_half = margins(draft_tables)
-    saved = DraftTables.load(draft_tables.dump(VOCABULARY), SIZE, VOCABULARY)
-    for each in (draft_tables, saved):
-        best_first(12, each)  # greedy decoding uses the model's own log-probabilities
-        np.testing.assert_array_equal(margins(each), np.rint(at_half / 2))
-        best_first(12, each, noise=NoiseKey(2, 0, 0.1))
-        np.testing.assert_array_equal(margins(each), np.minimum(np.rint(at_half / 2) * 10, MAX_MARGIN))
-    kept = margins(draft_tables)
-    best_first(12, draft_tables, noise=NoiseKey(3, 0, 0.1))
-    np.testing.assert_array_equal(margins(draft_tables), kept)
 
 
 def test_loaded_draft_tables_equal_saved_ones():
@@ -200,11 +188,3 @@ def test_memory_of_a_long_text_is_given_back_with_the_next_short_one():
     last = 99 + 4 * size
     place, length = match(draft_tables, [last - 3, last - 2, last - 1])
     assert draft_tables.text.buffer[place & (size - 1)] == last and length == 3
-
-
-def test_extreme_temperature_keeps_margins_for_later_requests():
-    draft_tables = DraftTables(1 << 16)
-    decode([1, 2, 3], best_first(20, draft_tables), 0, 40)
-    for temperature in (1e-300, 1.0, 1e300, 1.0):
-        draft_tables.start(SAMPLED, temperature)
-    assert (draft_tables.top_k.entries[:, MARGINS:STAMP] != 0).any()

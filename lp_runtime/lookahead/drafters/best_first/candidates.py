@@ -304,7 +304,7 @@ def rank_perturbed(
 ) -> None:
     """Write the features of an entry's candidates by rank and margin of log-probability plus noise.
 
-    Entries from steps are at the request's temperature (`DraftTables.start`); the vocabulary prior is at temperature 1.
+    Entries from steps are at the request's temperature; the vocabulary prior is at temperature 1.
     """
     values, bins = candidates.values, candidates.bins
     factor = noise.inverse_temperature if is_prior(base) else np.int64(1) << TEMPERATURE_BITS

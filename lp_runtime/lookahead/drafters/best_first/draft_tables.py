@@ -1,6 +1,7 @@
 """The draft tables: top-k candidates by context, committed text, and acceptance counts of candidates.
 
-Draft tables live for one request or for many. Their size is bounded, and they overwrite the oldest content.
+Draft tables live for one request or for many, which share the text and the counts, and top-k candidates within a
+conversation. Their size is bounded, and they overwrite the oldest content.
 """
 
 from __future__ import annotations
@@ -30,16 +31,14 @@ from lp_runtime.lookahead.drafters.best_first.starting_rates import (
     UNIT,
     StartingRates,
 )
-from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, NUM_ORDERS, WAYS
-from lp_runtime.lookahead.top_k import ENTRY, MARGINS, MAX_MARGIN, STAMP, K, VocabularyPrior
+from lp_runtime.lookahead.drafters.best_first.tables import EMPTY_HASH, NUM_HASHES, WAYS
+from lp_runtime.lookahead.top_k import ENTRY, VocabularyPrior
 
 LINE_BYTES = 64  # of a CPU cache line
 SLOT_BYTES = 8 + 4 * ENTRY
 TOKEN_BYTES = 12 + 16 * 2 * tables.MAX_GRAM  # of the text: a token, its fork, two slots for each n-gram (half full)
 MIN_TEXT_TOKENS = 64  # minimum length of the text buffer
-MIN_TEMPERATURE = 1 / 16  # that margins are scaled to
-FORMAT = 12  # version of saved draft tables
-SHAPE = (NUM_ORDERS, NUM_FEATURES, K)
+FORMAT = 13  # version of saved draft tables
 
 
 def _power_of_two(limit: int) -> int:
@@ -82,7 +81,7 @@ class DraftTables:
         self.rates = make_rates()
         self._stamp = 0
         self._begins = True  # whether the next text is the first one of a request
-        self._temperature = np.ones(1)  # of the stored margins; an array, [1] float64, to be saved with the others
+        self._temperature = 1.0  # of the stored margins
         self.start(GREEDY)
 
     def drafts(self, vocabulary: VocabularyPrior, corpus: CorpusIndex) -> tables.DraftArrays:
@@ -106,15 +105,12 @@ class DraftTables:
     def start(self, starting: StartingRates, temperature: float = 1.0) -> None:
         """Begin a request with these starting rates; earlier counts still apply.
 
-        Stored margins are rescaled to `temperature`, the divisor of the request's logits, more than 0, but not to an
-        extreme one, which would leave nothing of them for later requests.
+        `temperature` is the divisor of the request's logits. Top-k candidates of another one are forgotten.
         """
         self._begins = True
-        temperature = min(max(temperature, MIN_TEMPERATURE), 1 / MIN_TEMPERATURE)
-        if self._stamp and temperature != self._temperature[0]:
-            margins = self.top_k.entries[:, MARGINS:STAMP]
-            margins[:] = _scaled(margins, self._temperature[0] / temperature)
-        self._temperature[0] = temperature
+        if temperature != self._temperature:
+            self.top_k.keys[:] = 0
+        self._temperature = temperature
         self.rates.prior[:] = np.array(starting.rates + CORPUS) * ONE // UNIT
         self.rates.slope[:] = np.rint(np.array((*starting.slopes, CORPUS_SLOPE)) * (1 << SLOPE_BITS))[PART_OF]
         self.rates.weight[:] = np.rint(np.array((*starting.weights, CORPUS_WEIGHT)) * OCTAVE / math.log(2))[PART_OF]
@@ -122,13 +118,28 @@ class DraftTables:
         self.estimate()
 
     def begin_text(self, tokens: Sequence[int]) -> None:
-        """Begin a new text with `tokens`; n-grams do not extend into the previous text."""
+        """Begin a new text with `tokens`; n-grams do not extend into the previous text.
+
+        Top-k candidates are forgotten unless the text continues the previous one, as the next turn of a conversation
+        does. Those of another text mislead: they came after the same few tokens only.
+        """
+        if self._begins and not self._continues(tokens):
+            self.top_k.keys[:] = 0
         num_left = self._num_text_tokens - len(tokens) - tables.MAX_MATCH - 1
         if self._begins and len(self.text.buffer) > self._num_text_tokens and num_left >= 0:
             self._shrink(num_left)
         self._begins = False
         self.ensure_capacity(len(tokens))  # next to the previous text
         self._begin_text(np.array(tokens, dtype=np.int64))
+
+    def _continues(self, tokens: Sequence[int]) -> bool:
+        """Return whether a text begins like the previous one, for at least half of that one's length."""
+        first, end = self.text.span.tolist()
+        num_needed = (end - first + 1) // 2
+        if len(tokens) < num_needed:
+            return False
+        places = np.arange(first, first + num_needed) & (len(self.text.buffer) - 1)
+        return bool((self.text.buffer[places] == np.array(tokens[:num_needed])).all())
 
     def _shrink(self, num_kept: int) -> None:
         """Give back the memory of an earlier long text, but keep its last tokens."""
@@ -192,15 +203,12 @@ class DraftTables:
 
     def _saved(self) -> dict[str, np.ndarray]:
         return {
-            "top_k_keys": self.top_k.keys,
-            "top_k_entries": self.top_k.entries,
             "text_buffer": self.text.buffer,
             "text_span": self.text.span,
             "text_hashes": self.text.hashes,
             "text_keys": self.text.keys,
             "text_places": self.text.places,
             "text_forks": self.text.forks,
-            "temperature": self._temperature,
             **self._counted(),
         }
 
@@ -212,7 +220,7 @@ class DraftTables:
             format=FORMAT,
             num_bytes=self.num_bytes,
             vocabulary_size=vocabulary_size,
-            shape=SHAPE,
+            num_features=NUM_FEATURES,
             stamp=self._stamp,
             **self._saved(),  # type: ignore[arg-type]  # no array is named allow_pickle, numpy's keyword
         )
@@ -241,11 +249,10 @@ class DraftTables:
             if value is None or value.shape != target.shape or value.dtype != target.dtype:
                 raise ValueError("it is damaged")
             target[:] = value
-        tokens = self.top_k.entries[:, :K]
-        has_known_tokens = max(tokens.max(), self.text.buffer.max()) < vocabulary_size and self.text.buffer.min() >= 0
+        has_known_tokens = self.text.buffer.min() >= 0 and self.text.buffer.max() < vocabulary_size
         counts = np.array([self.rates.accepted, self.rates.tried - self.rates.accepted])
         has_possible_counts = counts.min() >= 0 and self.rates.copies.min() >= 0
-        if not (has_known_tokens and has_possible_counts and 0 < self._temperature[0] < math.inf):
+        if not (has_known_tokens and has_possible_counts):
             raise ValueError("it is damaged")
         self._stamp = int(arrays["stamp"])
         self.estimate()
@@ -260,22 +267,16 @@ def stored_stamp(path: Path) -> int:
         return -1
 
 
-def _scaled(margins: np.ndarray, factor: float) -> np.ndarray:
-    """Return margins, [n, K // 4] int32 of four bytes each, scaled by a factor and clipped to MAX_MARGIN."""
-    scaled = np.minimum(np.rint(np.arange(MAX_MARGIN + 1) * factor), MAX_MARGIN).astype(np.uint8)
-    return scaled[np.ascontiguousarray(margins).view(np.uint8)].view(np.int32)
-
-
 def _read_arrays(data: bytes, num_bytes: int, vocabulary_size: int) -> dict[str, np.ndarray]:
     """Return the arrays of saved draft tables by name; ValueError if they do not match the arguments."""
     try:
         with np.load(io.BytesIO(data), allow_pickle=False) as saved:
             arrays = {name: saved[name] for name in saved.files}
-        version = (int(arrays["format"]), tuple(arrays["shape"].tolist()))
+        version = (int(arrays["format"]), int(arrays.get("num_features", 0)))
         size, vocabulary, _ = (int(arrays[name]) for name in ("num_bytes", "vocabulary_size", "stamp"))
     except Exception as error:  # a broken archive may raise anything
         raise ValueError("it is not saved draft tables") from error
-    if version != (FORMAT, SHAPE):
+    if version != (FORMAT, NUM_FEATURES):
         raise ValueError("it was saved by another version")
     if size != num_bytes:
         raise ValueError(f"it was saved with draft_tables_bytes={size}")
