@@ -30,6 +30,7 @@ from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaSe
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
 STORE_SECONDS = 10.0  # limit for a replica to open a store
 MAX_RESTARTS = 1  # by Ray, if the node is lost before the actor runs; later the pool kills it when its stream ends
+DISCONNECTED = "the program has ended its connection to Ray"
 CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # one thread each: calls of a group run one after another
 
 
@@ -106,9 +107,12 @@ class RayHost(ProcessHost):
         self.actors: dict[int, Any] = {}  # the latest ones that this host has not killed, by number
         self._ray = ray
         self._streams: dict[int, Any] = {}  # of each actor's messages, by number
+        self._ended_streams: list[Any] = []
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             connect(config.launcher.address)
+        # Another object after another ray.init; None if the connection ended while a thread was waiting.
+        self._connection: object = ray.get_runtime_context().worker.core_worker
         try:
             num_gpus, num_local = gpus_of_cluster(ray, config.device)
             config = choose_split(config, num_gpus, lambda: free_of_one_gpu(ray, config), num_local)
@@ -120,7 +124,16 @@ class RayHost(ProcessHost):
         self.config = dataclasses.replace(config, device=self._booking.device)
         self.num_shards = config.num_shards
 
+    @property
+    def _is_connected(self) -> bool:
+        """Whether the actors can be reached; without a connection, most calls of Ray would start a new cluster."""
+        if self._connection is None or not self._ray.is_initialized():
+            return False
+        return getattr(self._ray.get_runtime_context().worker, "core_worker", None) is self._connection
+
     def start_process(self, index: int) -> None:
+        if not self._is_connected:
+            raise LaunchError(f"launcher=ray: {DISCONNECTED}")
         actor_class = self._ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(ReplicaActor)
         options, segment = self._booking.options(index), new_segment_name()
         for number in self.numbers(index):
@@ -130,10 +143,11 @@ class RayHost(ProcessHost):
             self.actors[number], self._streams[number] = actor, serve.remote()
 
     def rendezvous(self, members: Sequence[int]) -> ReplicaContext | None:
-        leader, nodes = members[0], self._booking.nodes()
+        leader = members[0]
         actor = self.actors.get(self.numbers(leader)[0])
-        if actor is None:
+        if actor is None or not self._is_connected:
             return None
+        nodes = self._booking.nodes()
         num_nodes = len({nodes[index] for index in members})
         if self.config.launcher.backend == "shared" and num_nodes > 1:
             raise LaunchError(f"launcher.backend=shared: the replicas are on {num_nodes} machines")
@@ -149,7 +163,7 @@ class RayHost(ProcessHost):
 
     def send(self, index: int, message: object) -> None:
         actor = self.actors.get(self.numbers(index)[0])
-        if actor is not None:
+        if actor is not None and self._is_connected:
             actor.post.options(concurrency_group="post").remote(encode_order(message))
 
     def pickled(self, value: object) -> bytes:
@@ -160,7 +174,17 @@ class RayHost(ProcessHost):
         if not numbers:
             time.sleep(timeout)
             return []
-        ready, _ = self._ray.wait(list(numbers), num_returns=1, timeout=timeout)
+        ready: list[Any] = []
+        try:
+            if self._is_connected:
+                ready, _ = self._ray.wait(list(numbers), num_returns=1, timeout=timeout)
+        except SystemExit:  # raised by Ray if the connection ends during the wait; it would end this thread
+            self._connection = None
+        if not self._is_connected:
+            self._ended_streams += numbers  # Ray ends the process if one is freed while the connection ends
+            self._streams = {}
+            lost = {number // self.num_shards for number in numbers.values()}
+            return [(index, Failed(DISCONNECTED)) for index in sorted(lost)]
         messages = []
         for stream in ready:
             number = numbers[stream]
@@ -188,13 +212,13 @@ class RayHost(ProcessHost):
         actors = [self.actors.pop(number) for number in numbers if number in self.actors]
 
         def end() -> None:  # calls the cluster, which may answer slowly
-            for actor in actors:
+            for actor in actors if self._is_connected else ():
                 self._ray.kill(actor)
 
         return end
 
     def close(self) -> None:
-        if not self._ray.is_initialized():
+        if not self._is_connected:  # the actors have ended with the connection
             return
         for actor in self.actors.values():
             self._ray.kill(actor)

@@ -180,22 +180,53 @@ def test_actor_reports_why_it_cannot_use_its_gpus(monkeypatch):
     assert list(ReplicaActor(RuntimeConfig()).serve()) == [[Failed.from_error(LaunchError(reason))]]
 
 
-def test_actor_that_ends_silently_is_reported_as_failed(monkeypatch):
-    """The last batch of its stream is empty; the replica is lost once the stream has ended."""
-    stream = iter([[]])
+@pytest.fixture
+def host(monkeypatch) -> RayHost:
+    """A host of two replicas, on a module `ray` whose functions do nothing."""
     module = MagicMock(wait=lambda streams, num_returns, timeout: (streams, []), get=lambda batch: batch)
     module.exceptions.RayError = ray.exceptions.RayError
-    actor = module.remote.return_value.return_value.options.return_value.remote.return_value
-    actor.serve.options.return_value.remote.return_value = stream
     monkeypatch.setattr(ray_launcher, "gpus_of_cluster", lambda ray, device: (0, 1))
     monkeypatch.setattr(
         ray_launcher, "Booking", lambda ray, config: SimpleNamespace(device="cpu", options=lambda index: {})
     )
-    host = RayHost(module, RuntimeConfig(gpus=1, device="cpu"))
+    return RayHost(module, RuntimeConfig(gpus=2, device="cpu"))
+
+
+def test_actor_that_ends_silently_is_reported_as_failed(host):
+    """The last batch of its stream is empty; the replica is lost once the stream has ended."""
+    actor = host._ray.remote.return_value.return_value.options.return_value.remote.return_value
+    actor.serve.options.return_value.remote.return_value = iter([[]])
     host.start_process(0)
     assert host.receive(0.0) == []
     assert host.receive(0.0) == [(0, Failed("its actor ended (StopIteration)"))]
     assert host.receive(0.0) == []
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        {"is_initialized.return_value": False},
+        {"get_runtime_context.return_value": MagicMock()},
+        {"wait": MagicMock(side_effect=SystemExit(0))},  # of Ray, if the connection ends meanwhile
+    ],
+    ids=["ended", "connected_again", "ended_while_waiting"],
+)
+def test_replicas_are_lost_when_the_program_ends_its_connection(host, end):
+    """Also if it has connected again meanwhile. Calls of Ray would start a new cluster."""
+    streams = iter([iter([]), iter([])])
+    actor = host._ray.remote.return_value.return_value.options.return_value.remote.return_value
+    actor.serve.options.return_value.remote.side_effect = lambda: next(streams)
+    for index in range(2):
+        host.start_process(index)
+    host._ray.configure_mock(**{"wait": None, "get": None} | end)  # not to be called
+    assert host.receive(0.0) == [(index, Failed("the program has ended its connection to Ray")) for index in range(2)]
+    host.send(0, "order")
+    assert host.rendezvous((0, 1)) is None
+    host.kill(0)()
+    with pytest.raises(LaunchError, match="launcher=ray: the program has ended its connection to Ray"):
+        host.start_process(0)
+    host.close()
+    assert not host._ray.kill.called and not actor.post.options.called
 
 
 def test_processor_of_main_module_is_sent_with_its_class(runtime, monkeypatch):
