@@ -20,6 +20,7 @@ from llvmlite import binding
 from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import (
     StepMeasurement,
+    checked_measurement,
     make_greedy_sampler,
     measure_steps,
     measurement_of,
@@ -66,8 +67,8 @@ class Calibration:
         if self._steps is None:
             name = f"steps-{self._fingerprint()}-{self._passes_digest()}.npz"
             mine = self._known.steps
-            if mine is None and (saved := self._files.load(name, StepMeasurement._fields)) is not None:
-                mine = StepMeasurement(**saved)
+            if mine is None:
+                mine = self._files.load(name, StepMeasurement._fields, checked_measurement)
             if mine is None:
                 mine = measure_steps(self._model)
                 self._files.store(name, mine._asdict())

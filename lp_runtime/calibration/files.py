@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
 from lp_runtime.utils.files import write_whole
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class CalibrationFiles:
@@ -24,13 +27,13 @@ class CalibrationFiles:
             with contextlib.suppress(RuntimeError):  # "~" cannot be expanded: no home folder
                 self._folder = Path(folder).expanduser()
 
-    def load(self, name: str, keys: Sequence[str]) -> dict[str, np.ndarray] | None:
-        """Return a file's arrays by key; None if it is missing or damaged."""
+    def load(self, name: str, keys: Sequence[str], read: Callable[[dict[str, np.ndarray]], T]) -> T | None:
+        """Return what `read` makes of a file's arrays by key; None if it is missing or damaged, or `read` fails."""
         if self._folder is None:
             return None
         try:
             with np.load(self._folder / name, allow_pickle=False) as saved:
-                return {key: saved[key] for key in keys}
+                return read({key: saved[key] for key in keys})
         except (OSError, ValueError, KeyError, EOFError):
             return None
         except Exception:  # a damaged archive

@@ -60,6 +60,18 @@ class StepMeasurement(NamedTuple):
     prefix_ns: np.ndarray
 
 
+def checked_measurement(saved: Mapping[str, np.ndarray]) -> StepMeasurement:
+    """Return the measured steps in a file; ValueError if they cannot have been measured."""
+    steps = StepMeasurement(**saved)
+    points, num_points = (steps.tokens, steps.nanoseconds), steps.tokens.size
+    are_points = all(each.shape == (num_points,) and (each > 0).all() for each in points)
+    if not (are_points and 0 < num_points <= MAX_POINTS and (np.diff(steps.tokens) > 0).all()):
+        raise ValueError("the points do not fit")
+    if [each.shape for each in steps[2:]] != [(), (), (2,)] or not all(each.dtype.kind == "i" for each in steps):
+        raise ValueError("the costs do not fit")
+    return steps
+
+
 def row_of(steps: StepMeasurement) -> np.ndarray:
     """Pack measured steps into [HEADER + 2 * MAX_POINTS] int64, for a gather."""
     row = np.zeros(HEADER + 2 * MAX_POINTS, dtype=np.int64)

@@ -15,7 +15,6 @@ Letters: V vocabulary, R replicas, K top-k candidates.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import time
@@ -27,7 +26,8 @@ from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import make_greedy_sampler
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import K, VocabularyPrior
+from lp_runtime.kernels.types import NO_TOKEN
+from lp_runtime.lookahead.top_k import MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.sampling.sampler import Sampler
@@ -118,6 +118,8 @@ class Answers:
         tokens, paired = np.flatnonzero(known >= ALONE), np.flatnonzero(self._is_paired(known))
         if after_token.shape != (len(tokens), WIDTH) or after_pair.shape != (len(paired), K, WIDTH):
             raise ValueError("rows are missing")
+        if not (_has_candidates(after_token, len(known)) and _has_candidates(after_pair, len(known))):
+            raise ValueError("tokens are unknown")
         self.add(tokens, ALONE, after_token=after_token)
         self.add(paired, PAIRED, after_pair=after_pair)
 
@@ -132,6 +134,14 @@ class Answers:
             after_pair[~self._is_paired(self.known), :, 1:] = NO_CANDIDATES
             self._prior = VocabularyPrior(_unpacked(sampler, after_token), _unpacked(sampler, after_pair))
         return self._prior
+
+
+def _has_candidates(packed: np.ndarray, vocabulary_size: int) -> bool:
+    """Return whether all candidates of packed rows are tokens of the vocabulary."""
+    if packed.dtype != np.int64:
+        return False
+    ids = np.ascontiguousarray(packed[..., 1:]).view(np.uint32) >> MARGIN_BITS
+    return bool(((ids < vocabulary_size) | (ids == NO_TOKEN)).all())
 
 
 def _unpacked(sampler: Sampler, packed: np.ndarray) -> np.ndarray:
@@ -171,11 +181,13 @@ def agreed_answers(
 
 def _load(files: CalibrationFiles, name: str, vocabulary_size: int) -> Answers:
     """Return the answers in a file; none if it is missing or does not fit."""
-    answers = Answers.none(vocabulary_size)
-    if (saved := files.load(name, SAVED)) is not None:
-        with contextlib.suppress(ValueError):
-            answers.load(saved)
-    return answers
+
+    def read(saved: dict[str, np.ndarray]) -> Answers:
+        answers = Answers.none(vocabulary_size)
+        answers.load(saved)
+        return answers
+
+    return files.load(name, SAVED, read) or Answers.none(vocabulary_size)
 
 
 def _store(answers: Answers, group: Group, files: CalibrationFiles, name: str) -> None:

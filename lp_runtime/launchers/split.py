@@ -178,15 +178,22 @@ def keep_speeds(config: RuntimeConfig, speeds: dict[int, float]) -> None:
 
 def _fastest_first(config: RuntimeConfig) -> list[int]:
     """Return the measured numbers of GPUs per replica for `config.gpus` GPUs in total, the fastest first."""
-    speeds = CalibrationFiles(config.cache_dir).load(_speeds_file(config), SPEEDS_KEYS)
-    if speeds is None:
+    measured = CalibrationFiles(config.cache_dir).load(_speeds_file(config), SPEEDS_KEYS, _sorted_numbers)
+    if measured is None:
         path = "" if config.model.path is None else f" model.path={config.model.path}"
         kept = "" if config.cache_dir is not None else " with a cache_dir"
         raise ConfigError(
             f"gpus_per_replica=fastest: nothing was measured of this model on {config.num_gpus} GPUs of this machine;"
             f" run lp-bench splits=auto gpus={config.num_gpus}{path}{kept}"
         )
+    return measured
+
+
+def _sorted_numbers(speeds: dict[str, np.ndarray]) -> list[int]:
+    """Return the GPUs per replica in a file of speeds, the fastest first; ValueError if they do not fit."""
     numbers, tokens_per_second = (speeds[key] for key in SPEEDS_KEYS)
+    if numbers.shape != tokens_per_second.shape or numbers.dtype.kind != "i" or not (numbers > 0).all():
+        raise ValueError("the numbers do not fit")
     return [int(number) for number in numbers[(-tokens_per_second).argsort(kind="stable")]]
 
 

@@ -192,8 +192,8 @@ def _pack_fastest(model: CausalLM, cache_dir: str | None) -> bool:
     what = repr((model.config.to_json_string(), str(model.dtype), library, *cpu))
     name = f"packing-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.npz"
     files = CalibrationFiles(cache_dir)
-    saved = files.load(name, ["layout"])
-    if saved is not None and (layout := str(saved["layout"])) in LAYOUTS:
+    layout = files.load(name, ["layout"], lambda saved: str(saved["layout"]))
+    if layout in LAYOUTS:
         return pack_as(model, layout) > 0
     fastest = pack_fastest(model)
     if fastest is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from lp_runtime.bench import splits
@@ -70,6 +71,11 @@ def test_measured_speeds_apply_only_to_the_same_settings(demo_model_dir, tmp_pat
     for other in ({"gpus": 2}, {"gpus": 4, "dtype": "bfloat16"}, {"gpus": 4, "cache_dir": None}):
         with pytest.raises(ConfigError, match="gpus_per_replica=fastest: nothing was measured"):
             choose_split(RuntimeConfig(**wanted | other), 0, list)
+    (file,) = tmp_path.glob("splits-*.npz")
+    for numbers in ([0, 1, 2], [1, 2], [1.5, 2.0, 4.0]):
+        np.savez(file, gpus_per_replica=np.array(numbers), tokens_per_second=np.arange(3.0))
+        with pytest.raises(ConfigError, match="gpus_per_replica=fastest: nothing was measured"):
+            choose_split(RuntimeConfig(**wanted, gpus=4), 0, list)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,28 @@ def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path
     assert files[1].stat().st_size > 50
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tokens": np.array([], np.int64), "nanoseconds": np.array([], np.int64)},
+        {"tokens": np.arange(1, 500), "nanoseconds": np.arange(1, 500)},
+        {"tokens": np.array(3)},
+        {"nanoseconds": np.array([5])},
+        {"prefix_ns": np.arange(5)},
+        {"harvest_ns": np.array(np.nan)},
+    ],
+    ids=lambda wrong: " ".join(wrong),
+)
+def test_file_of_steps_that_does_not_fit_is_measured_again(model, tmp_path, monkeypatch, wrong):
+    monkeypatch.setattr(_StepMeter, "_step", lambda meter, size: 100 + 10 * size)
+    times = Calibration(model, Group.alone(), str(tmp_path)).times(50)
+    (file,) = tmp_path.glob("steps-*.npz")
+    with np.load(file) as saved:
+        np.savez(file, **{**saved, **wrong})
+    assert (Calibration(model, Group.alone(), str(tmp_path)).times(50) == times).all()
+    assert (Calibration(model, Group.alone(), str(tmp_path)).times(50) == times).all()
+
+
 def test_unwritable_cache_folder_is_ignored(model):
     vocabulary = Calibration(model, Group.alone(), "/proc/nowhere").vocabulary()
     assert len(vocabulary.after_token) == model.vocabulary_size

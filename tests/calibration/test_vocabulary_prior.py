@@ -17,7 +17,7 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.lookahead.top_k import ENTRY, K, VocabularyPrior
+from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import start_replica
@@ -111,6 +111,17 @@ def test_file_that_does_not_fit_is_ignored(folder, tmp_path, name, one_slice):
         np.savez(file, **{**arrays, name: wrong})
         if wrong.shape != arrays[name].shape:
             assert is_equal(Calibration(model, Group.alone(), str(tmp_path)).vocabulary(), first)
+
+
+def test_file_with_token_that_the_model_lacks_is_ignored(folder, tmp_path, one_slice):
+    model = model_of(folder)
+    first = Calibration(model, Group.alone(), str(tmp_path)).vocabulary()
+    (file,) = tmp_path.glob("vocabulary-*.npz")
+    with np.load(file) as saved:
+        arrays = dict(saved)
+    arrays["after_token"][-1, 1] = SIZE << MARGIN_BITS
+    np.savez(file, **arrays)
+    assert is_equal(Calibration(model, Group.alone(), str(tmp_path)).vocabulary(), first)
 
 
 def start_on_ranks(group: Group, folder: Path, cache_dir: Path) -> list[VocabularyPrior]:
