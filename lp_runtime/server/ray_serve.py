@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING
 
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
-from lp_runtime.errors import LaunchError, ReplicaError, first_line
+from lp_runtime.errors import ConfigError, LaunchError, ReplicaError, first_line
 from lp_runtime.launchers.ray_booking import CPU_SHARE
 from lp_runtime.launchers.ray_connection import connect
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.scheduler import Scheduler
 from lp_runtime.server.app import Server
-from lp_runtime.server.http.settings import listen, served_name
+from lp_runtime.server.http.settings import check_serve, listen, served_name
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -41,6 +41,7 @@ class Service:
 
     async def __init__(self, config: ServeConfig):  # type: ignore[misc]  # Ray Serve awaits it
         self._config = config
+        await asyncio.to_thread(check_serve, config)  # on this node, whose files and packages are used
         self._runtime = await asyncio.to_thread(LookaheadRuntime.from_config, config)
         self._scheduler = Scheduler(self._runtime, config.max_waiting, config.policy, config.max_batch)
 
@@ -79,6 +80,11 @@ def build(arguments: Mapping[str, object]) -> Application:
 
 def build_from_config(config: ServeConfig) -> Application:
     """Build the Serve application from a complete configuration; launcher=ray replaces its launcher."""
+    if config.ssl_certfile is not None:
+        raise ConfigError(
+            f"ssl_certfile={config.ssl_certfile}: not with server=ray_serve, whose proxies would serve plain HTTP;"
+            " give the certificate to Ray Serve (http_options)"
+        )
     from ray import serve
 
     deploy = serve.deployment(
@@ -102,6 +108,7 @@ def serve_on_ray(config: ServeConfig) -> None:
     except ImportError as error:
         raise LaunchError(f"server=ray_serve: {first_line(error)} (pip install 'lp-runtime[ray-serve]')") from error
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    application = build_from_config(config)
     connect(config.launcher.address)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())  # replaces the handler that Ray has set
@@ -113,7 +120,7 @@ def serve_on_ray(config: ServeConfig) -> None:
         try:
             if not is_shared:
                 serve.start(http_options={"host": config.host, "port": config.port})
-            serve.run(build_from_config(config), name=APPLICATION)
+            serve.run(application, name=APPLICATION)
         except (RuntimeError, ray.exceptions.RayError) as error:
             raise LaunchError(f"server=ray_serve: {_reason(error, serve.status())}") from error
         where = "by the cluster's Ray Serve" if is_shared else f"on http://{config.host}:{config.port}/v1"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import signal
 import socket
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+from types import SimpleNamespace
 
 import openai
 import pytest
@@ -18,7 +20,7 @@ from support.processes import RAY_SETTINGS, marked, wait_until
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
-from lp_runtime.server.ray_serve import build
+from lp_runtime.server.ray_serve import Service, build
 
 pytest.importorskip("ray.serve", reason="needs Ray Serve: pip install 'lp-runtime[ray-serve]'")
 
@@ -84,3 +86,21 @@ def test_application_settings_are_composed_and_checked():
         build({"launcher": "local"})
     with pytest.raises(ConfigError, match="port=0: must be 1 to 65535 with server=ray_serve"):
         build({"port": 0})
+    with pytest.raises(ConfigError, match="ssl_certfile=cert.pem: not with server=ray_serve, whose proxies would"):
+        build({"ssl_certfile": "cert.pem"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"api_keys": "/none/keys"}, "api_keys=/none/keys: No such file or directory"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs: 'tools' is no variable of the chat template"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_serve_replica_checks_settings_before_it_loads_the_model(monkeypatch, settings, message):
+    """`serve run` and `serve deploy` start the application without lp-serve, which checks them, too."""
+    monkeypatch.setattr(LookaheadRuntime, "from_config", None)
+    with pytest.raises(ConfigError) as caught:
+        asyncio.run(Service.__init__(SimpleNamespace(), ServeConfig(server="ray_serve", **settings)))
+    assert message in str(caught.value)
