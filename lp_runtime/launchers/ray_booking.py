@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import ModuleType
 
 from lp_runtime.config.settings import RuntimeConfig
@@ -11,8 +12,11 @@ from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.split import free_of_this_machine
 from lp_runtime.launchers.worker.process_host import Placement
 
+log = logging.getLogger(__name__)
+
 # A replica on CPUs shares the cores with its peers, so it reserves almost nothing: Ray would refuse gpus=4 on 2 cores.
 CPU_SHARE = 0.01
+NOTICE_SECONDS = 5.0  # of waiting for capacity, before that is logged
 
 
 class Booking:
@@ -33,9 +37,15 @@ class Booking:
         self._shard = {"GPU": float(config.num_stages), "CPU": CPU_SHARE} if on_gpus else {"CPU": CPU_SHARE}
         self._bundle = {name: config.num_shards * amount for name, amount in self._shard.items()}
         self.device = "cuda" if on_gpus else "cpu"  # for all replicas
+        if on_gpus and (num_bundles := self._num_possible()) < num_replicas:
+            given = f"gpus={config.num_gpus} gpus_per_replica={config.gpus_per_replica}"
+            raise ConfigError(
+                f"{given}: the nodes of the Ray cluster have GPUs for {num_bundles} of {num_replicas} replicas;"
+                " those of a replica are on one node"
+            )
         self._group = ray.util.placement_group([self._bundle] * num_replicas, strategy=launcher.placement.upper())
         try:
-            if not self._group.wait(launcher.start_timeout):
+            if not self._wait(launcher.start_timeout):
                 raise LaunchError(
                     f"launcher=ray: the cluster has no capacity for {num_replicas} x {self._bundle}"
                     f" within launcher.start_timeout={launcher.start_timeout:g} seconds"
@@ -43,6 +53,20 @@ class Booking:
         except BaseException:  # also if the wait is interrupted (KeyboardInterrupt)
             self.release()
             raise
+
+    def _num_possible(self) -> int:
+        """Return how many bundles the GPUs of the cluster's nodes could hold if all were free."""
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        return sum(int(node.get("GPU", 0) // self._bundle["GPU"]) for node in nodes)
+
+    def _wait(self, timeout: float) -> bool:
+        """Return whether the cluster has the capacity before `timeout`; log that it is waited for."""
+        if timeout > NOTICE_SECONDS:
+            if self._group.wait(NOTICE_SECONDS):
+                return True
+            log.warning("launcher=ray: waiting up to %g seconds for free capacity of the cluster", timeout)
+            timeout -= NOTICE_SECONDS
+        return bool(self._group.wait(timeout))
 
     def options(self, index: int) -> dict[str, object]:
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(

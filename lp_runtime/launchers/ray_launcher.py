@@ -30,6 +30,10 @@ from lp_runtime.launchers.worker.replica_server import FollowerServer, ReplicaSe
 BATCH_SECONDS = 0.005  # step outputs that are closer together are sent to the driver in one batch
 STORE_SECONDS = 10.0  # limit for a replica to open a store
 MAX_RESTARTS = 1  # by Ray, if the node is lost before the actor runs; later the pool kills it when its stream ends
+CLIENT = (
+    "launcher=ray: not through Ray Client (ray://), which has no streams of messages: run on a node of the cluster,"
+    " with launcher.address=HOST:6379, or submit a job (launch/ray_job.sh)"
+)
 DISCONNECTED = "the program has ended its connection to Ray"
 CONCURRENCY_GROUPS = {"serve": 1, "post": 1, "host": 1}  # one thread each: calls of a group run one after another
 
@@ -111,9 +115,11 @@ class RayHost(ProcessHost):
         self._connected_here = not ray.is_initialized()
         if self._connected_here:
             connect(config.launcher.address)
-        # Another object after another ray.init; None if the connection ended while a thread was waiting.
-        self._connection: object = ray.get_runtime_context().worker.core_worker
         try:
+            if ray.util.client.ray.is_connected():
+                raise LaunchError(CLIENT)
+            # Another object after another ray.init; None if the connection ended while a thread was waiting.
+            self._connection: object = ray.get_runtime_context().worker.core_worker
             num_gpus, num_local = gpus_of_cluster(ray, config.device)
             config = choose_split(config, num_gpus, lambda: free_of_one_gpu(ray, config), num_local)
             self._booking = Booking(ray, config)

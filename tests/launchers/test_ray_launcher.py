@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +24,7 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError
 from lp_runtime.launchers import ray_launcher
+from lp_runtime.launchers.ray_booking import Booking
 from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
 from lp_runtime.launchers.wire.messages import Failed
 
@@ -185,6 +187,7 @@ def host(monkeypatch) -> RayHost:
     """A host of two replicas, on a module `ray` whose functions do nothing."""
     module = MagicMock(wait=lambda streams, num_returns, timeout: (streams, []), get=lambda batch: batch)
     module.exceptions.RayError = ray.exceptions.RayError
+    module.util.client.ray.is_connected.return_value = False
     monkeypatch.setattr(ray_launcher, "gpus_of_cluster", lambda ray, device: (0, 1))
     monkeypatch.setattr(
         ray_launcher, "Booking", lambda ray, config: SimpleNamespace(device="cpu", options=lambda index: {})
@@ -200,6 +203,46 @@ def test_actor_that_ends_silently_is_reported_as_failed(host):
     assert host.receive(0.0) == []
     assert host.receive(0.0) == [(0, Failed("its actor ended (StopIteration)"))]
     assert host.receive(0.0) == []
+
+
+def small_cluster(has_capacity: Callable[[float], bool]) -> MagicMock:
+    """Return a module `ray` of a cluster of two nodes with two GPUs each."""
+    node = {"Alive": True, "Resources": {"CPU": 8.0, "GPU": 2.0}}
+    module = MagicMock(nodes=lambda: [node, node], cluster_resources=lambda: {"CPU": 16.0, "GPU": 4.0})
+    module.util.placement_group.return_value.wait = has_capacity
+    return module
+
+
+@pytest.mark.parametrize(("gpus", "num_shards", "possible"), [(4, 4, "0 of 1"), (3, 3, "0 of 1"), (4, 2, None)])
+def test_replica_that_fits_on_no_node_is_refused_at_once(gpus, num_shards, possible):
+    module = small_cluster(lambda timeout: True)
+    config = RuntimeConfig(gpus=gpus, gpus_per_replica=num_shards, device="cuda")
+    if possible is None:
+        Booking(module, config)
+        return
+    with pytest.raises(
+        ConfigError, match=f"gpus={gpus} gpus_per_replica={num_shards}: .* GPUs for {possible} replicas"
+    ):
+        Booking(module, config)
+    assert not module.util.placement_group.called
+
+
+def test_wait_for_capacity_is_logged_and_ends(caplog):
+    waits: list[float] = []
+    module = small_cluster(lambda timeout: bool(waits.append(timeout)))
+    launcher = LauncherConfig(name="ray", start_timeout=60.0)
+    with pytest.raises(
+        LaunchError, match="the cluster has no capacity for 4 x .* within launcher.start_timeout=60 sec"
+    ):
+        Booking(module, RuntimeConfig(gpus=4, device="cuda", launcher=launcher))
+    assert sum(waits) == 60.0 and module.util.remove_placement_group.called
+    assert caplog.messages == ["launcher=ray: waiting up to 60 seconds for free capacity of the cluster"]
+
+
+def test_ray_client_is_refused(host):
+    host._ray.util.client.ray.is_connected.return_value = True
+    with pytest.raises(LaunchError, match="launcher=ray: not through Ray Client .*: run on a node of the cluster"):
+        RayHost(host._ray, RuntimeConfig(gpus=2, device="cpu"))
 
 
 @pytest.mark.parametrize(

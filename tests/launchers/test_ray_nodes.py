@@ -18,6 +18,7 @@ from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
 from lp_runtime.errors import ConfigError, LaunchError
+from lp_runtime.launchers import ray_booking
 from lp_runtime.launchers.ray_booking import Booking, device_index
 from lp_runtime.launchers.ray_launcher import ReplicaActor
 from lp_runtime.launchers.worker.process_host import Placement
@@ -107,8 +108,17 @@ def test_shards_of_a_replica_share_a_node():
         assert booking.options(1)["num_gpus"] == 1  # per actor, which is one shard
         with pytest.raises(ConfigError, match="gpus=6: the Ray cluster has 4"), booked("pack", 6, num_shards=2):
             pass
-    with pytest.raises(LaunchError, match="no capacity for 1 x"), booked("pack", 3, start_timeout=1.0, num_shards=3):
+    message = "gpus=3 gpus_per_replica=3: the nodes of the Ray cluster have GPUs for 0 of 1 replicas"
+    with pytest.raises(ConfigError, match=message), booked("pack", 3, num_shards=3):
         pass
+
+
+@pytest.mark.usefixtures("free_cluster")
+def test_wait_for_busy_gpus_is_logged_and_ends(monkeypatch, caplog):
+    monkeypatch.setattr(ray_booking, "NOTICE_SECONDS", 0.1)
+    with booked("pack", 4), pytest.raises(LaunchError, match="no capacity for 1 x"), booked("pack", 1, 0.5):
+        pass
+    assert "launcher=ray: waiting up to 0.5 seconds for free capacity of the cluster" in caplog.messages
 
 
 NOSET = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
