@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sys
 import threading
@@ -20,6 +21,7 @@ from lp_runtime.request.generation import GenerationStream
 from lp_runtime.runtime import LookaheadRuntime
 
 HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
+COMMAND = re.compile(r"/[a-z]+")  # such a line is no message: a mistyped command would become part of the conversation
 
 Messages = Sequence[dict[str, str]]
 
@@ -54,6 +56,8 @@ def converse(system_message: str | None, answer_to: Callable[[Messages], str]) -
                 messages.clear()
             case "/undo":
                 del messages[-2:]
+            case word if COMMAND.fullmatch(word):
+                print(f"error: {word} is no command: {HELP}", file=sys.stderr)
             case _:
                 question = {"role": "user", "content": text}
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from support.processes import PATIENCE, marked
 
 from lp_runtime import LookaheadRuntime
 from lp_runtime.config.lookahead import PLAIN
+from lp_runtime.entrypoints.chat import HELP, converse
 from lp_runtime.entrypoints.cli import chat_main
 
 CHAT = "from lp_runtime.entrypoints.cli import chat_main; chat_main()"
@@ -62,6 +64,19 @@ def test_reasoning_goes_to_stderr_and_not_into_the_conversation(small_demo_dir, 
         second = runtime.generate(messages=messages, max_new_tokens=6).message
     assert first["content"] == "" and first["reasoning_content"]
     assert result.stderr.endswith(f"{first['reasoning_content']}\n{second['reasoning_content']}\n")
+
+
+def test_unknown_command_is_no_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("/rest\n/etc/hosts\n/why is it red?\n"))
+    asked = []
+
+    def answer(messages) -> str:
+        asked.append(messages[-1]["content"])
+        return "yes"
+
+    converse(None, answer)
+    assert asked == ["/etc/hosts", "/why is it red?"]
+    assert capsys.readouterr().err.splitlines()[1:] == [f"error: /rest is no command: {HELP}"]
 
 
 @pytest.mark.parametrize("how", ["forked", pytest.param("started", marks=pytest.mark.slow)])
