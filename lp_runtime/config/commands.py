@@ -179,6 +179,7 @@ class ChatConfig(ClientConfig):
         self._check_server()
 
 
+MAX_THREADS = 1024  # torch ends the process if it cannot start its threads
 METHODS = ("hf", "hf_compiled", "hf_prompt_lookup", "plain", "paper", "default")
 
 
@@ -232,7 +233,7 @@ class BenchConfig(ClientConfig):
     exchange_us: list[float] = field(default_factory=lambda: [30.0, 100.0, 300.0])
     """Assumed durations of a step's exchange on critical paths, in microseconds; each gives a row."""
     threads: Optional[int] = None  # noqa: UP045
-    """CPU threads of this process, >= 1; if not given, torch's choice."""
+    """CPU threads of this process, 1 to 1024; if not given, torch's choice."""
     output: Optional[str] = None  # noqa: UP045
     """Directory for bench.md, bench.json and, if matplotlib is installed, bench.svg."""
 
@@ -256,6 +257,8 @@ class BenchConfig(ClientConfig):
         if not self.exchange_us:
             raise ConfigError("exchange_us=[]: must have at least one number")
         require_int("threads", self.threads, 1, or_none=True)
+        if self.threads is not None and self.threads > MAX_THREADS:
+            raise ConfigError(f"threads={self.threads}: must be at most {MAX_THREADS}")
         self._check_load()
         for name, value in vars(self.sampling).items():
             if value is not None and (name, value) != ("temperature", 0):

@@ -290,6 +290,7 @@ def test_invalid_bench_settings_are_refused_in_one_line(override, message, capsy
         ({"exchange_us": [-1.0]}, "exchange_us=-1"),
         ({"rounds": 0}, "rounds=0: must be"),
         ({"threads": 0}, "threads=0: must be"),
+        ({"threads": 100_000}, "threads=100000: must be at most 1024"),
         ({"sampling": SamplingConfig(temperature=0.5)}, "sampling.temperature=0.5: lp-bench compares greedy"),
         ({"sampling": SamplingConfig(repetition_penalty=1.2)}, "sampling.repetition_penalty=1.2: lp-bench compares"),
         ({"chat": True}, "chat=true: only with prompts or url"),
