@@ -35,7 +35,7 @@ VERSION = 1
 ALIGNMENT = 64  # bytes of the line before the arrays are a multiple of this
 INDEX_BYTES = 64  # of memory for each token while places are sorted
 MIN_TOKEN_BYTES = 2  # of text for each token, roughly and at least
-DAMAGED = (ValueError, KeyError, TypeError)  # raised by `_mapped` for a damaged file
+DAMAGED = (ValueError, KeyError, TypeError, OverflowError, RecursionError)  # raised by `_mapped` for a damaged file
 Encode = Callable[[str], list[int]]
 Signatures = dict[str, list[int]]  # size and time of the last change by path: whether a file has changed
 
@@ -273,7 +273,7 @@ def _packed(signatures: Signatures, index: CorpusIndex) -> bytes:
 
 
 def _mapped(file: Path, vocabulary_size: int) -> tuple[Signatures, CorpusIndex]:
-    """Map an index file; return its files and arrays. ValueError, KeyError or TypeError if it is damaged."""
+    """Map an index file; return its files and arrays. One of DAMAGED if it is damaged."""
     with open(file, "rb") as opened:
         head = json.loads(opened.readline())
         start, num_tokens = opened.tell(), int(head["num_tokens"])

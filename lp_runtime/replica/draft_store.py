@@ -59,6 +59,8 @@ class DraftStore:
 
     def _read(self) -> bytes | None:
         try:
+            if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
+                raise ConfigError(f"lookahead.draft_tables={self.path}: is a pipe or a device; give a file")
             if self.path.exists():
                 data = self.path.read_bytes()
                 DraftTables.load(data, self.num_bytes, self.vocabulary_size)

@@ -37,7 +37,11 @@ def is_locked(path: Path) -> bool:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: complete or unchanged if the process dies. Creates missing parent folders."""
+    """Write a file atomically: complete or unchanged if the process dies. Creates missing parent folders.
+
+    A symbolic link stays one: the file that it names is written.
+    """
+    path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

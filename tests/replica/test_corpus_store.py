@@ -63,7 +63,16 @@ def test_unchanged_files_are_not_tokenized_again(folder, tmp_path):
     assert texts_of(folder, None) == (["abcd", "fg"], ["abcd", "fg"])
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:-3], lambda data: data[:-8] + b"12345678", lambda data: b"{}\n"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:-3],
+        lambda data: data[:-8] + b"12345678",
+        lambda data: b"{}\n",
+        lambda data: b'{"num_tokens": Infinity}\n',
+        lambda data: b"[" * 100_000 + b"\n",
+    ],
+)
 def test_damaged_index_is_rebuilt(folder, tmp_path, damage, caplog):
     cache = tmp_path / "cache"
     texts_of(folder, cache)

@@ -85,6 +85,12 @@ def test_unusable_draft_tables_file_is_refused_at_start(model_dir, tmp_path, nam
     assert str(caught.value) == f"lookahead.draft_tables={tmp_path / name}: {message}"
 
 
+def test_draft_tables_in_a_device_are_refused(model_dir):
+    """Reading it would not end."""
+    with pytest.raises(ConfigError, match="lookahead.draft_tables=/dev/zero: is a pipe or a device; give a file"):
+        LookaheadRuntime(model_dir, lookahead=settings("/dev/zero"), **OPTIONS)
+
+
 def load_twice(group, *files: str) -> list[list[int | str]]:
     """Return the stamps of the tables that a rank loads from each file, or the errors.
 
