@@ -11,7 +11,8 @@ import sys
 from lp_runtime.distributed.context import ray_address
 from lp_runtime.errors import LaunchError, first_line
 
-CONNECT_SECONDS = 10.0  # limit for the cluster's answer
+CONNECT_SECONDS = 10.0  # limit for a connection to the cluster's port
+ANSWER_SECONDS = 30.0  # limit for the cluster's answer, the import of Ray included
 ASK_CLUSTER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1])"
 
 
@@ -45,15 +46,17 @@ def _resolved(address: str | None) -> str | None:
 
 
 def _authenticate(address: str, name: str) -> None:
-    """Enable the user's token if the cluster requires one."""
+    """Enable the user's token if the cluster requires one; LaunchError if none answers at HOST:PORT."""
+    if not re.fullmatch(r"(?!ray://).+:\d+", address):  # Ray Client has other tokens, and ray.init reports the rest
+        return
     try:
         from ray._private.authentication import authentication_token_setup as tokens
     except ImportError:  # Ray before 2.51 has no tokens
         return
-    if not _is_refused(address):
+    if not _is_refused(address, name):
         return  # a cluster that requires no token ends the actors of a driver with one
     tokens.logger.setLevel(logging.ERROR)  # hide the warning that tokens are enabled
-    if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address):
+    if tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False) and not _is_refused(address, name):
         return
     raise LaunchError(
         f"launcher=ray: the Ray cluster at {name} asks for another token: set RAY_AUTH_TOKEN, or"
@@ -61,14 +64,22 @@ def _authenticate(address: str, name: str) -> None:
     )
 
 
-def _is_refused(address: str) -> bool:
-    """Whether a cluster refuses this process's token, or requires one that it lacks."""
+def _is_refused(address: str, name: str) -> bool:
+    """Whether a cluster refuses this process's token, or requires one that it lacks; LaunchError if none answers."""
     command = [sys.executable, "-P", "-c", ASK_CLUSTER, address]  # a separate process, so that Ray's log stays hidden
     try:
-        asked = subprocess.run(command, capture_output=True, text=True, timeout=CONNECT_SECONDS)
+        asked = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_SECONDS)
+        if "AuthenticationError" in asked.stderr:
+            return True
+        has_answered = asked.returncode == 0
     except subprocess.TimeoutExpired:
-        return False
-    return "AuthenticationError" in asked.stderr
+        has_answered = False
+    if not has_answered:  # ray.init would try for minutes, with many lines
+        raise LaunchError(
+            f"launcher=ray: no Ray cluster answers at {name}: give the port of the head that `ray start` shows, 6379 by"
+            " default, not that of its dashboard"
+        )
+    return False
 
 
 def _probe(address: str | None, where: str) -> None:

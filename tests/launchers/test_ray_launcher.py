@@ -23,7 +23,7 @@ from support.ray_head import head_node
 from lp_runtime import LauncherConfig, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.settings import FailureConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, LaunchError
-from lp_runtime.launchers import ray_launcher
+from lp_runtime.launchers import ray_connection, ray_launcher
 from lp_runtime.launchers.ray_booking import Booking
 from lp_runtime.launchers.ray_launcher import RayHost, ReplicaActor
 from lp_runtime.launchers.wire.messages import Failed
@@ -237,6 +237,16 @@ def test_wait_for_capacity_is_logged_and_ends(caplog):
         Booking(module, RuntimeConfig(gpus=4, device="cuda", launcher=launcher))
     assert sum(waits) == 60.0 and module.util.remove_placement_group.called
     assert caplog.messages == ["launcher=ray: waiting up to 60 seconds for free capacity of the cluster"]
+
+
+def test_port_of_another_service_is_refused(monkeypatch):
+    """Ray itself would try for minutes, for example with the port of its dashboard."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_connection, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(LaunchError, match=f"launcher=ray: no Ray cluster answers at {address}: give the port of"):
+            ray_connection.connect(address)
 
 
 def test_ray_client_is_refused(host):
