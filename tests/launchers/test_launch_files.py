@@ -184,3 +184,22 @@ def test_ray_job_says_why_the_cluster_cannot_be_used(tmp_path):
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     expected = "error: the Ray cluster at http://here:1 cannot be used: no such command\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("printf 'node-a\\nnode-b\\n'", (0, "node-a of 2", "")),
+        ("echo 'scontrol: error: no controller' >&2; exit 1", (1, "", "scontrol: error: no controller\n")),
+    ],
+    ids=["answers", "fails"],
+)
+def test_slurm_job_names_its_first_node_or_ends_with_slurms_error(tmp_path, command, expected):
+    for name, text in (("scontrol", command), ("srun", 'echo "$MASTER_ADDR of $NNODES"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "5", "SLURM_JOB_NODELIST": "n"}
+    environment = os.environ | slurm | {"PYTHON": "true", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    script = ["bash", ROOT / "launch" / "slurm.sbatch", "prompt=x"]
+    done = subprocess.run(script, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == expected
