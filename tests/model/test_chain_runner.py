@@ -14,7 +14,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.checks.chain_check import check_chains
 from lp_runtime.model.checks.make_runner import check_runner, make_runner
-from lp_runtime.model.forward.passes import FeedByGenerate
+from lp_runtime.model.forward.by_generate import FeedByGenerate
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import TOLERANCES, difference_of
 from lp_runtime.model.kv_cache.cache import TreeCache

@@ -14,7 +14,7 @@ from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.chain_runner import ChainRunner
 from lp_runtime.model.checks.check_passes import random_tokens
 from lp_runtime.model.checks.self_check import BEFORE_THRESHOLD, Comparison, lengths_to_cross, worst_difference
-from lp_runtime.model.forward.passes import FeedByGenerate
+from lp_runtime.model.forward.by_generate import FeedByGenerate
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import difference_of, row_differences
 from lp_runtime.model.kv_cache.slots import CacheSlot

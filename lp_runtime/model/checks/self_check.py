@@ -20,7 +20,8 @@ import torch
 from lp_runtime.errors import ModelError, first_line
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.checks.check_passes import check_fixed_passes, random_tokens
-from lp_runtime.model.forward.passes import FeedByGenerate, FeedText
+from lp_runtime.model.forward.by_generate import FeedByGenerate
+from lp_runtime.model.forward.passes import FeedText
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.hf.differences import lasting_difference, row_differences, tolerance_of
 from lp_runtime.model.kv_cache.slots import CacheSlot
