@@ -1,9 +1,10 @@
 """Numba-compiled functions, cached on disk by the content of their sources.
 
 Our compiled functions call each other and share constants across files. So a function's cache folder is named after a
-digest of all files in the function's folder and of the package files that they import, directly or indirectly. Copies
-of the package in different places share compiled code: every Ray job runs from a fresh copy. The digest includes the
-CPU that the code is compiled for, so machines with different CPUs can share a cache folder.
+digest of all files in the function's folder and of the files that they import from their package or from lp_runtime,
+directly or indirectly. Copies of the package in different places share compiled code: every Ray job runs from a fresh
+copy. The digest includes the CPU that the code is compiled for, so machines with different CPUs can share a cache
+folder.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ Int = int | np.int64  # the same type in compiled code
 
 CACHE_DIR = "~/.cache/lp_runtime/numba"  # default; NUMBA_CACHE_DIR overrides it
 MAX_AGE_SECONDS = 30 * 24 * 3600  # compiled code older than this is deleted when new code is cached
+SOURCE_ROOT = Path(__file__).parents[2]  # contains the package lp_runtime
 IMPORT = re.compile(r"^from ([\w.]+) import (.*)", re.MULTILINE)
 
 _numba_config = vars(numba.config)  # numba creates these names at import, so type checkers do not know them
@@ -184,8 +186,9 @@ def _imported(file: Path) -> list[Path]:
     package = next((parent for parent in file.parents if not (parent / "__init__.py").exists()), file.parent)
     files = []
     for module, names in IMPORT.findall(file.read_text()):
-        path = package.joinpath(*module.split("."))
-        files += [path.with_suffix(".py"), *(path / f"{name}.py" for name in re.findall(r"\w+", names))]
+        for root in {package, SOURCE_ROOT}:
+            path = root.joinpath(*module.split("."))
+            files += [path.with_suffix(".py"), *(path / f"{name}.py" for name in re.findall(r"\w+", names))]
     return [each for each in files if each.is_file()]
 
 

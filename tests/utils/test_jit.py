@@ -1,6 +1,10 @@
 """Tests that compiled code is cached until any file that it was compiled from changes."""
 
 import errno
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -116,6 +120,24 @@ def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path)
     def run(number: int) -> str:
         (inner.parent / "constants.py").write_text(f"VALUE = {number}\n")
         return output_of(tmp_path / "root", "package.inner.user")
+
+    assert run(1) == "1 0"
+    assert run(1) == "1 1"
+    assert run(2) == "2 0"
+
+
+def test_function_of_a_script_is_recompiled_after_lp_runtime_changes(tmp_path: Path):
+    package = tmp_path / "lp_runtime"
+    shutil.copytree(Path(jit.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    script = tmp_path / "scripts" / "user.py"
+    script.parent.mkdir()
+    script.write_text(USER.replace("package.reexported", "lp_runtime.number"))
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+
+    def run(number: int) -> str:
+        (package / "number.py").write_text(f"VALUE = {number}\n")
+        command = [sys.executable, "-B", str(script)]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.strip()
 
     assert run(1) == "1 0"
     assert run(1) == "1 1"
