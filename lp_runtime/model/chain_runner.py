@@ -140,6 +140,10 @@ class ChainRunner(ModelRunner):
     def prefix_unit(self) -> int | None:
         return 1 if self.passes.scans.limit_steps else None  # states after a chain are not those of a prompt
 
+    @property
+    def min_rest(self) -> int:
+        return 2 if self.passes.scans.limit_steps else 1  # a single token has a time step without limits
+
     def cut(self, prompt: Sequence[int], size: int) -> list[Sequence[int]]:
         """Cut a prompt into chunks; the last one has several tokens, since a single one is fed as a new token is."""
         chunks = super().cut(prompt, size)
@@ -153,7 +157,9 @@ class ChainRunner(ModelRunner):
         num_known = slot.num_known(tokens, len(prompt), self.rotary_lengths)
         is_same_prefill = self.prefix_unit is None or slot.num_prefilled == min(len(prompt), len(slot.tokens))
         # A state cannot be truncated: the slot is reused only if all of it is a prefix of the wanted text.
-        if not slot.tokens or num_known < len(slot.tokens) or not is_same_prefill:
+        num_left = len(prompt) - len(slot.tokens)
+        can_feed_rest = num_left <= 0 or num_left >= self.min_rest
+        if not slot.tokens or num_known < len(slot.tokens) or not (is_same_prefill and can_feed_rest):
             self.begin(slot, capacity, prompt_length=len(prompt))
         else:
             _states(slot).roll_back()

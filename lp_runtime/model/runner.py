@@ -178,6 +178,11 @@ class ModelRunner:
         """Tokens of a prompt whose multiples can be kept as prefixes; None if tokens of the output can be, too."""
         return None if self.strict_tokens is None else self.prefill_chunk
 
+    @property
+    def min_rest(self) -> int:
+        """Fewest tokens of a prompt that may be fed after cached ones."""
+        return 1
+
     def cut(self, prompt: Sequence[int], size: int) -> list[Sequence[int]]:
         """Cut a prompt into chunks of at most `size` tokens."""
         return [prompt[start : start + size] for start in range(0, len(prompt), size)]

@@ -38,7 +38,8 @@ def make_prefix_cache(model: ModelRunner, max_bytes: int | None, capacity: int |
     free = None if capacity is None else (capacity + STEP_TOKENS) * token_bytes
     if max_bytes is None:
         max_bytes = int((free or 0) * (1 if model.device.type == "cuda" else CPU_FRACTION))
-    return PrefixCache(max_bytes, free, token_bytes, model.prefix_unit, model.feeds_chains, model.rotary_lengths)
+    unit, lengths, min_rest = model.prefix_unit, model.rotary_lengths, model.min_rest
+    return PrefixCache(max_bytes, free, token_bytes, unit, model.feeds_chains, lengths, min_rest)
 
 
 def read_for_resume(model: ModelRunner, slot: CacheSlot, request: Request, capacity: int) -> None:

@@ -93,6 +93,24 @@ def test_answer_is_not_read_where_prompts_have_limited_time_steps():
     assert num_reads == [0, len(PROMPT), len(PROMPT) + NUM_NEW + 20], "up to the end of the prompt before"
 
 
+def test_last_token_of_a_prompt_is_not_fed_alone_where_time_steps_are_limited():
+    """transformers does not limit the time step of a token that is fed alone after others."""
+    weights = small_model(small_config("falcon_h1", {"time_step_limit": (0.5, 0.6)}), seed=3)
+    model = make_model(weights)
+    engine = engine_of(model)
+    engine.prepare(SETTINGS)
+    for prompt in (PROMPT, (*PROMPT, 7)):
+        expected = weights.generate(torch.tensor([prompt]), max_new_tokens=NUM_NEW, do_sample=False)[0]
+        tokens, _, _ = decode(engine, model, Request(prompt, SETTINGS, NUM_NEW))
+        assert [*prompt, *tokens] == expected.tolist()
+    with model.slots.borrowed() as slot:
+        model.begin(slot, 80)
+        model.prefill(slot, PROMPT)
+        before = model.num_prefilled_tokens
+        list(model.resume(slot, [*PROMPT, 7], [8], 80))
+        assert model.num_prefilled_tokens - before == len(PROMPT) + 1, "the prompt is fed again"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:1])
 def test_states_are_evicted_with_least_used_prefixes(kind):

@@ -106,8 +106,10 @@ class PrefixCache:
         keeps_states: bool = False,
         # The lengths at which the model's rotary factors change; keys with other factors than a prompt's are not read.
         lengths: RotaryLengths = UNCHANGING,
+        min_rest: int = 1,  # fewest tokens of a prompt that are fed after a prefix
     ):
         self.num_bytes = 0
+        self._min_rest = min_rest
         self.keeps_states = keeps_states
         self._lengths = lengths
         self._max_bytes = max_bytes
@@ -125,9 +127,9 @@ class PrefixCache:
         self._evict(self._limit, self._clock + 1)
 
     def find(self, tokens: Sequence[int], salt: str, prompt_length: int = 0) -> Prefix:
-        """Return the longest prefix stored with `salt`, shorter than the prompt; empty if too short to use."""
+        """Return the longest prefix stored with `salt` that leaves tokens to feed; empty if too short to use."""
         parts = self._match(np.array(tokens, np.int64), (salt, self._lengths.row(prompt_length)))
-        num_shared = min(sum(size for _, size in parts), len(tokens) - 1)
+        num_shared = min(sum(size for _, size in parts), len(tokens) - self._min_rest)
         num_tokens, points = self._whole_chunks(num_shared), self._points_of(parts, num_shared)
         if self.keeps_states:
             num_tokens = points[0][0] if points else 0
