@@ -36,7 +36,8 @@ from lp_runtime.request.request_text import RequestText
 class LookaheadRuntime:
     """Replicas of a model that share every decoding step of a request.
 
-    Use it in a `with` block, or call `close`. Under torchrun every rank runs the same program.
+    Use it in a `with` block, or call `close`. It decodes one request at a time; a Scheduler decodes several. Under
+    torchrun every rank runs the same program.
 
     Args:
         model: a directory, a hub id or a ModelConfig; default: the demo model.
@@ -55,7 +56,7 @@ class LookaheadRuntime:
 
     Attributes:
         config: the complete configuration.
-        launcher: of the replicas; used by the scheduler.
+        launcher: starts and reaches the replicas; the scheduler uses it.
         compiler: compiles the constraints of requests.
 
     Raises:
@@ -153,10 +154,11 @@ class LookaheadRuntime:
         Raises:
             TypeError: an option is unknown.
             ConfigError: a setting is out of range.
-            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model.
+            RequestError: the prompt is empty, has ids outside the vocabulary, or is too long for the model or for the
+                memory of a replica; or another request is being decoded.
             ConstraintError: the constraint is invalid, or cannot be compiled in time.
             ModelError: text is needed, and the model has no usable tokenizer.
-            ReplicaError: a replica failed or was lost.
+            ReplicaError: the request was lost with its replicas, or the runtime is closed.
         """
         return _finished(self.stream(prompt, max_new_tokens, **options))
 

@@ -189,7 +189,8 @@ class RuntimeConfig:
     for that memory: the least recently used entries are dropped. The draft tables of the last 8 sequences are kept too.
     Default of lp-serve and lp-chat: null."""
     cache_dir: Optional[str] = "~/.cache/lp_runtime"  # noqa: UP045
-    """Directory that keeps the measurements of a model on a device; null measures at every start."""
+    """Directory that keeps the measurements of a model on a device, the index of a corpus and, for commands, compiled
+    code; null measures at every start."""
     show_progress: bool = False
     """Whether replicas report the progress of their start on stderr; lp-serve turns it on."""
     profile: bool = False
