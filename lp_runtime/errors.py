@@ -60,7 +60,7 @@ class StateMismatchError(ReplicaError):
     def __init__(self, digests: list[int]):
         self.digests = digests
         shown = ", ".join(f"rank {rank} {value:#x}" for rank, value in enumerate(digests))
-        super().__init__(f"the replicas' states have parted, their digests differ: {shown}")
+        super().__init__(f"the replicas' decoding states differ, by their digests: {shown}")
 
     def __reduce__(self) -> tuple[type[StateMismatchError], tuple[list[int]]]:
         return StateMismatchError, (self.digests,)

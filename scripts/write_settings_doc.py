@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write docs/settings.md: every setting of our four commands, from the settings classes.
+"""Write docs/settings.md: every setting of our commands, from the settings classes.
 
     python scripts/write_settings_doc.py            write the file
     python scripts/write_settings_doc.py --check    write nothing; exit with 1 if the file is out of date
@@ -56,7 +56,7 @@ gpus: 2
 - In Python the groups are dataclasses: `LookaheadConfig(W=15)`, `SamplingConfig(...)`, `LauncherConfig(...)`.
 
 Settings of [every command](#settings-of-every-command), and of [lp-generate](#lp-generate), [lp-chat](#lp-chat),
-[lp-serve](#lp-serve) and [lp-bench](#lp-bench) alone.
+[lp-serve](#lp-serve) and [lp-bench](#lp-bench) alone. lp-doctor has those of every command.
 """
 
 

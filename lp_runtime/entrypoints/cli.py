@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, GenerateConfig
 from lp_runtime.config.overrides import as_yaml, help_keys, load_config
@@ -34,28 +34,60 @@ EXIT_SIGNAL = 128  # plus the number of the signal that ended the process
 NO_THREAD = "start new thread"  # in Python's error
 UNWRITABLE = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EIO)  # errors of writing to stdout
 
-GENERATE_USAGE = """\
+
+class Command(NamedTuple):
+    """A command: its name, the schema of its settings, and what `--help` says."""
+
+    name: str
+    schema: type[RuntimeConfig]
+    about: str
+    usage: str
+
+
+GENERATE = Command(
+    "lp-generate",
+    GenerateConfig,
+    "Generate text for one prompt, or for a file of prompts.",
+    """\
 lp-generate prompt="def fib(n):" [gpus=2] [lookahead.W=15 lookahead.N=5 lookahead.G=15] [KEY=VALUE ...]
-       lp-generate prompts=FILE.jsonl output=OUT.jsonl [prompt_field=prompt] [KEY=VALUE ...]"""
-CHAT_USAGE = """\
+       lp-generate prompts=FILE.jsonl output=OUT.jsonl [prompt_field=prompt] [KEY=VALUE ...]""",
+)
+CHAT = Command(
+    "lp-chat",
+    ChatConfig,
+    "Chat on the terminal, with a model of this machine or with a server.",
+    """\
 lp-chat model.path=PATH_OR_ID [gpus=2] [system="You are ..."] [sampling.temperature=0.7] [KEY=VALUE ...]
-       lp-chat url=http://HOST:PORT [api_key_file=FILE] [KEY=VALUE ...]"""
-
-SERVE_USAGE = """\
-lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KEY] [KEY=VALUE ...]"""
-BENCH_USAGE = """\
+       lp-chat url=http://HOST:PORT [api_key_file=FILE] [KEY=VALUE ...]""",
+)
+SERVE = Command(
+    "lp-serve",
+    ServeConfig,
+    "Serve a model over HTTP, with the APIs of OpenAI and Anthropic.",
+    "lp-serve model.path=PATH_OR_ID [gpus=2] [host=127.0.0.1] [port=8000] [api_key=KEY] [KEY=VALUE ...]",
+)
+BENCH = Command(
+    "lp-bench",
+    BenchConfig,
+    "Measure how fast methods and numbers of replicas decode prompts, or how fast a server answers.",
+    """\
 lp-bench [prompts=FILE.jsonl:FIELD] [gpus=2] [degrees=[1,2,4,8]] [output=FOLDER] [KEY=VALUE ...]
-       lp-bench url=http://HOST:PORT [rate=REQUESTS_A_SECOND | concurrency=CLIENTS] [num_requests=64] [KEY=VALUE ...]"""
-DOCTOR_USAGE = """\
-lp-doctor [model.path=PATH_OR_ID] [gpus=2] [device=cuda] [KEY=VALUE ...]"""
+       lp-bench url=http://HOST:PORT [rate=REQUESTS_A_SECOND | concurrency=CLIENTS] [num_requests=N] [KEY=VALUE ...]""",
+)
+DOCTOR = Command(
+    "lp-doctor",
+    DoctorConfig,
+    "Check what this machine lacks for these settings.",
+    "lp-doctor [model.path=PATH_OR_ID] [gpus=2] [device=cuda] [KEY=VALUE ...]",
+)
 
 
-def _run(name: str, usage: str, schema: type[RuntimeConfig], arguments: list[str] | None = None) -> None:
+def _run(command: Command, arguments: list[str] | None = None) -> None:
     """Run a command; `arguments` is the command line, None for the process's own.
 
     The process exits with 0, 2 (bad input), 1 (failed while working), 130 (Ctrl-C) or 143 (SIGTERM to lp-serve).
     """
-    parser = _parser(name, usage, schema)
+    parser, schema = _parser(command), command.schema
     _prepare_process(is_server=schema is ServeConfig)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     rank = 0
@@ -155,12 +187,12 @@ def _end_in_order(number: int, frame: object) -> NoReturn:
     sys.exit(EXIT_SIGNAL + number)
 
 
-def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.ArgumentParser:
+def _parser(command: Command) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=name,
-        usage=usage,
-        description="Generate text with lookahead parallelism. Settings are Hydra overrides.",
-        epilog=help_keys(schema),
+        prog=command.name,
+        usage=command.usage,
+        description=f"{command.about}\nSettings are Hydra overrides; docs/settings.md explains them.",
+        epilog=help_keys(command.schema),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="see below; groups are chosen by name")
@@ -170,8 +202,8 @@ def _parser(name: str, usage: str, schema: type[RuntimeConfig]) -> argparse.Argu
     return parser
 
 
-main = partial(_run, "lp-generate", GENERATE_USAGE, GenerateConfig)
-chat_main = partial(_run, "lp-chat", CHAT_USAGE, ChatConfig)
-serve_main = partial(_run, "lp-serve", SERVE_USAGE, ServeConfig)
-bench_main = partial(_run, "lp-bench", BENCH_USAGE, BenchConfig)
-doctor_main = partial(_run, "lp-doctor", DOCTOR_USAGE, DoctorConfig)
+main = partial(_run, GENERATE)
+chat_main = partial(_run, CHAT)
+serve_main = partial(_run, SERVE)
+bench_main = partial(_run, BENCH)
+doctor_main = partial(_run, DOCTOR)

@@ -136,6 +136,17 @@ def test_stop_accepts_a_string_or_a_json_list(refusal):
     assert refusal("prompt=x", "stop=") == "stop='': must be strings of at least one character"
 
 
+@pytest.mark.parametrize(
+    ("command", "about"),
+    [(cli.serve_main, "Serve a model over HTTP"), (cli.doctor_main, "Check what this machine lacks")],
+)
+def test_help_begins_with_the_purpose_of_the_command(capsys, command, about):
+    with pytest.raises(SystemExit) as end:
+        command(["--help"])
+    assert end.value.code == 0
+    assert about in capsys.readouterr().out
+
+
 def test_version_option_prints_the_versions(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
