@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from lp_runtime.errors import LookaheadError
 from lp_runtime.request.generation import Delta
@@ -28,6 +29,25 @@ PING_SECONDS = 10.0  # between events that keep a stream open while there is no 
 
 T = TypeVar("T")
 Item = tuple[Choice, Delta | Exception | None, float]  # a delta or the end of a choice, at a time.perf_counter()
+
+
+class EventStream(StreamingResponse):
+    """A streamed answer that calls `on_end` when its sending ends, also if that is because the client has gone.
+
+    A send waits for a client that reads slowly. If that client leaves, the send is cancelled, and the generator of
+    events, which is not running then, would end only when Python's garbage collector finds it.
+    """
+
+    def __init__(self, events: AsyncGenerator[str, None], on_end: Callable[[], None]):
+        super().__init__(events, media_type="text/event-stream")
+        self._events, self._on_end = events, on_end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._on_end()
+            await self._events.aclose()
 
 
 class Answers:
@@ -60,7 +80,7 @@ class Answers:
             if choices[0].job.deadline is not None:  # a request that waits too long gets an HTTP status, not an event
                 await self._wait(first, request, choices, lambda: any(map(_is_running, choices)))
             events = self.events(_with_waits(first, texts, self._ping_seconds), choices, form, with_usage)
-            return StreamingResponse(events, media_type="text/event-stream")
+            return EventStream(events, lambda: self._close(choices))
 
         async def collect() -> None:
             parts: dict[int, list[str]] = {choice.index: [] for choice in choices}
@@ -131,7 +151,7 @@ class Answers:
 
     async def events(
         self, texts: AsyncIterator[tuple[Choice, str] | None], choices: list[Choice], form: Form, with_usage: bool
-    ) -> AsyncIterator[str]:
+    ) -> AsyncGenerator[str, None]:
         """Yield the answer as server-sent events; None among `texts` and an error become events, too."""
         try:
             for each in form.opening(choices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import time
@@ -15,9 +16,11 @@ from support.processes import PATIENCE, wait_until
 from support.serving import served
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ReplicaError
 from lp_runtime.request.generation import Delta
 from lp_runtime.scheduler.job import Job
+from lp_runtime.server.app import Server
 
 PROMPT = reference.PROMPTS[1]
 
@@ -139,3 +142,34 @@ def test_client_that_leaves_a_waiting_stream_cancels_it(server, waiting):
     wait_until(lambda: waiting)
     connection.sock.close()
     wait_until(lambda: waiting[0].is_cancelled)
+
+
+def test_client_that_leaves_while_a_send_waits_for_it_cancels_its_request(runtime, server, jobs):
+    """A client that does not read fills the connection's buffers, so that the server's next send waits."""
+    message = {"type": "http.request", "body": json.dumps(body(stream=True, n=2)).encode()}
+    head = {"method": "POST", "path": "/v1/completions", "query_string": b"", "headers": [(b"host", b"x")]}
+    head["headers"].append((b"content-type", b"application/json"))
+    config = ServeConfig(model=runtime.config.model, served_name="demo", host="0.0.0.0")
+    app = Server(runtime, server[1], config).app()
+
+    async def leave() -> None:
+        waits, messages = asyncio.Event(), [message]
+
+        async def receive():
+            if not messages:
+                await waits.wait()
+                return {"type": "http.disconnect"}
+            return messages.pop()
+
+        async def send(message):
+            if message["type"] == "http.response.start":
+                jobs[0].deliver(Delta("ab", [5, 6]))
+            else:
+                waits.set()
+                await asyncio.Event().wait()
+
+        await app({"type": "http", "asgi": {"spec_version": "2.3"}, **head}, receive, send)
+        assert all(job.is_cancelled for job in jobs)
+
+    asyncio.run(leave())
+    assert len(jobs) == 2
