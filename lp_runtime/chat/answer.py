@@ -25,14 +25,17 @@ class AnswerReader:
         self._text = RequestText(replace(request, skip_special_tokens=skips_special, logprobs=False), tokenizer)
         self._trimmer = StopTrimmer(request.stop, special_tokens(tokenizer) if skips_special else ())
         self._parser = chat.parser(tools, end_of(request.prompt_ids, tokenizer))
+        self._ends, self._is_ended = request.eos_token_ids, False  # by the model
 
     def add(self, token_ids: Sequence[int]) -> list[Piece]:
+        self._is_ended |= bool(token_ids) and token_ids[-1] in self._ends
         return self._pieces(self._trimmer.add(self._text.add(token_ids)[0]))
 
     def finish(self) -> list[Piece]:
         """Return the rest, after the last token."""
         rest = self._trimmer.add(self._text.finish()[0]) + self._trimmer.finish(self._text.stop)
-        return self._pieces(rest) + ([] if self._parser is None else self._parser.finish())
+        is_cut = self._text.stop is not None or not self._is_ended
+        return self._pieces(rest) + ([] if self._parser is None else self._parser.finish(is_cut))
 
     def _pieces(self, text: str) -> list[Piece]:
         return [Piece("content", text)] if self._parser is None else self._parser.add(text)

@@ -60,7 +60,7 @@ class CallReader:
         self._begin(name, new_call_id(form.call_id, groups))
         if has_arguments:
             yield from self._text.arguments(self._pieces.arguments, may_end_text=not form.tail)
-        else:
+        elif not self._text.is_cut:
             self._pieces.arguments("{}")
         yield from self._text.match_all(call_patterns(form).tail)
 
@@ -132,7 +132,10 @@ class CallReader:
             else:
                 is_ended = yield from text.match_all(tail)
                 yield from text.match(SPACE)
-        if is_ended or not text.is_over:  # arguments that are cut are left open
+                if not is_ended and text.is_end_cut:
+                    text.skip_cut(patterns.key)
+        # Arguments that are cut are left open, and so are literals, which nothing but their marks ends.
+        if is_ended or not (text.is_cut if style.close else text.is_over):
             self._pieces.arguments("}")
 
     def _begin(self, name: str, call_id: str) -> None:

@@ -64,8 +64,8 @@ class AnswerParser(ChatParser):
             next(self._steps, None)
         return self._pieces.returned()
 
-    def finish(self) -> list[Piece]:
-        self._text.end()
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        self._text.end(is_cut)
         next(self._steps, None)
         return self._pieces.returned()
 
@@ -123,7 +123,7 @@ class AnswerParser(ChatParser):
             if (yield from self._text.until(end, hold)) is not None:
                 pieces = [Piece("reasoning", "".join(held))]
             else:
-                pieces.extend(draft.finish())
+                pieces.extend(draft.finish(self._text.is_cut))
         except NotACallError:
             whole = "".join(held)
             num_read = len(whole) - draft.num_unread

@@ -35,8 +35,8 @@ class ChatParser(ABC):
         """Append text; return the new pieces."""
 
     @abstractmethod
-    def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the answer."""
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """Return the remaining pieces at the end of the answer; `is_cut`: a limit or a stop string ended it."""
 
 
 class NewPieces:

@@ -62,7 +62,7 @@ class TemplateParser(ChatParser):
                 return pieces + self._give_up(text[place:])
         return pieces
 
-    def finish(self) -> list[Piece]:
+    def finish(self, is_cut: bool = False) -> list[Piece]:
         if self._parser is None:
             return []
         try:

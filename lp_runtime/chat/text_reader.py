@@ -36,6 +36,7 @@ class TextReader:
 
     def __init__(self) -> None:
         self._text, self._is_end = "", False
+        self.is_end_cut = False  # whether a limit has ended the text, not its writer
         self._at = 0  # characters consumed
         self._kept: int | None = None  # where `rewind` goes back to
 
@@ -44,12 +45,17 @@ class TextReader:
         self._text, self._at = self._text[start:] + text, self._at - start
         self._kept = None if self._kept is None else 0
 
-    def end(self) -> None:
-        self._is_end = True
+    def end(self, is_cut: bool = False) -> None:
+        self._is_end, self.is_end_cut = True, is_cut
 
     @property
     def is_over(self) -> bool:
         return self._is_end and not self.num_unread
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether all is read of a text that is cut."""
+        return self.is_over and self.is_end_cut
 
     def put_back(self, text: str) -> None:
         """Let text be read again before what is unread."""
@@ -85,9 +91,14 @@ class TextReader:
         for pattern in patterns:
             match = yield from self.match(pattern)
             is_any |= match is not None
-            if match is None and self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
-                self._at = len(self._text)
+            if match is None:
+                self.skip_cut(pattern)
         return is_any
+
+    def skip_cut(self, pattern: Pattern) -> None:
+        """Consume the rest of a text that is over, if it begins a match."""
+        if self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
+            self._at = len(self._text)
 
     def until(self, pattern: Pattern, out: Out, last: Pattern | None = None) -> Steps[Any]:
         """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text.
@@ -111,7 +122,8 @@ class TextReader:
     def arguments(self, out: Out, may_end_text: bool = False) -> Steps[None]:
         """Pass a call's arguments to `out` as a JSON object, as they come; what is not meant as one becomes {}.
 
-        `may_end_text`: whether the arguments are complete if the text ends where no value has begun, or after a word.
+        `may_end_text`: whether the arguments are complete if their writer ends the text where no value has begun, or
+        after a word.
         """
         begin = yield from self.match(VALUE_START)
         if begin is not None and begin[1] == "{":
@@ -123,7 +135,7 @@ class TextReader:
                 out(object_in(text) or "{}")
         else:
             yield from self.json(len)  # not shown
-            if may_end_text or not self.is_over:
+            if not (self.is_cut if may_end_text else self.is_over):
                 out("{}")
 
     def json(self, out: Out) -> Steps[None]:
@@ -140,15 +152,14 @@ class TextReader:
                 return
 
     def plain(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:
-        """Pass plain text, which a mark ends, to `out` as JSON; text that is cut is left open."""
-        if parameter.is_text and not parameter.has_text_limits:
+        """Pass plain text, which a mark or the answer's end ends, to `out` as JSON; text that is cut stays open."""
+        is_streamed, raw = parameter.is_text and not parameter.has_text_limits, list[str]()
+        if is_streamed:
             out('"')
-            if (yield from self.until(patterns.close, lambda text: out(dumped(text)[1:-1]), patterns.last)) is not None:
-                out('"')
-            return
-        raw = list[str]()
-        if (yield from self.until(patterns.close, raw.append, patterns.last)) is not None:
-            out(json_of("".join(raw), parameter))
+        write = (lambda text: out(dumped(text)[1:-1])) if is_streamed else raw.append
+        mark = yield from self.until(patterns.close, write, patterns.last)
+        if mark is not None or not self.is_cut:
+            out('"' if is_streamed else json_of("".join(raw), parameter))
 
     def literal(self, patterns: ArgumentPatterns, parameter: Parameter, out: Out) -> Steps[None]:
         """Pass a literal to `out` as JSON; a text is read as another type if the parameter takes no texts."""

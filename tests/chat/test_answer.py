@@ -52,6 +52,16 @@ def test_reasoning_between_special_tokens_is_split_off(prompt, begin):
     assert (message["reasoning"], message["content"]) == ("hm", "5")
 
 
+@pytest.mark.parametrize(("end", "arguments"), [("</s>", '{"a": 1}'), ("", '{"a": 1')])
+def test_only_a_call_that_a_limit_cuts_is_unfinished(end, arguments):
+    tools = ({"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}},)
+    tokens = ids(f"<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>{end}")
+    ends = frozenset({tokenizer().eos_token_id})
+    request = Request(tuple(ids("hi")), LookaheadConfig(), len(tokens), ends, is_answer=True, tools=tools)
+    (call,) = read_message(ChatFormat("", "qwen3_coder"), tokenizer(), request, tokens)["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": arguments}
+
+
 @pytest.mark.parametrize("begun", ["", "Once", "Once upon a time there was a king who had "])
 def test_message_that_continues_one_of_the_prompt_is_content(begun):
     prompt = tuple(ids(f"<|start|>user<|message|>Hi<|end|>{FINAL}{begun}"))

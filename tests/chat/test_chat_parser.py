@@ -227,6 +227,27 @@ CASES = {
     "no closing mark of a value and of a call": (
         reading("qwen3_coder"), f"{QWEN_CALL}5\n</function>", "", "", [("f", '{"a": 5}')]
     ),
+    "a call that is cut in the next key": (
+        reading("qwen3_coder"), f"{QWEN_CALL}1\n</parameter>\n<param", "", "", [("f", '{"a": 1')]
+    ),
+    "a call that is cut in the mark of the next key": (
+        reading("deepseek_v32"),
+        '<｜DSML｜function_calls>\n<｜DSML｜invoke name="f">\n'
+        '<｜DSML｜parameter name="a" string="true">x</｜DSML｜parameter>\n<｜DSML｜parameter name="b" str',
+        "",
+        "",
+        [("f", '{"a": "x"')],
+    ),
+    "a call that is cut in the next name": (reading("pythonic"), '[f(a="x", b', "", "", [("f", '{"a": "x"')]),
+    "a call that is cut before its arguments": (
+        lambda: chat_format("", "mistral_args").parser(KNOWN, ""), "[TOOL_CALLS]f[ARGS]", "", "", [("f", "")]
+    ),
+    "a call that its model ended in a value": (
+        reading("qwen3_coder"), f"{QWEN_CALL}so", "", "", [("f", '{"a": "so"}')]
+    ),
+    "a call that its model ended after a value": (
+        reading("qwen3_coder"), f"{QWEN_CALL}1\n</parameter>\n", "", "", [("f", '{"a": 1}')]
+    ),
     "a call that is cut in the mark of its end": (
         reading("qwen3_coder"), f"{QWEN_CALL}so\n</func", "", "", [("f", '{"a": ')]
     ),
@@ -239,8 +260,8 @@ CASES = {
 }  # fmt: skip
 
 
-def parsed(parser, parts):
-    pieces = [piece for part in parts for piece in parser.add(part)] + parser.finish()
+def parsed(parser, parts, is_cut=False):
+    pieces = [piece for part in parts for piece in parser.add(part)] + parser.finish(is_cut)
     texts = {kind: "".join(each.text for each in pieces if each.kind == kind) for kind in ("reasoning", "content")}
     names = {each.call: each.name for each in pieces if each.name is not None}
     calls = [
@@ -253,14 +274,14 @@ def parsed(parser, parts):
 
 @pytest.mark.parametrize("name", CASES)
 def test_parsed_parts_do_not_depend_on_the_chunks(name):
-    make, text, *expected = CASES[name]
-    assert list(parsed(make(), [text])) == expected
+    (make, text, *expected), is_cut = CASES[name], "that is cut" in name
+    assert list(parsed(make(), [text], is_cut)) == expected
     rng = random.Random(name)
     for _ in range(8):
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
         parts = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-        assert list(parsed(make(), parts)) == expected, parts
-    assert list(parsed(make(), list(text))) == expected
+        assert list(parsed(make(), parts, is_cut)) == expected, parts
+    assert list(parsed(make(), list(text), is_cut)) == expected
 
 
 @pytest.mark.parametrize(

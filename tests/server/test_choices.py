@@ -13,7 +13,7 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.answers import Answers
-from lp_runtime.server.openai.forms import Choice, CompletionForm
+from lp_runtime.server.openai.forms import ChatForm, Choice, CompletionForm
 from lp_runtime.server.openai.parts import Message
 
 
@@ -97,6 +97,20 @@ def test_stop_string_that_did_not_end_the_text_is_shown():
     shown = [choice.add(Delta(text, [])) for text in ("(a)b", ")", ")", "c)")]
     assert shown == ["(a)b", "", ")", ")c"]
     assert choice.finish() == "" and choice.reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "stop", "is_whole"), [("eos", None, True), ("length", None, False), ("stop", "x", False)]
+)
+def test_only_a_call_that_a_limit_or_a_stop_string_cuts_is_unfinished(finish_reason, stop, is_whole):
+    choice, call = choice_of(), "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n"
+    choice.parser = ChatFormat("", "qwen3_coder").parser(True, "")
+    choice.job.final_generation = SimpleNamespace(finish_reason=finish_reason, stop=stop)
+    form, text = ChatForm("demo", texts_of(), None), call + choice.finish()
+    body = form.delta(choice, text, slice(0, 0))
+    (call,) = body["delta"]["tool_calls"]
+    assert call["function"]["arguments"] == ('{"a": 1}' if is_whole else '{"a": 1')
+    assert body["finish_reason"] == {"eos": "tool_calls"}.get(finish_reason, finish_reason)
 
 
 @pytest.mark.parametrize("calls", [None, []])

@@ -76,7 +76,9 @@ class Choice:
         """Split new text into pieces of the answer; once the choice has ended, return all remaining pieces."""
         if self.parser is None:
             return [Piece("content", text)] if text else []
-        pieces = self.parser.add(text) + (self.parser.finish() if self.reason is not None else [])
+        pieces = self.parser.add(text)
+        if self.reason is not None:
+            pieces += self.parser.finish(self.reason == "length" or self.stop is not None)
         pieces = [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
         for piece in pieces:
             if piece.kind == "arguments":
