@@ -40,13 +40,13 @@ class CallReader:
         self._text, self._pieces = text, pieces
         self._schemas, self._known = schemas, known
 
-    def read(self, form: CallFormat, head: Pattern, is_marked: bool) -> Steps[None]:
-        """Read a call that begins with `head`; raise NotACallError if the text is none."""
+    def read(self, form: CallFormat, head: Pattern, is_marked: bool, is_known: bool = False) -> Steps[None]:
+        """Read a call that begins with `head`; raise NotACallError if the text is none; `is_known`: see `object`."""
         opening = yield from self._text.match(head)
         if opening is None:
             raise NotACallError
         if form.is_object:
-            yield from self.object(form, is_marked=is_marked)
+            yield from self.object(form, is_known, is_marked)
             yield from self._text.match_all(call_patterns(form).tail)
             return
         groups = opening.groupdict()

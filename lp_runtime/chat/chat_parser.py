@@ -160,7 +160,7 @@ class AnswerParser(ChatParser):
         while head is not None:
             self._text.keep()
             try:
-                yield from self._reader.read(form, head, bool(mark))
+                yield from self._reader.read(form, head, bool(mark), head is patterns.following and not form.is_list)
             except NotACallError:
                 self._text.rewind()
                 break

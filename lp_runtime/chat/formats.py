@@ -63,6 +63,11 @@ class CallFormat:
         return match.group() if match else ""
 
     @property
+    def is_list(self) -> bool:
+        """Whether calls follow each other without a mark."""
+        return bool(self.begin) or not self.mark
+
+    @property
     def is_object(self) -> bool:
         """Whether a call is a JSON object with a name and arguments."""
         return '{"name": "$NAME"' in self.call
@@ -103,11 +108,13 @@ FORMATS = {
         begin="<｜tool▁calls▁begin｜>",
         separator="\n",
         end="<｜tool▁calls▁end｜>",
+        also=(("<｜tool▁call▁begin｜>", ""),),
     ),
     "deepseek_v31": CallFormat(
         "<｜tool▁call▁begin｜>$NAME<｜tool▁sep｜>$ARGS<｜tool▁call▁end｜>",
         begin="<｜tool▁calls▁begin｜>",
         end="<｜tool▁calls▁end｜>",
+        also=(("<｜tool▁call▁begin｜>", ""),),
     ),
     "deepseek_v32": CallFormat(
         INVOKE, begin="<｜DSML｜function_calls>\n", end="</｜DSML｜function_calls>", style=DEEPSEEK_XML
@@ -117,6 +124,7 @@ FORMATS = {
         "<|tool_call_begin|>functions.$NAME:$INDEX<|tool_call_argument_begin|>$ARGS<|tool_call_end|>",
         begin="<|tool_calls_section_begin|>",
         end="<|tool_calls_section_end|>",
+        also=(("<|tool_call_section_begin|>", "<|tool_call_section_end|>"), ("<|tool_call_begin|>", "")),
         call_id="functions.$NAME:$INDEX",
     ),
     "minimax_m2": CallFormat(
@@ -130,7 +138,12 @@ FORMATS = {
     "mistral_id": CallFormat("[TOOL_CALLS]$NAME[CALL_ID]$ID[ARGS]$ARGS", call_id="$ID"),
     "harmony": CallFormat("<|channel|>commentary to=functions.$NAME <|constrain|>json<|message|>$ARGS", separator=None),
     "granite": CallFormat(
-        OBJECT, begin="<|tool_call|>[", separator=", ", end="]", also=(("<tool_call>", "</tool_call>"),)
+        OBJECT,
+        begin="<|tool_call|>[",
+        separator=", ",
+        end="]",
+        also=(("<tool_call>", "</tool_call>"),),
+        loose=(("", ""),),
     ),
     "phi4_mini": CallFormat(
         OBJECT, begin="functools[", separator=", ", end="]", also=(("<|tool_call|>", "<|/tool_call|>"),)
@@ -145,6 +158,7 @@ FORMATS = {
         '{"name": "$NAME", "parameters": $ARGS}',
         separator="; ",
         also=(("<|python_tag|>", ""), ("<|python_start|>", "<|python_end|>")),
+        loose=(("", ""), ("```json", "```")),
     ),
     "pythonic": CallFormat(
         "$NAME($ARGS)", begin="[", separator=", ", end="]", style=PYTHON, also=(("<|python_start|>", "<|python_end|>"),)

@@ -33,7 +33,7 @@ class CallPatterns(NamedTuple):
     loose_marks: Pattern  # the same, and the format's loose marks
     bare: Pattern | None  # what begins an answer whose calls have no mark; None if they have one
     heads: dict[str, Pattern]  # what comes between a mark and the first call's arguments, or its JSON object
-    following: Pattern | None  # what comes before the next call's; None if it needs a mark
+    following: Pattern | None  # what comes before the next call's, perhaps without a mark; None if it needs one
     tail: list[Pattern]  # what comes after a call's arguments; one must, if they are not one JSON object
     end: list[Pattern]  # what may come after the last call
 
@@ -58,15 +58,16 @@ JSON = ArgumentPatterns(key=NEVER, close=None, last=None, value=NEVER, inner=NEV
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
     marks = marks_of(form)
-    is_list = bool(form.begin) or not form.mark
-    between = r"[\s,;]*" if is_list else r"\s*"
+    between = r"[\s,;]*" if form.is_list else r"\s*"
+    following = between + head_of(form, form.head) if form.is_list else r"[\s,;]*(?=\{)"
+    before_tail = r"[\s}\]]*" if form.is_object else r"[\s,]*" if form.style and form.style.separator else r"\s*"
     return CallPatterns(
         marks=regex.compile(any_of(marks)),
         loose_marks=regex.compile(any_of([*marks, *(mark for mark, _ in form.loose if mark)])) if marks else NEVER,
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
-        following=regex.compile(between + head_of(form, form.head)) if is_list else None,
-        tail=pieces(r"[\s}\]]*" if form.is_object else r"\s*", form.tail),
+        following=regex.compile(following) if form.is_list or form.is_object else None,
+        tail=pieces(before_tail, form.tail),
         end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
 
@@ -129,15 +130,19 @@ def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatter
 
 
 def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
-    """Return the patterns of what ends a value whose closing mark is missing: a line of the next key, or the tail."""
+    """Return the patterns of what ends a value whose closing mark is missing: a line of the next key, or the tail.
+
+    Of the tail, the last mark is enough if another call follows.
+    """
     key = lenient(style.open.rstrip("\n")) + "\n" * style.open.endswith("\n")
-    tail = r"\s*".join(each.pattern for each in pieces("", form.tail))
-    return [rf"(?=\n{key})", rf"\n?(?={tail})"]
+    tail = [each.pattern for each in pieces("", form.tail)]
+    next_call = rf"{tail[-1]}\s*{regex.escape(form.mark)}"
+    return [rf"(?=\n{key})", *(rf"\n?(?={each})" for each in (r"\s*".join(tail), next_call))]
 
 
 def _last_ends(form: CallFormat) -> list[str]:
-    """Return the patterns of what ends a value at the end of a text: the first mark of the tail, without the others."""
-    return [rf"\n?(?={each.pattern}\s*\Z)" for each in pieces("", form.tail)[:1]]
+    """Return the patterns of what ends a value at the end of a text: one mark of the tail, without the others."""
+    return [rf"\n?(?={each.pattern}\s*\Z)" for each in pieces("", form.tail)]
 
 
 def lenient(text: str) -> str:

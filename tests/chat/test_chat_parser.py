@@ -42,9 +42,16 @@ def known(**more):
     return chat_format("", "hermes", "think").parser(KNOWN, "", **more)
 
 
+def knowing(tool_format):
+    """Return a function that makes a parser for a chat with two tools."""
+    return lambda: chat_format("", tool_format).parser(KNOWN, "")
+
+
 llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmony")
 
 DRAFT = hermes_text(CALLS[:1])
+KIMI_CALL = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{ARGUMENTS[0]}<|tool_call_end|>"
+DEEPSEEK_CALL = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS[0]}<｜tool▁call▁end｜>"
 QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n"
 
 CASES = {
@@ -110,6 +117,31 @@ CASES = {
     "hermes, fenced": (known, f"First:\n```json\n{F}\n```\nThen:\n```json\n{G}\n```", "", "First:\nThen:\n", CALLS),
     "hermes, in the tag of tools": (known, f"<tools>\n{F}\n{G}\n</tools>", "", "", CALLS),
     "hermes, both": (known, f"{F}\n{hermes_text(CALLS[1:])}", "", "", CALLS),
+    "hermes, two in a tag": (known, f"<tool_call>{F}\n{G}</tool_call>so", "", "so", CALLS),
+    "hermes, a list in a tag": (known, f"<tool_call>[{F}, {G}]</tool_call>so", "", "so", CALLS),
+    "hermes, another object after a call": (known, f"{DRAFT}{{}}", "", "{}", CALLS[:1]),
+    "granite, a bare list": (knowing("granite"), f"[{F}, {G}]", "", "", CALLS),
+    "granite, a bare list of other JSON": (knowing("granite"), '[{"name": "h"}]', "", '[{"name": "h"}]', []),
+    "llama, a list": (knowing("llama3"), f"[{F}, {G}]", "", "", CALLS),
+    "llama, fenced": (knowing("llama3"), f"So:\n```json\n{F}\n```", "", "So:\n", CALLS[:1]),
+    "kimi, another name of the section": (
+        reading("kimi_k2"), f"<|tool_call_section_begin|>{KIMI_CALL}<|tool_call_section_end|>", "", "", CALLS[:1]
+    ),
+    "kimi, no section": (reading("kimi_k2"), f"so{KIMI_CALL} and", "", "soand", CALLS[:1]),
+    "deepseek, no section": (reading("deepseek_v31"), f"so{DEEPSEEK_CALL * 2}", "", "so", CALLS[:1] * 2),
+    "pythonic, a comma at the end": (
+        reading("pythonic"), '[f(a="x", ), g()]', "", "", [("f", '{"a": "x"}'), ("g", "{}")]
+    ),
+    "gemma, a comma at the end": (
+        reading("gemma"), '<|tool_call>call:f{a:<|"|>x<|"|>,}<tool_call|>', "", "", [("f", '{"a": "x"}')]
+    ),
+    "no closing mark of a value and of a function, and another call": (
+        reading("qwen3_coder"), f"{QWEN_CALL}so\n</tool_call>\n{QWEN_CALL}b</parameter></function></tool_call>", "", "",
+        [("f", '{"a": "so"}'), ("f", '{"a": "b"}')],
+    ),
+    "no closing mark of a value and of a function, at the end": (
+        reading("qwen3_coder"), f"{QWEN_CALL}so\n</tool_call>\n", "", "", [("f", '{"a": "so"}')]
+    ),
     "hermes, a fence of other JSON": (known, "```json\n{}\n```", "", "```json\n{}\n```", []),
     "hermes, another name": (known, G.replace("g", "h"), "", G.replace("g", "h"), []),
     "hermes, bare, in a text": (known, f"Write {G}", "", f"Write {G}", []),
@@ -239,9 +271,7 @@ CASES = {
         [("f", '{"a": "x"')],
     ),
     "a call that is cut in the next name": (reading("pythonic"), '[f(a="x", b', "", "", [("f", '{"a": "x"')]),
-    "a call that is cut before its arguments": (
-        lambda: chat_format("", "mistral_args").parser(KNOWN, ""), "[TOOL_CALLS]f[ARGS]", "", "", [("f", "")]
-    ),
+    "a call that is cut before its arguments": (knowing("mistral_args"), "[TOOL_CALLS]f[ARGS]", "", "", [("f", "")]),
     "a call that its model ended in a value": (
         reading("qwen3_coder"), f"{QWEN_CALL}so", "", "", [("f", '{"a": "so"}')]
     ),
