@@ -75,7 +75,7 @@ class Answers:
         if body.stream:
             stream_options = body.stream_options or StreamOptions()
             with_usage = stream_options.include_usage
-            form.counts_each = with_usage and stream_options.continuous_usage_stats
+            form.has_usage, form.counts_each = with_usage, with_usage and stream_options.continuous_usage_stats
             first: asyncio.Future[Any] = asyncio.ensure_future(anext(texts))
             if choices[0].job.deadline is not None:  # a request that waits too long gets an HTTP status, not an event
                 await self._wait(first, request, choices, lambda: any(map(_is_running, choices)))

@@ -257,6 +257,7 @@ def test_responses_match_chat_completions(client):
     assert done.output_text == text and done.status == "incomplete"
     assert done.incomplete_details.reason == "max_output_tokens"
     assert done.usage.output_tokens == 12 and done.usage.input_tokens == chat.usage.prompt_tokens
+    openai.types.responses.Response.model_validate(done.to_dict())  # a client may read every field of the type
     parts = [{"type": "input_text", "text": "Write a "}, {"type": "input_text", "text": "loop."}]
     items = [{"role": "developer", "content": "Be brief."}, {"type": "message", "role": "user", "content": parts}]
     assert client.responses.create(input=items, **asked).output_text == text

@@ -74,6 +74,22 @@ def test_completion_keeps_leading_space_and_chat_strips_it(client, tokenizer):
     assert b"".join(bytes(each.bytes) for each in content.logprobs.content).decode() == (text * 3)[1:]
 
 
+def test_bytes_of_a_continued_message_are_those_of_its_text(client, tokenizer):
+    word = word_of(tokenizer)
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    choice = client.chat.completions.create(
+        model="demo",
+        messages=messages,
+        temperature=0,
+        max_tokens=2,
+        logit_bias=biased(tokenizer, word),
+        logprobs=True,
+        extra_body={"continue_final_message": True, "add_generation_prompt": False},
+    ).choices[0]
+    assert choice.message.content == 2 * (" " + word[1:])
+    assert b"".join(bytes(each.bytes) for each in choice.logprobs.content).decode() == choice.message.content
+
+
 def test_echo_returns_prompt_and_new_text(client, tokenizer):
     asked = {"max_tokens": 2, "logit_bias": biased(tokenizer, word_of(tokenizer)), "echo": True}
     choice = completion(client, **asked, logprobs=0)

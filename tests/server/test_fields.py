@@ -120,6 +120,18 @@ def test_add_special_tokens_decides_whether_a_prompt_begins_with_one(client, tok
     assert asked.usage.prompt_tokens == len(ids) and asked.choices[0].text == expected.choices[0].text
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_usage_is_null_in_all_chunks_but_the_last(client, path):
+    create = client.chat.completions.create if path.startswith("chat") else client.completions.create
+    asked = {"messages": [{"role": "user", "content": "hi"}]} if path.startswith("chat") else {"prompt": PROMPT}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *chunks, last = [chunk.to_dict() for chunk in create(model="demo", max_tokens=4, **asked, **options)]
+    assert [chunk["usage"] for chunk in chunks] == [None] * len(chunks)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 4
+    chunks = [chunk.to_dict() for chunk in create(model="demo", max_tokens=4, stream=True, **asked)]
+    assert not any("usage" in chunk for chunk in chunks)
+
+
 def test_continuous_usage_stats_count_tokens_in_each_chunk(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last = complete(client, stream=True, stream_options=options)

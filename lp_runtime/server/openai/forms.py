@@ -9,6 +9,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lp_runtime.chat.answer import message_of, parts_of
 from lp_runtime.chat.pieces import ChatParser, Piece
@@ -103,7 +104,7 @@ def event(body: Mapping[str, object], name: str | None = None) -> str:
     return line if name is None else f"event: {name}\n{line}"
 
 
-def usage_of(choices: list[Choice]) -> dict[str, object]:
+def usage_of(choices: list[Choice]) -> dict[str, Any]:
     """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices if choice.shows_new), sum(prompts.values())
@@ -159,7 +160,8 @@ class Form(ABC):
 
     def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
         self.model, self.texts = model, texts
-        self.counts_each = False  # whether every chunk of a stream has the usage so far, in forms that have chunks
+        # In forms that have chunks: whether streams have usage, which is null before the last chunk, or that so far.
+        self.has_usage = self.counts_each = False
         self.shows_tokens = shows_tokens  # whether new tokens make an event even if they add no text
 
     @abstractmethod
@@ -206,6 +208,11 @@ class ChoicesForm(Form):
     def chunk(self, *choices: Mapping[str, object], **more: object) -> str:
         return event({**self._head, "object": self.chunk_kind, "choices": list(choices), **more})
 
+    def chunk_of(self, choice: Choice, body: Mapping[str, object]) -> str:
+        """Return the chunk of a choice before the end of the answer."""
+        usage = usage_of([choice]) if self.counts_each else None
+        return self.chunk(body, **({"usage": usage} if self.has_usage else {}))
+
     def whole(self, choices: list[Choice]) -> dict[str, object]:
         bodies = [self.choice(choice) for choice in choices]
         usage, metrics = usage_of(choices), acceptance_of(choices)
@@ -216,7 +223,7 @@ class ChoicesForm(Form):
         if choice.job.request.trace:  # our extension of the OpenAI API: where this step's tokens came from
             traced = {"found_by": choice.found_by[new], "sources": choice.sources[new]}
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
-        yield self.chunk(delta, **({"usage": usage_of([choice])} if self.counts_each else {}))
+        yield self.chunk_of(choice, delta)
 
     def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
         if with_usage:
@@ -299,7 +306,7 @@ class ChatForm(ChoicesForm):
     def opening(self, choices: list[Choice]) -> Iterator[str]:
         for choice in choices:
             delta = {"role": "assistant", "content": ""}
-            yield self.chunk({"index": choice.index, "delta": delta, "finish_reason": None})
+            yield self.chunk_of(choice, {"index": choice.index, "delta": delta, "finish_reason": None})
 
     def choice(self, choice: Choice) -> dict[str, object]:
         return self._body(choice, "message", message_of(choice.pieces(choice.text)), slice(None))
@@ -329,7 +336,8 @@ class ChatForm(ChoicesForm):
         """Return the bytes that a token of the answer has added to its text."""
         if choice.job.request.skip_special_tokens and token in self.texts.special_ids:
             return b""
-        return self.texts.bytes_at_start(token) if is_first else self.texts.bytes_of(token)
+        is_start = is_first and choice.job.request.is_answer  # else the text continues the prompt's
+        return self.texts.bytes_at_start(token) if is_start else self.texts.bytes_of(token)
 
     def _entry(self, token: int, value: float) -> dict[str, object]:
         return {"token": self.texts.label(token), "logprob": value, "bytes": list(self.texts.bytes_of(token))}

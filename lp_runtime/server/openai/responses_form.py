@@ -157,7 +157,7 @@ class ResponsesForm(Form):
             "output": bodies,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"],
+                "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": self._num_reasoning(choice)},
                 "total_tokens": usage["total_tokens"],
