@@ -133,6 +133,8 @@ class Submitter:
         for name in unknown_variables(self._tokenizer, variables):
             self._log_once("the chat template has no variable %s: it has no effect", name)
         messages = await self._in_thread(self.chat_format.history, messages)
+        if rendering.get("continue_final_message") and messages[-1].get("tool_calls"):
+            raise RequestError("messages: the last one has tool calls and cannot be continued; add their results")
         variables |= rendering
         return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
 

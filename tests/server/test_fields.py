@@ -201,6 +201,9 @@ def test_continue_final_message_continues_the_last_message(client, tokenizer):
     assert answer.message.content == complete(client, prompt=text, add_special_tokens=False).choices[0].text
     with pytest.raises(openai.BadRequestError, match="continue_final_message: not with add_generation_prompt=true"):
         chat(client, messages, continue_final_message=True, add_generation_prompt=True)
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    with pytest.raises(openai.BadRequestError, match="messages: the last one has tool calls and cannot be"):
+        chat(client, [*MESSAGES, {"role": "assistant", "content": "x", "tool_calls": [call]}], **fields)
 
 
 def test_prediction_reduces_steps_and_keeps_the_text(client):

@@ -9,7 +9,7 @@ from pydantic import Field
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.server.anthropic.blocks import Block, Turn, conversation_of, other_types
+from lp_runtime.server.anthropic.blocks import Block, ToolUseBlock, Turn, conversation_of, other_types
 from lp_runtime.server.openai.common import check_stops
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
@@ -71,8 +71,8 @@ class Messages(Conversation):
     """The body of POST /v1/messages.
 
     `thinking` turns the template's thinking on or off, if the template can, and `budget_tokens` bounds it. The fields
-    after it concern Anthropic's own machines, and have no effect. A last message of the assistant is continued.
-    Extensions of the API are those of Conversation.
+    after it concern Anthropic's own machines, and have no effect. A last message of the assistant is continued if it
+    has no calls. Extensions of the API are those of Conversation.
     """
 
     caps_length: ClassVar[bool] = True
@@ -113,7 +113,8 @@ class Messages(Conversation):
 
     @property
     def continues_message(self) -> bool:
-        return self.messages[-1].role == "assistant"
+        last = self.messages[-1]
+        return last.role == "assistant" and not any(isinstance(block, ToolUseBlock) for block in last.content)
 
     def stops(self) -> list[str] | None:
         return None if self.stop_sequences is None else check_stops("stop_sequences", self.stop_sequences)

@@ -116,6 +116,18 @@ def test_trailing_assistant_message_is_continued(client, other):
     assert count.input_tokens == num_input(done.usage) == expected.usage.prompt_tokens
 
 
+def test_calls_of_a_trailing_assistant_message_are_shown_to_the_model(client, other):
+    call = {"type": "tool_use", "id": "toolu_1", "name": "clock", "input": {"utc": True}}
+    turns = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "I look."}, call]}]
+    called = {"id": "toolu_1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}
+    chat = [*MESSAGES, {"role": "assistant", "content": "I look.", "tool_calls": [called]}]
+    expected = other.chat.completions.create(model="demo", messages=chat, max_tokens=2, temperature=0)
+    count = client.messages.count_tokens(model="demo", messages=turns)
+    assert count.input_tokens == expected.usage.prompt_tokens
+    done = client.messages.create(**asked(messages=turns, max_tokens=2))
+    assert done.content[0].text == expected.choices[0].message.content
+
+
 def test_stream_events_add_up_to_the_whole_answer(client):
     whole = client.messages.create(**asked())
     events = list(client.messages.create(**asked(stream=True)))
