@@ -10,7 +10,8 @@ from typing import Any
 from lp_runtime.chat.formats import CallFormat, ParameterStyle, ReasoningFormat
 from lp_runtime.config.constraint import MAX_SOURCE_CHARS, ConstraintConfig
 from lp_runtime.constraints.regex_anchors import without_anchors
-from lp_runtime.constraints.schema_walk import resolved
+from lp_runtime.constraints.schema_checks import check_keywords
+from lp_runtime.constraints.schema_walk import resolved, rewritten
 from lp_runtime.errors import RequestError
 
 Tag = dict[str, Any]
@@ -55,6 +56,7 @@ def _arguments(style: ParameterStyle | None, schema: Mapping[str, Any]) -> Tag:
     if style.schema_style:
         more = {"style": style.schema_style, "max_whitespace_cnt": MAX_SPACES}
         return {"type": "json_schema", "json_schema": schema, **more}
+    rewritten(schema, check=check_keywords)
     return _Literals(schema, style).members(schema, MAX_DEPTH)
 
 

@@ -19,6 +19,7 @@ from lp_runtime.constraints.schema_checks import (
     LIMITS,
     MOST,
     TYPES,
+    check_keywords,
     check_limits,
     check_reference,
     check_schema,
@@ -60,7 +61,11 @@ def exact_schema(schema: object) -> object:
 
 
 def with_exact_patterns(schema: object) -> object:
-    """Check limits and references, and rewrite what xgrammar reads otherwise, of a schema whose text is not JSON."""
+    """Check a schema whose text is not JSON, and rewrite what xgrammar reads otherwise."""
+
+    def check(place: str, schema: Mapping[str, Any]) -> None:
+        check_keywords(place, schema)
+        check_limits(place, schema)
 
     def rewrite(schema: dict[str, Any]) -> None:
         _add_type(schema)
@@ -69,7 +74,7 @@ def with_exact_patterns(schema: object) -> object:
         _mark_numbers(schema)
 
     schemas: Schemas = {}
-    whole = rewritten(with_plain_references(schema), rewrite, check_limits, schemas)
+    whole = rewritten(with_plain_references(schema), rewrite, check, schemas)
     for place, each in schemas.items():
         if isinstance(each, dict):
             check_reference(place, each, schemas)

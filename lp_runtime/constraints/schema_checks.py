@@ -87,9 +87,7 @@ def check_schema(place: str, schema: Mapping[str, Any]) -> None:
     `oneOf` is treated as `anyOf`; `format` checks only the syntax: 2026-02-30 counts as a date; a key that is not
     declared may occur twice, and counts twice for `minProperties`.
     """
-    for name in UNSUPPORTED:
-        if schema.get(name, False) is not False:
-            raise refusal(f"{place}/{name}", "is not supported")
+    check_keywords(place, schema)
     if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) != 1:
         raise refusal(f"{place}/allOf", "is supported with one schema only")
     combination = next((name for name in COMBINATIONS if name in schema), None)
@@ -106,6 +104,13 @@ def check_schema(place: str, schema: Mapping[str, Any]) -> None:
     _check_values(place, schema)
     _check_keys(place, schema)
     _check_multiple(place, schema)
+
+
+def check_keywords(place: str, schema: Mapping[str, Any]) -> None:
+    """Refuse the keywords that no grammar expresses, in JSON or in another syntax."""
+    for name in UNSUPPORTED:
+        if schema.get(name, False) is not False:
+            raise refusal(f"{place}/{name}", "is not supported")
 
 
 def check_limits(place: str, schema: Mapping[str, Any]) -> None:

@@ -100,6 +100,16 @@ def test_bad_schemas_are_refused(schema, message):
         form.constraint(ToolUse([{"function": {"name": "f", "parameters": schema}}], True), None, "")
 
 
+@pytest.mark.parametrize("keyword", [{"not": {"const": []}}, {"uniqueItems": True}])
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm", "deepseek_v32", "gemma", "pythonic"])
+def test_keywords_that_no_grammar_expresses_are_refused_in_all_formats(name, keyword):
+    """Arguments would break the schema that a forced call promises to follow."""
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}, **keyword}}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    with pytest.raises(RequestError, match=f"#/properties/a/{next(iter(keyword))}: is not supported"):
+        compile_constraint(ChatFormat("", name).constraint(ToolUse(tools, True), None, ""), INFO)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "expected"),
     [
