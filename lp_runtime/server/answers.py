@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.1  # between checks whether a client is still connected
 PING_SECONDS = 10.0  # between events that keep a stream open while there is no text
+STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies, nginx among them, pass events on
 
 T = TypeVar("T")
 Item = tuple[Choice, Delta | Exception | None, float]  # a delta or the end of a choice, at a time.perf_counter()
@@ -39,7 +40,7 @@ class EventStream(StreamingResponse):
     """
 
     def __init__(self, events: AsyncGenerator[str, None], on_end: Callable[[], None]):
-        super().__init__(events, media_type="text/event-stream")
+        super().__init__(events, headers=STREAM_HEADERS, media_type="text/event-stream")
         self._events, self._on_end = events, on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

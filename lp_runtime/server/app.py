@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
@@ -61,7 +62,8 @@ class Server:
             tracing = Tracing.to(config.otlp_endpoint, self._name)
         self._tracing = tracing
         running: set[Job] = set()  # of unfinished answers
-        metrics = Metrics(self._name, runtime, scheduler, running)
+        self._responses: Counter[int] = Counter()  # by HTTP status
+        metrics = Metrics(self._name, runtime, scheduler, running, self._responses)
         self._answers = Answers(metrics, running, tracing, ping_seconds)
         self._status = StatusRoutes(config, runtime, scheduler, metrics)
         self._submitter = Submitter(runtime, scheduler, config, self._tokenizer)
@@ -72,7 +74,7 @@ class Server:
         app = FastAPI(title="lp_runtime", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
         for error in (ApiError, LookaheadError, RequestValidationError, HTTPException, Exception):
             app.add_exception_handler(error, handle)
-        app.add_middleware(Gate, config=self._config, api_keys=self._api_keys)
+        app.add_middleware(Gate, config=self._config, api_keys=self._api_keys, responses=self._responses)
         if self._config.cors_origins:
             app.add_middleware(
                 CORSMiddleware,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,12 +19,21 @@ MODEL = "model_name"  # label of every metric
 class Metrics:
     """Metrics of one server: the scheduler's totals, read at each scrape, and client-side latencies.
 
-    `jobs` are those of unfinished answers; a live view that the server updates.
+    `jobs` are those of unfinished answers, and `responses` counts HTTP responses by status: live views that the server
+    updates.
     """
 
-    def __init__(self, name: str, runtime: LookaheadRuntime, scheduler: Scheduler, jobs: Collection[Job]):
-        self._name, self._jobs = name, jobs
+    def __init__(
+        self,
+        name: str,
+        runtime: LookaheadRuntime,
+        scheduler: Scheduler,
+        jobs: Collection[Job],
+        responses: Mapping[int, int],
+    ):
+        self._name, self._responses = name, responses
         self._runtime, self._scheduler = runtime, scheduler
+        self._jobs = jobs
         self._registry = CollectorRegistry()
         self.first_token = self._histogram("lp_first_token_seconds", "From a request's arrival to its first token")
         self.inter_token = self._histogram(
@@ -84,11 +93,12 @@ class Metrics:
                 yield metric
         for name, what, label, values in (
             ("lp_requests", "Requests that have ended, by how", "outcome", totals.requests),
+            ("lp_http_responses", "HTTP responses, refusals included, by status", "status", self._responses),
             ("lp_fed_tokens", "Draft tokens that were fed, by source", "source", totals.fed),
             ("lp_accepted_tokens", "Draft tokens that were accepted, by source", "source", totals.accepted),
             ("lp_step_seconds", "Seconds of steps, by part", "part", totals.seconds),
         ):
             family = CounterMetricFamily(name, what, labels=[MODEL, label])
             for key, value in dict(values).items():
-                family.add_metric([self._name, key], value)
+                family.add_metric([self._name, str(key)], value)
             yield family

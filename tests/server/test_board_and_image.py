@@ -40,7 +40,7 @@ def metrics(runtime) -> dict[str, set[str]]:
     """Return the names of a server's samples after a request, with the labels of each."""
     with Scheduler(runtime) as scheduler:
         scheduler.stream("def f(", 4).result()
-        text = Metrics("demo", runtime, scheduler, ()).text().decode()
+        text = Metrics("demo", runtime, scheduler, (), {429: 1}).text().decode()
     results: dict[str, set[str]] = {}
     for line in text.splitlines():
         if not line.startswith("#"):

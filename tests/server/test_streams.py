@@ -68,6 +68,11 @@ def test_latency_metrics_count_from_the_arrival_of_a_request(client, server):
     assert figure(url, "lp_queue_seconds_count") == 1
 
 
+def test_proxies_are_asked_to_pass_events_on_at_once(client):
+    headers = client.completions.with_raw_response.create(**body(stream=True)).headers
+    assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
 def test_stream_of_several_choices_has_their_texts(client):
     more = {"prompt": [PROMPT, reference.PROMPTS[0]], "n": 2, "temperature": 1.0, "seed": 3}
     whole, texts = client.completions.create(**body(**more)), [""] * 4

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -42,11 +43,16 @@ SECURITY_HEADERS = (
 class Gate:
     """ASGI middleware that checks a request before its body is read, and gives it an id and its time of arrival.
 
-    `api_keys` are the accepted keys by the client's name; empty if none is required.
+    Args:
+        app: serves what is accepted.
+        config: settings of the server.
+        api_keys: accepted keys by the client's name; empty if none is required.
+        responses: counts responses by status, those to probes excluded.
     """
 
-    def __init__(self, app: ASGIApp, config: ServeConfig, api_keys: Mapping[str, str]):
+    def __init__(self, app: ASGIApp, config: ServeConfig, api_keys: Mapping[str, str], responses: Counter[int]):
         self._app, self._config = app, config
+        self._responses = responses
         self._keys = {name: key.encode() for name, key in api_keys.items()}
         self._hosts = [host.lower() for host in allowed_hosts(config)]
 
@@ -79,6 +85,8 @@ class Gate:
             else:
                 await self._app(scope, self._bounded(receive), named)
         finally:
+            if status and scope["path"] not in PROBES:
+                self._responses[status] += 1
             if self._config.access_log:
                 _log(scope, request_id, client, status, time.perf_counter() - arrived)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from collections import Counter
 
 import pytest
 
@@ -18,7 +19,8 @@ class Recorder:
     """A client of the gate, and the gate's application, which reads the body and answers 200."""
 
     def __init__(self, api_keys: dict[str, str] | None = None, **settings):
-        self._gate = Gate(self._app, ServeConfig(host="0.0.0.0", **settings), api_keys or {})
+        self.responses: Counter[int] = Counter()
+        self._gate = Gate(self._app, ServeConfig(host="0.0.0.0", **settings), api_keys or {}, self.responses)
         self.sent: list[dict] = []
         self.request_id = None
 
@@ -125,6 +127,14 @@ def test_request_id_is_returned_and_logged(caplog):
     assert (second["client"], second["status"]) == (None, 401) and "alpha" not in caplog.text
 
 
+def test_responses_are_counted_by_status_except_those_to_probes():
+    recorder = Recorder({"first": "alpha"})
+    for key in ("alpha", "beta", "beta"):
+        recorder.ask(authorization=f"Bearer {key}")
+    recorder.ask(method="GET", path="/health")
+    assert recorder.responses == {200: 1, 401: 2}
+
+
 def test_answers_forbid_framing():
     _, headers = Recorder().ask(method="GET", path="/")
     assert headers["x-frame-options"] == "DENY" and headers["x-content-type-options"] == "nosniff"
@@ -162,5 +172,7 @@ def test_body_timeout_does_not_apply_after_the_body():
     async def send(message):
         sent.append(message)
 
-    asyncio.run(Gate(app, ServeConfig(host="0.0.0.0", body_timeout=0.01), {})(SCOPE | {"headers": []}, receive, send))
+    asyncio.run(
+        Gate(app, ServeConfig(host="0.0.0.0", body_timeout=0.01), {}, Counter())(SCOPE | {"headers": []}, receive, send)
+    )
     assert sent[0]["status"] == 200
