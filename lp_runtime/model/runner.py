@@ -259,7 +259,7 @@ class ModelRunner:
         layout = lay_out(tree, nodes, wanted, slot.cache.length)
         logits = None if any_size or rope_length else self._forward_fixed([Part.whole(slot.cache, layout)])
         output = self._feed_tree(FeedShare(layout, rope_length), [slot.cache]) if logits is None else logits[0]
-        slot.commit(tree.pending, commit)
+        slot.commit(tree.pending if commit else ())
         return output
 
     def logits_after_each(self, slot: CacheSlot, branches: Sequence[Sequence[int]], text: Sequence[int]) -> StepLogits:
@@ -323,7 +323,7 @@ class ModelRunner:
         if logits is None:
             logits = self._feed_tree(FeedShares(layouts), caches).split([len(layout.rows) for layout in layouts])
         for inputs in batch:
-            inputs.slot.commit(inputs.tree.pending, commit)
+            inputs.slot.commit(inputs.tree.pending if commit else ())
         return logits
 
     def free_memory(self) -> None:

@@ -79,11 +79,10 @@ class CacheSlot:
         has_same_factors = lengths.row(self.prompt_length) == lengths.row(prompt_length)
         return len(os.path.commonprefix([self.tokens, list(tokens)])) if has_same_factors else 0
 
-    def commit(self, tokens: Sequence[int], keeps_any: bool = True) -> None:
-        """Commit `tokens`, the first ones that the last pass fed, or none of them; discard the others."""
-        self.cache.commit(len(tokens) if keeps_any else 0)
-        if keeps_any:
-            self.tokens += tokens
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Commit `tokens`, the first ones that the last pass fed, perhaps none; discard the others."""
+        self.cache.commit(len(tokens))
+        self.tokens += tokens
 
     def restore(self, prefix: Prefix) -> None:
         prefix.copy_into(self.cache)
