@@ -281,7 +281,7 @@ class Engine:
         inputs = [running.inputs(step) for running, step in zip(batch, steps, strict=True)]
         if len(batch) == 1 or self._model.supports_batching:
             return self._feed(batch, inputs)
-        return [
+        return [  # copies: the next pass may overwrite the results of this one
             running.attempt(lambda each=each: self._model.forward(each).copy())  # type: ignore[misc]
             for running, each in zip(batch, inputs, strict=True)
         ]

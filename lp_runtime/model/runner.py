@@ -307,15 +307,13 @@ class ModelRunner:
         return passes.forward(parts, planned)
 
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
-        """Feed one tree of each of several sequences, in one pass if the model `supports_batching`."""
-        return [self.forward(batch[0], commit)] if len(batch) == 1 else self._forward_several(batch, commit)
-
-    @torch.inference_mode()
-    def _forward_several(self, batch: Sequence[StepInputs], commit: bool) -> list[StepLogits]:
+        """Feed one tree of each sequence, in one pass; several sequences only if the model `supports_batching`."""
+        if len(batch) == 1:
+            return [self.forward(batch[0], commit)]
+        assert self.supports_batching
         for inputs in batch:
             self._ensure_capacity(inputs.slot, len(inputs.nodes))
-        # Copies: the next pass of a fixed size overwrites the results of this one.
-        if not self.supports_batching or self._refeed(batch):
+        if self._refeed(batch):  # each text has its own rotary factors
             return [self.forward(inputs, commit).copy() for inputs in batch]
         layouts = [lay_out(tree, nodes, wanted, slot.cache.length) for slot, tree, nodes, wanted, _ in batch]
         caches = [inputs.slot.cache for inputs in batch]

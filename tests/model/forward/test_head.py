@@ -75,12 +75,11 @@ def play(place: ShardPlace, folder: Path, exactness: str) -> object:
         model.begin(slot, 40)
         model.prefill(slot, PROMPT)
     for sampler, reads in samplers(model):
-        for batch in (slots[:1], slots):
+        for batch in [slots[:1], slots] if model.supports_batching else [slots[:1]]:
             kinds.clear()
             for actual in model.forward_batch([StepInputs.whole(slot, tree) for slot in batch], commit=False):
                 packed, scores = sampler.sample(actual, tree, nodes, [*PROMPT, 4])
-                if len(batch) == 1 or model.supports_batching:
-                    assert (ReadRows in kinds) == reads
+                assert (ReadRows in kinds) == reads
                 kept.append((sampler, packed, actual.logits, scores()))
                 kinds.clear()
     model.leading.close()

@@ -9,8 +9,6 @@ from support.trees import (
     ARCHITECTURES,
     assert_close,
     draw,
-    path_text,
-    plain_logits,
     plain_logits_of_nodes,
     random_tree,
 )
@@ -67,23 +65,6 @@ def test_batched_texts_match_each_text_alone(model, apart):
                 assert_close(row, expected[node])
             tokens += tree.tokens[: tree.root + 1]
             assert text.tokens == tokens and text.cache.length == len(tokens)
-
-
-@pytest.mark.parametrize("settings", [{"strict_tokens": 8}, {}], ids=["strict", "sdpa"])
-def test_forward_batch_works_without_batching_support(settings, random_model):
-    rng = random.Random(4)
-    model = random_model("Llama", seed=1, attention="sdpa")
-    tree_model = ModelRunner(model, 2048, **settings)
-    assert not tree_model.supports_batching
-    texts = begin(tree_model, (5, 12), rng)
-    trees = [random_tree(rng, 2) for _ in texts]
-    parts = [
-        StepInputs(slot, tree, range(len(tree)), [tree.root]) for (slot, _), tree in zip(texts, trees, strict=True)
-    ]
-    actual = tree_model.forward_batch(parts)
-    for (_, tokens), tree, each in zip(texts, trees, actual, strict=True):
-        assert_close(each.logits[0], plain_logits(model, tokens + path_text(tree, tree.root)))
-        assert torch.isfinite(each.logits).all()
 
 
 def test_demo_model_supports_batching():
