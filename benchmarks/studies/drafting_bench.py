@@ -199,7 +199,7 @@ class Bench:
             step_ms: assumed milliseconds of one replica's steps, by number of tokens; None to use the calibration and
                 leave the times of steps unknown.
         """
-        group, times = Group(0, degree, CPU), None
+        group, times = Group(0, degree), None
         calibration: Calibration = self.calibration
         if step_ms is not None:
             tokens, nanoseconds = list(step_ms), [int(1e6 * each) for each in step_ms.values()]

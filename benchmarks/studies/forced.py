@@ -26,7 +26,7 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import GrammarGuide, Grammars
-from lp_runtime.distributed.transport.group import CPU, Group
+from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.guide import Examined
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     model = load_model(config, torch.device("cpu"), "float32")
     runner, ends = ModelRunner(model, ModelConfig.prefill_chunk), eos_token_ids(model)
     made = [kind(lambda: tokenizer, runner.vocabulary_size, ends) for kind in (Grammars, UnforcedGrammars)]
-    calibration = Calibration(runner, Group.alone(CPU), cache_dir=None)
-    with_forced, without = (Engine(runner, Group.alone(CPU), calibration, grammars=each) for each in made)
+    calibration = Calibration(runner, Group.alone(), cache_dir=None)
+    with_forced, without = (Engine(runner, Group.alone(), calibration, grammars=each) for each in made)
     fixed = LookaheadConfig(15, 5, 15, prior="none")
     rng, num_wrong = random.Random(args.seed), 0
     results = Results("forced", args.output)

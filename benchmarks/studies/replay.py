@@ -104,7 +104,7 @@ class SettledEngine(Engine):
         calibration: Calibration,
         make_exchange: Callable[[Group, int, int], Exchange] = Exchange,
     ):
-        super().__init__(model, Group(0, num_replicas, CPU), calibration, None, True, make_exchange)
+        super().__init__(model, Group(0, num_replicas), calibration, None, True, make_exchange)
         self._num_replicas, self._assumed = num_replicas, calibration
 
     def open_decoder(self, request: Request, sampler: Sampler, stop: Stop | None = None, tag: int = 0) -> Decoder:
@@ -283,7 +283,7 @@ class ReplayExchange(Exchange):
 
     def __init__(self, group: Group, capacity: int, width: int, device: ReplayDevice, clocks: AssumedClocks):
         self._transport = ReplayTransport(group.size, device)
-        super().__init__(Group(group.rank, group.size, CPU, self._transport), capacity, width)
+        super().__init__(Group(group.rank, group.size, self._transport), capacity, width)
         self._replay_device, self._clocks = device, clocks
 
     def start(self, shares: Shares, values: torch.Tensor, digest: int, control: int, clock: int = 0) -> None:

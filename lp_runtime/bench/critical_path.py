@@ -180,7 +180,7 @@ class CriticalPathRunner:
     """Runner of requests as on R replicas, with one model on one device."""
 
     def __init__(self, model: ModelRunner, calibration: Calibration, num_replicas: int):
-        group = Group(0, num_replicas, model.device)
+        group = Group(0, num_replicas)
         self._engine = _InTurnEngine(model, group, _EqualReplicas(calibration, num_replicas), times_are_late=False)
 
     def run(self, request: Request) -> CriticalPath:

@@ -107,14 +107,14 @@ def process_group(
     if options.backend == "nccl" and device.type != "cuda":
         raise LaunchError(f"launcher.backend=nccl: this replica is on {device.type}")
     if context.num_replicas == 1:
-        yield Group.alone(device if options.backend in ("nccl", "auto") else CPU)
+        yield Group.alone()
         return
     if context.segment:
         transport: Transport = _share(context.segment, context.rank, context.num_replicas, options, is_abandoned)
     else:
         transport = _meet(context, device, options, store, is_abandoned)
     try:
-        yield Group.over(transport, context.rank, context.num_replicas)
+        yield Group(context.rank, context.num_replicas, transport)
     finally:
         transport.close()
 
@@ -245,7 +245,7 @@ def existing_or_new_group(device: torch.device, timeout: float) -> Iterator[Grou
         on_gpu = "nccl" in str(dist.get_backend_config()) and device.type == "cuda"
         backend = "nccl" if on_gpu else "gloo"
         transport = CollectiveTransport(backend, dist.get_rank(), device, timeout, is_ours=False)
-        yield Group.over(transport, dist.get_rank(), dist.get_world_size())
+        yield Group(dist.get_rank(), dist.get_world_size(), transport)
         return
     context = ReplicaContext.from_torchrun()
     store = None if context.num_replicas == 1 else _connect_once(context, timeout)

@@ -170,4 +170,4 @@ def _ranks(device: torch.device, share_ranks: bool) -> Iterator[Group]:
         with existing_or_new_group(device, LauncherConfig.timeout) as group:
             yield group
     else:
-        yield Group.alone(device)
+        yield Group.alone()

@@ -139,7 +139,7 @@ def test_local_errors_are_not_reported_as_a_lost_peer(monkeypatch, error, is_los
 
     for name in ("all_gather_single", "all_gather_into_tensor"):
         monkeypatch.setattr(dist, name, fails, raising=False)
-    group = Group.over(CollectiveTransport("gloo", 0, CPU, TIMEOUT), 0, 2)
+    group = Group(0, 2, CollectiveTransport("gloo", 0, CPU, TIMEOUT))
     with pytest.raises(ReplicaError if is_lost_peer else type(error)) as raised:
         gather(Exchange(group, capacity=12))
     assert (raised.value is error) == (not is_lost_peer)
@@ -260,12 +260,7 @@ def test_single_visible_gpu_is_used(monkeypatch, visible, num_local, index, owns
     assert (context.device_index, context.owns_device, context.num_local) == (index, owns, num_local)
 
 
-def test_backend_determines_the_device_of_the_exchange():
-    gpu = torch.device("cuda", 0)
-    with process_group(ReplicaContext(), gpu, GroupOptions(TIMEOUT, backend="gloo")) as group:
-        assert group == Group.alone(CPU)
-    with process_group(ReplicaContext(), gpu, GroupOptions(TIMEOUT)) as group:
-        assert group == Group.alone(gpu)
+def test_nccl_is_refused_on_a_cpu():
     with (
         pytest.raises(LaunchError, match="launcher.backend=nccl: this replica is on cpu"),
         process_group(ReplicaContext(), CPU, GroupOptions(TIMEOUT, backend="nccl")),

@@ -213,7 +213,7 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
         budget = StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, None, learned)
         state = DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), drafter)
         decoder = Decoder(state, DrafterSetup(drafter, budget, None), Sampler(TreeProcessors([], CPU), None))
-        group = Group(rank, 2, CPU)
+        group = Group(rank, 2)
         prefix = PromptPrefix(None, request, group, DraftPool(None))
         peers = Peers(group, Exchange)
         running = RunningRequest(model, peers, request, decoder, CacheSlot(), prefix, Callbacks())

@@ -137,7 +137,7 @@ def test_replicas_sharing_a_gpu_match_one_replica(gpus):
 def test_exchange_waits_once_in_finish():
     """The exchange starts while the GPU computes its values; the timer reports how long that took."""
     timer = PassTimer(torch.device("cuda"))
-    exchange = Exchange(Group.alone(torch.device("cuda")), 64, 5)
+    exchange = Exchange(Group.alone(), 64, 5)
     started = torch.cuda.Event()
     nodes = np.arange(40)
     shares = Shares(np.zeros(40, np.int64), nodes, nodes, [40], [40])

@@ -57,21 +57,21 @@ class Group:
 
     rank: int  # of this replica, 0 <= rank < size
     size: int  # number of replicas R, >= 1
-    device: torch.device  # on which the transport expects its tensors
     transport: Transport | None = field(default=None, compare=False)  # None if nothing is exchanged over one
 
     @classmethod
-    def alone(cls, device: torch.device = CPU) -> Group:
-        """Return the group of a single replica; its exchange buffers are on `device`."""
-        return cls(0, 1, device)
-
-    @classmethod
-    def over(cls, transport: Transport, rank: int, size: int) -> Group:
-        return cls(rank, size, transport.device, transport)
+    def alone(cls) -> Group:
+        """Return the group of a single replica."""
+        return cls(0, 1)
 
     @property
     def is_alone(self) -> bool:
         return self.size == 1
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors that are exchanged."""
+        return CPU if self.transport is None else self.transport.device
 
     @property
     def connected(self) -> Transport:

@@ -267,7 +267,7 @@ def test_rows_in_wrong_order_raise():
     tree = TokenTree([1], max_depth=9)
     tree.add_branch([3, 4])
     shares = partition(tree, [1.0, 1.0])
-    exchange = Exchange(Group.over(Permuted(), 0, 2), capacity=12)
+    exchange = Exchange(Group(0, 2, Permuted()), capacity=12)
     values = torch.zeros(shares.num_owned[0], 1, dtype=torch.int64)
     with pytest.raises(ReplicaError, match=r"rank 0 received the replicas' rows in the order \[1, 0\]"):
         exchange.all_gather(shares, values, 5, 0)

@@ -71,7 +71,7 @@ def lead(place: ShardPlace, config: RuntimeConfig, requests: dict[str, Request])
     with gpu_of_a_shard() as gpu:
         model, _ = ready_model(config, CUDA, place=place)
         assert model.leading is not None and model.graphs is not None and model.graphs.capture
-        group, num_captures = Group.alone(CUDA), len(Graph.captured)
+        group, num_captures = Group.alone(), len(Graph.captured)
         known = Measured(StepMeasurement(**{name: np.array(values) for name, values in POINTS.items()}))
         loop, outputs, waits = Engine(model, group, Calibration(model, group, None, known)), {}, set()
         for name, request in requests.items():
