@@ -300,5 +300,5 @@ class Bench:
         """Return a decoder for a drafter that the runtime does not have."""
         rules = DecodingRules(request.max_new_tokens, request.eos_token_ids)
         num_nodes = drafter.max_nodes + drafter.max_committed
-        budget = StepBudget(assumed_times(degree, num_nodes), False, None)
+        budget = StepBudget(assumed_times(degree, num_nodes), False, num_nodes)
         return Decoder(DecodingState(request.prompt_ids, rules, drafter), DrafterSetup(drafter, budget, None), sampler)

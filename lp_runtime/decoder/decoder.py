@@ -128,7 +128,7 @@ class Decoder:
 
     @property
     def max_owned(self) -> int:
-        return min(self.drafter.max_nodes, self.budget.limit or self.drafter.max_nodes)
+        return min(self.drafter.max_nodes, self.budget.limit)
 
     def propose_prefill(self) -> Step:
         return self._step(self.state.propose_prefill(), is_prefill=True)

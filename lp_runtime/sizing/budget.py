@@ -29,7 +29,7 @@ class StepBudget:
     Args:
         times: [R, M + 1] int64 nanoseconds that each replica takes for 0, 1, 2 ... tokens.
         is_auto: whether to feed only as many nodes as pay off; else all nodes that the budget allows.
-        budget: largest number of tokens that a replica feeds; None for no limit.
+        limit: largest number of tokens that a replica feeds, >= 1.
         learned: costs learned from earlier requests, updated in place; None to start from defaults.
         times_are_late: whether a pass's duration is known one step later, as on a GPU. Equal on all replicas.
 
@@ -41,12 +41,12 @@ class StepBudget:
         self,
         times: np.ndarray,
         is_auto: bool,
-        budget: int | None,
+        limit: int,
         learned: LearnedCosts | None = None,
         times_are_late: bool = False,
     ):
         self._is_auto, self.times_are_late = is_auto, times_are_late
-        self.limit = budget
+        self.limit = limit
         self._learned = learned or LearnedCosts.initial(len(times))
         self._costs = CostModel(times, self._learned.passes)
         self._schedule = DraftingSchedule(self._learned)
@@ -136,8 +136,7 @@ class StepBudget:
 
     @property
     def _max_tokens(self) -> int:
-        max_tokens = self._costs.times.shape[1] - 1
-        return max_tokens if self.limit is None else min(max_tokens, self.limit)
+        return min(self.limit, self._costs.times.shape[1] - 1)
 
     def _tree_fitted(self, rate: int, plain_rate: int, min_gain_percent: int = 100) -> bool:
         """Record the rate of the current step's tree, and that of a step that does not draft.
@@ -216,7 +215,7 @@ def compile_budget() -> None:
     certain = tree.path_probabilities
     assert certain is not None
     learned = LearnedCosts.initial(1)
-    budget = StepBudget(np.full((1, 9), 1000), True, None, learned)
+    budget = StepBudget(np.full((1, 9), 1000), True, 8, learned)
     budget.fit(tree, certain)
     learned.acceptance.corrected(certain)
     learned.acceptance.observe(certain, tree.root + 1, [2])
@@ -229,7 +228,7 @@ def compile_budget() -> None:
 @compiles
 def compile_capacity() -> None:
     """Compile the parts of the step budget that only several replicas need, or load them from disk."""
-    StepBudget(np.full((2, 9), 1000), True, None).select(_smallest_tree())
+    StepBudget(np.full((2, 9), 1000), True, 8).select(_smallest_tree())
 
 
 def _smallest_tree() -> TokenTree:

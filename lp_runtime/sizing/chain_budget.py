@@ -116,7 +116,7 @@ class ChainBudget(StepBudget):
         base = min(ahead)
         self._ahead, self._chains = [each - base for each in ahead], []
         left = [num_pending + len(path) - each for each in ahead]  # pending tokens of each replica's next step
-        max_pending = MAX_REFED if self.limit is None else min(MAX_REFED, max(1, self.limit - 1))
+        max_pending = min(MAX_REFED, max(1, self.limit - 1))
         self._must_catch_up = [
             num > 1 and (num > max_pending or refed_ns >= saved_ns)
             for num, refed_ns, saved_ns in zip(left, self._refed_ns, self._saved_ns, strict=True)

@@ -210,7 +210,7 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
     for rank in range(2):
         learned = LearnedCosts.initial(2)
         drafter = PromptLookupDrafter(4)
-        budget = StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, None, learned)
+        budget = StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, 19, learned)
         state = DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), drafter)
         decoder = Decoder(state, DrafterSetup(drafter, budget, None), Sampler(TreeProcessors([], CPU), None))
         group = Group(rank, 2)

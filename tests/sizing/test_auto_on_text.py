@@ -6,6 +6,7 @@ import functools
 
 import numpy as np
 import pytest
+from support.learned import NO_LIMIT
 from support.recorded import RecordedText, decode_recorded, load_texts, open_recorded
 
 from lp_runtime.sizing.budget import StepBudget
@@ -30,9 +31,9 @@ def seconds_of(text: RecordedText, vocabulary: np.ndarray, times: np.ndarray, bu
     """Return the nanoseconds that a text takes with a fixed budget, or with auto and these learned costs."""
     if isinstance(budget, int):
         return decode_recorded(
-            text, open_recorded(text, budget, vocabulary, StepBudget(times[None], False, None)), times
+            text, open_recorded(text, budget, vocabulary, StepBudget(times[None], False, NO_LIMIT)), times
         )
-    sized = StepBudget(times[None], True, None, budget)
+    sized = StepBudget(times[None], True, NO_LIMIT, budget)
     return decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
 
 
@@ -87,6 +88,6 @@ def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     times, best = times_of(curve), sum(best_of(curve).values())
     learned, spent = LearnedCosts.initial(1), 0
     for text in texts:
-        sized = StepBudget(MISMEASURED[mistake](times)[None], True, None, learned)
+        sized = StepBudget(MISMEASURED[mistake](times)[None], True, NO_LIMIT, learned)
         spent += decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)
     assert 100 * best / spent >= MIN_SHARE_PERCENT_MISMEASURED[mistake]

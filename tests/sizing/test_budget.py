@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.learned import confirmed_costs
+from support.learned import NO_LIMIT, confirmed_costs
 
 from lp_runtime.distributed.partition.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
@@ -87,22 +87,22 @@ def test_budget_is_used_almost_fully(num_replicas):
 def test_free_tokens_are_fed_but_expensive_ones_are_not():
     tree = make_tree(200)
     for free in (1, 8, 30, 100):
-        assert fitted(StepBudget(flat(200, free, 0.2), True, None), tree) == pytest.approx(free, abs=6)
+        assert fitted(StepBudget(flat(200, free, 0.2), True, NO_LIMIT), tree) == pytest.approx(free, abs=6)
     times = flat(200, 1, 1.0)  # every token costs as much as the first
-    assert fitted(StepBudget(times, True, None, confirmed_costs(times)), tree) == 1
+    assert fitted(StepBudget(times, True, NO_LIMIT, confirmed_costs(times)), tree) == 1
     assert fitted(StepBudget(flat(200, 200, 0), True, 50), tree) == 50
 
 
 def test_tree_with_low_probabilities_is_not_fed():
     times = flat(200, 1, 0.05)
-    assert fitted(StepBudget(times, True, None), make_tree(200, rate=0.8)) > 3
-    assert fitted(StepBudget(times, True, None, confirmed_costs(times)), make_tree(200, rate=0.02)) == 1
+    assert fitted(StepBudget(times, True, NO_LIMIT), make_tree(200, rate=0.8)) > 3
+    assert fitted(StepBudget(times, True, NO_LIMIT, confirmed_costs(times)), make_tree(200, rate=0.02)) == 1
 
 
 def test_chosen_size_maximizes_expected_tokens_per_second():
     tree = make_tree(120, num_pending=3)
     times = np.maximum.accumulate(np.random.default_rng(0).integers(1, 9, 200).cumsum()[None] * 100_000 + MILLISECOND)
-    size = fitted(StepBudget(times, True, None), tree)
+    size = fitted(StepBudget(times, True, NO_LIMIT), tree)
     expected = np.cumsum(tree.path_probabilities[tree.root :] / 2**PATH_PROBABILITY_BITS)
     rates = [expected[size - 3] / times[0, size] for size in range(3, 121)]
     assert rates[size - 3] == pytest.approx(max(rates), rel=1e-4)
@@ -111,13 +111,13 @@ def test_chosen_size_maximizes_expected_tokens_per_second():
 def test_more_replicas_feed_larger_trees():
     tree = make_tree(400)
     curve = flat(400, 8, 0.1)
-    sizes = [fitted(StepBudget(np.tile(curve, (num, 1)), True, None), tree) for num in (1, 2, 4, 8)]
+    sizes = [fitted(StepBudget(np.tile(curve, (num, 1)), True, NO_LIMIT), tree) for num in (1, 2, 4, 8)]
     assert sizes == sorted(sizes) and sizes[-1] >= 3 * sizes[0]
 
 
 def test_drafting_rests_longer_and_longer_if_trees_do_not_pay():
     tree = make_tree(50, rate=0.04)
-    budget = StepBudget(flat(50, 1, 0.5), True, None, confirmed_costs(flat(50, 1, 0.5)))
+    budget = StepBudget(flat(50, 1, 0.5), True, NO_LIMIT, confirmed_costs(flat(50, 1, 0.5)))
     shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
     asked = []
     for step in range(300):
@@ -143,7 +143,7 @@ def test_slow_replica_gets_smaller_share(slowdown):
     """The second of three replicas takes longer than measured; all finish at about the same time."""
     curves = flat(400, 1, 0.02).repeat(3, axis=0)
     actual = curves * np.array([[1], [slowdown], [1]])
-    budget = StepBudget(curves, False, None)
+    budget = StepBudget(curves, False, NO_LIMIT)
     tree = make_tree(200)
     first = None
     for _ in range(60):
@@ -161,7 +161,7 @@ def test_slow_replica_gets_smaller_share(slowdown):
 
 def test_small_time_differences_do_not_change_shares():
     curves = flat(400, 1, 0.02).repeat(2, axis=0)
-    budget = StepBudget(curves, False, None)
+    budget = StepBudget(curves, False, NO_LIMIT)
     tree = make_tree(100)
     before = budget.shares(tree)
     for step in range(20):
@@ -184,7 +184,7 @@ def test_budget_holds_even_if_more_tokens_would_be_as_fast(is_auto, slow):
 def test_tree_size_follows_observed_acceptance():
     tree = make_tree(200, rate=0.6)
     times = flat(200, 1, 0.08)
-    hopeful, doubtful = (StepBudget(times, True, None, confirmed_costs(times)) for _ in range(2))
+    hopeful, doubtful = (StepBudget(times, True, NO_LIMIT, confirmed_costs(times)) for _ in range(2))
     for _ in range(60):
         for budget, is_kept in ((hopeful, True), (doubtful, False)):
             size = fitted(budget, tree)
@@ -192,14 +192,14 @@ def test_tree_size_follows_observed_acceptance():
             accepted = list(range(1, size)) if is_kept else []
             budget.end_step()
             budget.observe(cut, budget.shares(cut), [int(times[0, size])], [0], accepted)
-    fresh = fitted(StepBudget(times, True, None, confirmed_costs(times)), tree)
+    fresh = fitted(StepBudget(times, True, NO_LIMIT, confirmed_costs(times)), tree)
     assert fitted(doubtful, tree) < fresh <= fitted(hopeful, tree)
 
 
 def test_first_trees_are_fed_despite_unfavorable_measurements():
     """On a busy machine each token was measured to cost as much as the first; steps show they are free."""
     tree, measured, real = make_tree(50), flat(50, 1, 1.0), flat(50, 50, 0)
-    budget, sizes = StepBudget(measured, True, None, LearnedCosts.initial(1)), []
+    budget, sizes = StepBudget(measured, True, NO_LIMIT, LearnedCosts.initial(1)), []
     for _ in range(20):
         part = chosen(budget, tree)
         sizes.append(len(part))
@@ -212,8 +212,8 @@ def test_first_trees_are_fed_despite_unfavorable_measurements():
 def test_times_reported_one_step_late_teach_same_costs(is_auto):
     times = np.tile(flat(64, 8, 0.05), (2, 1))
     learned_late, learned = confirmed_costs(times), confirmed_costs(times)
-    late = StepBudget(times, is_auto, None, learned_late, times_are_late=True)
-    prompt = StepBudget(times, is_auto, None, learned)
+    late = StepBudget(times, is_auto, NO_LIMIT, learned_late, times_are_late=True)
+    prompt = StepBudget(times, is_auto, NO_LIMIT, learned)
     tree = make_tree(40)
     nanoseconds = [[0, 0], *([MILLISECOND * (10 + step), MILLISECOND * (40 - step)] for step in range(12))]
     fed = [tree, make_tree(12), make_tree(25)]
@@ -238,7 +238,7 @@ def test_late_times_are_attributed_to_batch_size_of_their_step():
     learned = [confirmed_costs(times) for _ in range(2)]
     tree = make_tree(20)
     for each, next_size in zip(learned, (1, 2), strict=True):
-        budget = StepBudget(times, True, None, each)
+        budget = StepBudget(times, True, NO_LIMIT, each)
         budget.choose(tree)
         budget.end_step()
         budget.set_batch_size(next_size)
@@ -254,7 +254,7 @@ def settled(times: np.ndarray, overhead) -> tuple[StepBudget, LearnedCosts]:
         overhead: Maps the number of nodes below the root to the host's nanoseconds.
     """
     learned = confirmed_costs(times)
-    budget = StepBudget(times, True, None, learned)
+    budget = StepBudget(times, True, NO_LIMIT, learned)
     learned.host.observe_plain(overhead(0))
     host_ns = 0
     for step in range(60):
@@ -280,7 +280,7 @@ def test_fixed_host_time_does_not_limit_tree_size():
     times = flat(400, 1, 0.001)
     learned = confirmed_costs(times)
     for overhead in (lambda num: 20_000 + 60_000 * (num > 0), lambda num: 20_000):
-        budget = StepBudget(times, True, None, learned)
+        budget = StepBudget(times, True, NO_LIMIT, learned)
         host_ns = 0
         for _ in range(400):  # unlikely chains: two nodes pay, or none
             part = make_tree(3, rate=0.3)
@@ -320,9 +320,11 @@ def test_chain_counts_as_work_of_one_replica_and_siblings_as_shared():
     Its siblings pay as much as on all four.
     """
     times = np.tile(flat(100, 1, 0.2), (4, 1))
-    certain = StepBudget(times, True, None, confirmed_costs(times)).select(chain_and_siblings(0, 0.95, 0))
+    certain = StepBudget(times, True, NO_LIMIT, confirmed_costs(times)).select(chain_and_siblings(0, 0.95, 0))
     assert certain.tolist() == list(range(31))  # each node costs a fifth of a step
-    doubtful = StepBudget(times, True, None, confirmed_costs(times)).select(chain_and_siblings(40, 0.3, 0.1)).tolist()
+    doubtful = (
+        StepBudget(times, True, NO_LIMIT, confirmed_costs(times)).select(chain_and_siblings(40, 0.3, 0.1)).tolist()
+    )
     in_chain = sum(node <= 30 for node in doubtful)
     assert in_chain < 15 and len(doubtful) - in_chain > 2 * in_chain
 
@@ -365,5 +367,5 @@ def test_cost_of_node_includes_padding(odds, between, padded):
     sizes = []
     for num_padded in (0, 24):
         times = interpolate([1, 16, 24, 32], [900, 1000, 1100, 9000], 48, num_padded)[None] * 1000
-        sizes.append(StepBudget(times, True, None, LearnedCosts.initial(1)).fit(tree, probabilities))
+        sizes.append(StepBudget(times, True, NO_LIMIT, LearnedCosts.initial(1)).fit(tree, probabilities))
     assert sizes == [between, padded]

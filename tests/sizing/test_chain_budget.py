@@ -26,7 +26,7 @@ def times(num_replicas: int, first: int = 1000, each: int = 10) -> np.ndarray:
     return np.tile(first + each * np.arange(MAX_TOKENS + 1), (num_replicas, 1)).astype(np.int64)
 
 
-def budget_of(num_replicas: int, is_auto: bool = False, limit: int | None = 20, each: int = 10) -> ChainBudget:
+def budget_of(num_replicas: int, is_auto: bool = False, limit: int = 20, each: int = 10) -> ChainBudget:
     measured = times(num_replicas, each=each)
     return ChainBudget(measured, is_auto, limit, confirmed_costs(measured))
 

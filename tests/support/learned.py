@@ -1,9 +1,11 @@
-"""Costs learned from steps, for tests of the step budget."""
+"""Costs learned from steps, and no limit, for tests of the step budget."""
 
 import numpy as np
 
 from lp_runtime.sizing.drafting_schedule import NUM_TRIALS
 from lp_runtime.sizing.learned_costs import LearnedCosts
+
+NO_LIMIT = 1 << 20  # tokens of a step
 
 
 def confirmed_costs(times: np.ndarray) -> LearnedCosts:
