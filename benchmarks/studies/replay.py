@@ -111,7 +111,7 @@ class SettledEngine(Engine):
         """Return a decoder whose budget starts from the initial costs; arguments are those of Engine."""
         decoder = super().open_decoder(request, sampler, stop, tag)
         if request.lookahead.is_auto:
-            learned = LearnedCosts.initial(self._num_replicas)
+            learned = LearnedCosts(self._num_replicas)
             times = self._assumed.times(decoder.drafter.max_nodes + decoder.drafter.max_committed)
             decoder.budget = StepBudget(times, True, decoder.budget.limit, learned, decoder.budget.times_are_late)
         return decoder

@@ -108,7 +108,7 @@ class DecoderFactory:
                 num_committed = len(request.prompt_ids) + min(request.max_new_tokens, MAX_EXPECTED_TOKENS) // 2
                 times = calibration.times(num_nodes, num_committed)[:num_replicas]
             kind = settings.is_auto, sampler.noise is None, num_replicas
-            learned = self._learned.setdefault(kind, LearnedCosts.initial(num_replicas))
+            learned = self._learned.setdefault(kind, LearnedCosts(num_replicas))
             budget = (ChainBudget if chains else StepBudget)(
                 times, settings.is_auto, limit, learned, self._times_are_late
             )

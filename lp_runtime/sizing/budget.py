@@ -47,7 +47,7 @@ class StepBudget:
     ):
         self._is_auto, self.times_are_late = is_auto, times_are_late
         self.limit = limit
-        self._learned = learned or LearnedCosts.initial(len(times))
+        self._learned = learned or LearnedCosts(len(times))
         self._costs = CostModel(times, self._learned.passes)
         self._schedule = DraftingSchedule(self._learned)
         self._selected: Shares | None = None  # of the nodes that `select` has chosen for the current step
@@ -214,7 +214,7 @@ def compile_budget() -> None:
     tree = _smallest_tree()
     certain = tree.path_probabilities
     assert certain is not None
-    learned = LearnedCosts.initial(1)
+    learned = LearnedCosts(1)
     budget = StepBudget(np.full((1, 9), 1000), True, 8, learned)
     budget.fit(tree, certain)
     learned.acceptance.corrected(certain)

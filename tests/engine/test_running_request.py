@@ -208,7 +208,7 @@ def test_replicas_learn_same_pass_times_of_all_replicas(models):
     fast, slow = (microseconds << 31 for microseconds in (100, 700))
     results = []
     for rank in range(2):
-        learned = LearnedCosts.initial(2)
+        learned = LearnedCosts(2)
         drafter = PromptLookupDrafter(4)
         budget = StepBudget(np.tile(100_000 * np.arange(1, 20), (2, 1)), False, 19, learned)
         state = DecodingState(request.prompt_ids, DecodingRules(request.max_new_tokens), drafter)

@@ -67,7 +67,7 @@ def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
     times, best = times_of(curve), best_of(curve)
     spent = dict.fromkeys(best, 0)
     for first in range(0, len(texts), 2):  # learned costs depend on the order of the texts
-        order, learned = texts[first:] + texts[:first], LearnedCosts.initial(1)
+        order, learned = texts[first:] + texts[:first], LearnedCosts(1)
         for text in order:  # learn like an engine that has served some requests
             seconds_of(text, vocabulary, times, learned)
         for text in order:
@@ -86,7 +86,7 @@ def test_auto_is_nearly_as_fast_as_best_fixed_budget(curve):
 def test_auto_recovers_from_times_measured_on_busy_machine(mistake, curve):
     texts, vocabulary = load_texts()
     times, best = times_of(curve), sum(best_of(curve).values())
-    learned, spent = LearnedCosts.initial(1), 0
+    learned, spent = LearnedCosts(1), 0
     for text in texts:
         sized = StepBudget(MISMEASURED[mistake](times)[None], True, NO_LIMIT, learned)
         spent += decode_recorded(text, open_recorded(text, MAX_NODES, vocabulary, sized), times)

@@ -199,7 +199,7 @@ def test_tree_size_follows_observed_acceptance():
 def test_first_trees_are_fed_despite_unfavorable_measurements():
     """On a busy machine each token was measured to cost as much as the first; steps show they are free."""
     tree, measured, real = make_tree(50), flat(50, 1, 1.0), flat(50, 50, 0)
-    budget, sizes = StepBudget(measured, True, NO_LIMIT, LearnedCosts.initial(1)), []
+    budget, sizes = StepBudget(measured, True, NO_LIMIT, LearnedCosts(1)), []
     for _ in range(20):
         part = chosen(budget, tree)
         sizes.append(len(part))
@@ -367,5 +367,5 @@ def test_cost_of_node_includes_padding(odds, between, padded):
     sizes = []
     for num_padded in (0, 24):
         times = interpolate([1, 16, 24, 32], [900, 1000, 1100, 9000], 48, num_padded)[None] * 1000
-        sizes.append(StepBudget(times, True, NO_LIMIT, LearnedCosts.initial(1)).fit(tree, probabilities))
+        sizes.append(StepBudget(times, True, NO_LIMIT, LearnedCosts(1)).fit(tree, probabilities))
     assert sizes == [between, padded]

@@ -19,7 +19,7 @@ def steps_that_draft(schedule: DraftingSchedule, num_steps: int, pays: bool) -> 
 
 
 def learned_from(num_steps: int) -> LearnedCosts:
-    learned, times = LearnedCosts.initial(1), np.full((1, 3), 1000)
+    learned, times = LearnedCosts(1), np.full((1, 3), 1000)
     for _ in range(num_steps):
         learned.passes.observe(times, np.array([2]), np.array([1000]))
     return learned

@@ -10,7 +10,7 @@ NO_LIMIT = 1 << 20  # tokens of a step
 
 def confirmed_costs(times: np.ndarray) -> LearnedCosts:
     """Return the costs learned when steps with and without drafts took the [R, M + 1] measured times."""
-    learned = LearnedCosts.initial(len(times))
+    learned = LearnedCosts(len(times))
     for _ in range(NUM_TRIALS):
         learned.passes.observe(times, np.ones(len(times), np.int64), times[:, 1])
     return learned
