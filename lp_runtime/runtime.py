@@ -17,7 +17,6 @@ from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compile_process import ConstraintCompiler
-from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import ConfigError, ModelError, RequestError
 from lp_runtime.launchers import launch
 from lp_runtime.launchers.base import Launcher
@@ -31,6 +30,7 @@ from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions, c
 from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.request.request import Request
 from lp_runtime.request.request_text import RequestText
+from lp_runtime.utils.callables import never
 
 
 class LookaheadRuntime:
@@ -209,7 +209,7 @@ class LookaheadRuntime:
         request: Request,
         needs_text: bool = False,
         lease: ReplicaLease | None = None,
-        should_cancel: Callable[[], bool] = never_cancel,
+        should_cancel: Callable[[], bool] = never,
     ) -> GenerationStream:
         """Start decoding a checked request, and return a stream of deltas, one per step.
 

@@ -23,6 +23,7 @@ from lp_runtime.distributed.transport.group import CPU, Group, Transport
 from lp_runtime.distributed.transport.machines import MachinesTransport, this_machine
 from lp_runtime.distributed.transport.shared_memory import SharedMemoryTransport, why_unavailable
 from lp_runtime.errors import LaunchError
+from lp_runtime.utils.callables import never
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import PrefixStore, Store
@@ -87,17 +88,13 @@ class GroupOptions:
         return self.may_share and reason is None
 
 
-def never_abandoned() -> bool:
-    return False
-
-
 @contextmanager
 def process_group(
     context: ReplicaContext,
     device: torch.device,
     options: GroupOptions,
     store: Store | None = None,
-    is_abandoned: Callable[[], bool] = never_abandoned,
+    is_abandoned: Callable[[], bool] = never,
 ) -> Iterator[Group]:
     """Join the group of all replicas for the duration of a `with` block, and yield it.
 

@@ -20,11 +20,12 @@ import torch.distributed as dist
 
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import gpu_number
-from lp_runtime.distributed.process_group import environment, never_abandoned, new_segment_name
+from lp_runtime.distributed.process_group import environment, new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.shared_memory import FOLDER, SharedMemoryTransport
 from lp_runtime.errors import LaunchError, PassFailedError, ShardError, first_line
+from lp_runtime.utils.callables import never
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported
     from torch._C._distributed_c10d import FileStore, PrefixStore, Store
@@ -65,7 +66,7 @@ class ShardLink:
     def __init__(self, place: ShardPlace, device: torch.device, timeout: float):
         self.place = place
         self._transport = SharedMemoryTransport(
-            place.segment, place.shard, place.num_shards, timeout, place.step_timeout, never_abandoned, BUFFER_WORDS
+            place.segment, place.shard, place.num_shards, timeout, place.step_timeout, never, BUFFER_WORDS
         )
         # For the all-reduces inside forward passes; may be replaced before the first pass.
         self.reducer: Reducer = SharedMemoryReducer(self._transport, place.num_shards)
@@ -164,7 +165,7 @@ def said_by_first(
         stored = store.get(key).decode()
         store.add(f"{key}/read", 1)
         if rank == 0:  # it may host the store, which ends with its process
-            wait_for_all(store, f"{key}/read", num_ranks, timeout, never_abandoned)
+            wait_for_all(store, f"{key}/read", num_ranks, timeout, never)
     except (RuntimeError, ValueError) as error:
         raise cannot_join(context, error) from error
     return stored

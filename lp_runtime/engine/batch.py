@@ -6,11 +6,12 @@ from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 
 from lp_runtime.engine.delivery import Delivery
-from lp_runtime.engine.running_request import RunningRequest, never_cancel
+from lp_runtime.engine.running_request import RunningRequest
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.lookahead.state import Stop
 from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.utils.callables import never
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Arrival:
     key: Hashable
     request: Request
     stop: Stop | None = None
-    should_cancel: Callable[[], bool] = never_cancel
+    should_cancel: Callable[[], bool] = never
 
 
 class Batch:

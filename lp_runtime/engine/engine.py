@@ -32,8 +32,6 @@ from lp_runtime.engine.running_request import (
     Peers,
     RunningRequest,
     capacity_of,
-    never_cancel,
-    never_compiling,
 )
 from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
 from lp_runtime.lookahead.state import Stop
@@ -45,7 +43,7 @@ from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
-from lp_runtime.utils.generators import result_of
+from lp_runtime.utils.callables import never, result_of
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 
@@ -85,7 +83,7 @@ class Engine:
         With `is_compiling`, which all replicas must give or none, requests are decoded without the drafter `full`, one
         token per step, until it is false on all replicas. It is true while another process compiles the drafter.
         """
-        self._peers = replace(self._peers, is_compiling=is_compiling or never_compiling)
+        self._peers = replace(self._peers, is_compiling=is_compiling or never)
         self._preparation.begin(settings, is_later=is_compiling is not None)
 
     # Opening and closing: the only places where slots and draft tables are acquired and released.
@@ -137,7 +135,7 @@ class Engine:
         request: Request,
         sampler: Sampler | None = None,
         stop: Stop | None = None,
-        should_cancel: Callable[[], bool] = never_cancel,
+        should_cancel: Callable[[], bool] = never,
         observe: Observer | None = None,
     ) -> Iterator[Event]:
         """Decode one request; yield a StepOutput per step, then a Report.

@@ -33,6 +33,7 @@ from lp_runtime.request.output import Report, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.request.step_timer import StepTimer, StepTimes
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.utils.callables import never
 from lp_runtime.utils.memory import is_out_of_memory, out_of_memory_as
 
 CANCEL, TIME_IS_UP, FAILED, COMPILING = 1, 2, 4, 8  # bits of the exchange's control word
@@ -42,16 +43,6 @@ CANCEL, TIME_IS_UP, FAILED, COMPILING = 1, 2, 4, 8  # bits of the exchange's con
 Observer = Callable[[list[int], Step, int, Samples], None]
 MakeExchange = Callable[[Group, int, int], Exchange]  # arguments: group, capacity in nodes, integers per node
 T = TypeVar("T")
-
-
-def never_cancel() -> bool:
-    """Default cancellation check: the request is never cancelled."""
-    return False
-
-
-def never_compiling() -> bool:
-    """Default of `Peers.is_compiling`: everything is compiled."""
-    return False
 
 
 @dataclass(frozen=True)
@@ -64,14 +55,14 @@ class Peers:
 
     group: Group
     make_exchange: MakeExchange
-    is_compiling: Callable[[], bool] = never_compiling
+    is_compiling: Callable[[], bool] = never
 
 
 @dataclass(frozen=True)
 class Callbacks:
     """Functions that the engine calls in each step, and `should_cancel` also between chunks of the prompt."""
 
-    should_cancel: Callable[[], bool] = never_cancel
+    should_cancel: Callable[[], bool] = never
     observe: Observer | None = None
 
 

@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator
 from contextlib import closing
 
-from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import ConfigError, ReplicaError, RequestError, unforeseen_as
 from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Event
 from lp_runtime.request.request import Request
+from lp_runtime.utils.callables import never
 from lp_runtime.utils.owner import OwnerProcess
 
 # Errors caused by the request itself. All replicas raise them at the same point (decoder/shared_error.py), or before
@@ -41,7 +41,7 @@ class Launcher(ABC):
     def info(self) -> ReplicaInfo:
         """The model that the replicas hold."""
 
-    def run(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Generator[Event, None, None]:
+    def run(self, request: Request, should_cancel: Callable[[], bool] = never) -> Generator[Event, None, None]:
         """Decode one request on all replicas. Closing the iterator early cancels the request.
 
         `should_cancel` is asked between steps; by launchers that decode in this process, also between chunks of the

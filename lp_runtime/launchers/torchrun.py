@@ -15,7 +15,6 @@ from lp_runtime import errors
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
-from lp_runtime.engine.running_request import never_cancel
 from lp_runtime.errors import (
     ConfigError,
     LaunchError,
@@ -32,6 +31,7 @@ from lp_runtime.replica.loaded_model import ReplicaInfo, load_follower
 from lp_runtime.replica.replica import start_replica
 from lp_runtime.request.output import Event, Report, StepOutput
 from lp_runtime.request.request import Request
+from lp_runtime.utils.callables import never
 
 CLOSED = b"closed"  # broadcast in place of a request when rank 0 closes
 STORE_SECONDS = 60.0  # for shards to meet before they load; short, since torchrun starts them at the same time
@@ -76,7 +76,7 @@ class TorchrunLauncher(Launcher):
             self._cancel()
             raise
 
-    def _begin(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> None:
+    def _begin(self, request: Request, should_cancel: Callable[[], bool] = never) -> None:
         self._is_cancelled = False
         self._events = self._replica.decode(request, lambda: self._is_cancelled or should_cancel())
 

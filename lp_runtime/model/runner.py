@@ -38,7 +38,7 @@ from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import GROWTH_TOKENS, CacheSlot, SlotPool
 from lp_runtime.model.support import check_family
 from lp_runtime.sampling.step_logits import StepLogits
-from lp_runtime.utils.generators import result_of
+from lp_runtime.utils.callables import result_of
 
 CAPACITY_UNIT = 1024  # tokens; with passes of fixed sizes, capacities are multiples of it so that slots get reused
 

@@ -23,7 +23,6 @@ from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.batch import Arrival
 from lp_runtime.engine.engine import Engine
-from lp_runtime.engine.running_request import never_cancel, never_compiling
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
 from lp_runtime.replica.corpus_store import open_corpus
@@ -35,6 +34,7 @@ from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequ
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.text.stop_strings import StopStrings
+from lp_runtime.utils.callables import never
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class Replica:
         loaded.progress.begin("measuring step times and the vocabulary prior")
         self._engine.prepare(config.lookahead, is_compiling)
 
-    def decode(self, request: Request, should_cancel: Callable[[], bool] = never_cancel) -> Iterator[Event]:
+    def decode(self, request: Request, should_cancel: Callable[[], bool] = never) -> Iterator[Event]:
         """Decode one request in step with the other replicas of the group; see Engine.run.
 
         If memory runs out on any replica, all of them free some and decode the rest of the request again.
@@ -146,7 +146,7 @@ def join_group(
     loaded: LoadedModel,
     context: ReplicaContext,
     store: dist.Store | None = None,  # type: ignore[name-defined]  # torch does not re-export it for type checkers
-    is_abandoned: Callable[[], bool] = never_cancel,
+    is_abandoned: Callable[[], bool] = never,
     on_formed: Callable[[Group], None] | None = None,
     timeout: float | None = None,
 ) -> Iterator[Replica]:
@@ -169,7 +169,7 @@ def join_group(
         capacity = UNLIMITED_TOKENS if info.capacity is None else min(info.capacity, UNLIMITED_TOKENS)
         model = loaded.model
         gpu = gpu_number(model.device) if context.owns_device and model.device.type == "cuda" else 0
-        is_compiling = never_compiling if loaded.early_start is None else loaded.early_start.is_compiling
+        is_compiling = never if loaded.early_start is None else loaded.early_start.is_compiling
         known = np.array([capacity, model.timer is not None, model.graphs is not None, gpu, is_compiling()])
         capacities, are_late, are_captured, gpus, are_compiling = gather_rows(known, group).T
         check_one_each(gpus.tolist())

@@ -22,7 +22,7 @@ from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.kv_cache.states import StateCache
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache
-from lp_runtime.utils.generators import result_of
+from lp_runtime.utils.callables import result_of
 
 # No recurrent states, but in this order: ALiBi, positions by place, an indexer, no position_ids.
 OTHERS = ("bloom", "gpt_neo", "deepseek_v32", "bart")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 
-from lp_runtime.engine.running_request import never_cancel
+from lp_runtime.utils.callables import never
 
 
 class ReplicaLease:
     """Indices of the replicas that one request may use, and whether it is to be cancelled."""
 
-    def __init__(self, wanted: Iterable[int], should_cancel: Callable[[], bool] = never_cancel):
+    def __init__(self, wanted: Iterable[int], should_cancel: Callable[[], bool] = never):
         self.wanted = frozenset(wanted)  # a request that runs on others moves to these between two steps
         self.should_cancel = should_cancel  # asked by the thread that drives the request
 

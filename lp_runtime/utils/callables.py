@@ -1,4 +1,4 @@
-"""Helpers for generators that yield progress and return a result."""
+"""Callables that many layers pass on: a check that is never true, and the result of a generator."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from collections.abc import Generator
 from typing import TypeVar
 
 Result = TypeVar("Result")
+
+
+def never() -> bool:
+    """Default of arguments such as `should_cancel`, which are asked whether to stop."""
+    return False
 
 
 def result_of(chunks: Generator[object, None, Result]) -> Result:
