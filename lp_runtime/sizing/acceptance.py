@@ -34,28 +34,28 @@ class AcceptanceCalibration:
     """Corrects path probabilities by acceptance counts; carried from one request to the next of its kind.
 
     Attributes:
-        expected: [L] int64 sum of recent path probabilities, fixed point of EXPECTED_BITS.
-        accepted: [L] int64 accepted tokens among the same nodes, fixed point of EXPECTED_BITS.
+        drafted: [L] int64 sum of recent path probabilities, fixed point of EXPECTED_BITS.
+        kept: [L] int64 accepted tokens among the same nodes, fixed point of EXPECTED_BITS.
     """
 
     def __init__(self) -> None:
         one = 1 << EXPECTED_BITS
-        self.expected = np.full(len(STARTING_CORRECTIONS), INITIAL_TOKENS * one, np.int64)
-        self.accepted = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
+        self.drafted = np.full(len(STARTING_CORRECTIONS), INITIAL_TOKENS * one, np.int64)
+        self.kept = np.array([int(INITIAL_TOKENS * one * each) for each in STARTING_CORRECTIONS], np.int64)
 
     def corrected(self, path_probabilities: np.ndarray) -> np.ndarray:
         """Return corrected path probabilities, int64 [T] of EXPECTED_BITS, from [T] of PATH_PROBABILITY_BITS."""
         expected = np.empty(len(path_probabilities), np.int64)
-        _correct_all(path_probabilities, self.accepted, self.expected, expected)
+        _correct_all(path_probabilities, self.kept, self.drafted, expected)
         return expected
 
     def observe(self, path_probabilities: np.ndarray, num_pending: int, accepted: Sequence[int]) -> None:
         """Learn from the [T] nodes that a step fed; the first `num_pending`, the pending tokens, do not count."""
-        _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.accepted, self.expected)
+        _observe(path_probabilities, num_pending, np.array(accepted, np.int64), self.kept, self.drafted)
 
     def restore(self) -> None:
         """Move the corrections back towards 1, so that drafting is retried after trees that did not pay."""
-        self.accepted += np.maximum(0, self.expected - self.accepted) // RECOVERY_FITS
+        self.kept += np.maximum(0, self.drafted - self.kept) // RECOVERY_FITS
 
 
 @inlined
