@@ -91,6 +91,7 @@ class SharedMemoryTransport(Transport):
     ):
         super().__init__("shared", CPU)
         compile_shared_memory()
+        self._publish, self._first_late = _kernels()
         self._rank = rank
         self._step_timeout = step_timeout
         self._buffer_words = buffer_words
@@ -113,10 +114,10 @@ class SharedMemoryTransport(Transport):
 
     def _join(self, timeout: float, is_abandoned: Callable[[], bool]) -> None:
         self._lines[self._rank, PROCESS] = os.getpid()
-        _kernels()[0](self._lines, self._rank, JOINED)
+        self._publish(self._lines, self._rank, JOINED)
         deadline = time.monotonic() + timeout
         start = time.monotonic()
-        while _kernels()[1](self._lines, JOINED, SPINS) >= 0:
+        while self._first_late(self._lines, JOINED, SPINS) >= 0:
             if is_abandoned() or time.monotonic() > deadline:
                 num_missing = int((self._lines[:, ROUND] < JOINED).sum())
                 self.close()
@@ -186,18 +187,16 @@ class SharedMemoryTransport(Transport):
         buffer = self._buffers[self._round % 2]
         mine = buffer[self._rank]
         mine[0], mine[1 : 1 + len(row)] = len(row) if count is None else count, row
-        publish, first_late = _kernels()
-        publish(self._lines, self._rank, self._round)
-        if first_late(self._lines, self._round, SPINS) >= 0:
+        self._publish(self._lines, self._rank, self._round)
+        if self._first_late(self._lines, self._round, SPINS) >= 0:
             self._wait(None if is_patient else self._step_timeout, ALERT_SECONDS if is_patient else 0.0)
         return buffer
 
     def _wait(self, timeout: float | None, alert_seconds: float) -> None:
         """Wait up to `timeout` seconds (None: no limit) until every replica has published the current round."""
-        first_late = _kernels()[1]
         start = time.monotonic()
         next_check = start + CHECK_SECONDS
-        while (rank := first_late(self._lines, self._round, 1)) >= 0:
+        while (rank := self._first_late(self._lines, self._round, 1)) >= 0:
             waited = time.monotonic() - start
             if self._is_aborted:
                 raise self._lost("the group was aborted")
@@ -206,7 +205,7 @@ class SharedMemoryTransport(Transport):
                 next_check = start + waited + CHECK_SECONDS
                 is_gone = is_gone or self._has_ended(rank)
             # Check the round once more: the peer may have published it just before it left or ended.
-            if is_gone and first_late(self._lines, self._round, 1) == rank:
+            if is_gone and self._first_late(self._lines, self._round, 1) == rank:
                 raise self._lost(f"rank {rank} is gone")
             if timeout is not None and waited > timeout:
                 raise self._lost(f"rank {rank} did not answer within {timeout:g} s")
