@@ -8,7 +8,7 @@ from peers import SamDrafter
 
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.lookahead.drafters.best_first import starting_rates as starting
-from lp_runtime.model.capacity import STEP_TOKENS
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS
 from studies.drafting_bench import GREEDY
 from studies.drafting_peers import SAM, peers, peers_kept, peers_sampled
 from studies.drafting_table import (

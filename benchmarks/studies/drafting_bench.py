@@ -27,7 +27,7 @@ from lp_runtime.engine.engine import Engine
 from lp_runtime.lookahead.drafter import Drafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState
 from lp_runtime.lookahead.top_k import K
-from lp_runtime.model.capacity import STEP_TOKENS
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS
 from lp_runtime.model.loading.loader import eos_token_ids, load_model, load_tokenizer
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.model.tokenizer import check_chat_template, encode, encode_chat

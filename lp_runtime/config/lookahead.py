@@ -8,7 +8,6 @@ from typing import Optional
 from lp_runtime.config.checks import keep_plain_values, path_text, require_choice, require_int
 from lp_runtime.errors import ConfigError
 
-MAX_STEP_TOKENS = 1200  # tokens of a step at most: the largest calibrated step (1024), plus pending tokens
 UNMEASURED_STEP_TOKENS = 128  # tokens of a step at most before steps are measured; the paper's largest tree has 120
 MAX_STRICT_COMMITTED = 32  # tokens that a step may commit with exactness=strict (model/attention/strict.py)
 DRAFTERS = ("full", "paper", "prompt_lookup", "recycling")

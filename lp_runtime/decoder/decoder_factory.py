@@ -14,7 +14,7 @@ from lp_runtime.decoder.harvest_size import num_to_harvest
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Stop
-from lp_runtime.model.capacity import STEP_TOKENS
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler

@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS
+from lp_runtime.model.kv_cache.slots import OVERHEAD_TOKENS, STEP_TOKENS
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.utils.limits import read_limits
 
 USABLE_FRACTION = 0.9  # of the free memory if passes are not measured; they need the rest
 MEASURED_FRACTION = 0.97  # of the free memory if they are; the rest is for a slot that grows, and for libraries
-STEP_TOKENS = 1024  # tokens a step may write after the committed ones: the largest step that calibration measures
 NCCL_BYTES = 512 << 20  # a communicator's buffers on each GPU: NCCL's default for 8 GPUs, rounded up
 BYTES_PER_INTEGER = 8
 MAX_WIDTH = 8  # integers exchanged per node, rounded up

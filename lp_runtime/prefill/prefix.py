@@ -15,9 +15,8 @@ import numpy as np
 from lp_runtime.decoder.draft_pool import DraftPool
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.model.capacity import STEP_TOKENS
 from lp_runtime.model.kv_cache.prefix_cache import MIN_TOKENS, Prefix, PrefixCache
-from lp_runtime.model.kv_cache.slots import CacheSlot
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS, CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.request import Request
 

@@ -10,7 +10,7 @@ from lp_runtime.config.settings import ModelConfig
 from lp_runtime.decoder.decoder_factory import step_limit
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.model.capacity import STEP_TOKENS
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report

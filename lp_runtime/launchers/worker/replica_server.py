@@ -9,7 +9,6 @@ from collections.abc import Callable, Hashable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from lp_runtime.config.lookahead import MAX_STEP_TOKENS
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import PeersMissingError, StoreConnection
 from lp_runtime.distributed.transport.group import Group
@@ -43,7 +42,7 @@ from lp_runtime.launchers.wire.messages import (
 )
 from lp_runtime.launchers.wire.sealed_request import open_request
 from lp_runtime.launchers.worker.process_host import Placement
-from lp_runtime.model.kv_cache.slots import initial_text_tokens
+from lp_runtime.model.kv_cache.slots import STEP_SPACE_TOKENS, initial_text_tokens
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import read_for_resume
 from lp_runtime.replica.loaded_model import LoadedModel, load_follower, load_replica
@@ -168,7 +167,7 @@ class ReplicaServer:
     def _feed(self, model: ModelRunner, request: Request, order: int) -> None:
         """Prefill a request into a slot that its Decode will reuse; stops early if the order is cancelled."""
         text = initial_text_tokens(len(request.prompt_ids), len(request.committed), request.max_new_tokens)
-        capacity = text + MAX_STEP_TOKENS
+        capacity = text + STEP_SPACE_TOKENS
         with model.slots.borrowed(capacity, (*request.prompt_ids, *request.committed)) as slot:
             try:
                 read_for_resume(model, slot, request, capacity)

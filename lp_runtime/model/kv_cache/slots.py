@@ -15,8 +15,10 @@ from lp_runtime.model.kv_cache.prefix_cache import Prefix, PrefixCache
 from lp_runtime.utils.memory import is_out_of_memory
 
 GROWTH_TOKENS = 1024  # space for output that a slot begins with, and the least that it grows by
-# Tokens of a slot in addition to its text's: those of a step (MAX_STEP_TOKENS), and the rounding of the slot's size
-# (CAPACITY_UNIT and the largest captured step).
+STEP_TOKENS = 1024  # that a replica feeds in a step at most: the largest step that calibration measures
+STEP_SPACE_TOKENS = 1200  # space of a slot for a step: STEP_TOKENS, and pending tokens
+# Tokens of a slot in addition to its text's: STEP_SPACE_TOKENS, and the rounding of the slot's size (CAPACITY_UNIT and
+# the largest captured step).
 OVERHEAD_TOKENS = 2560
 
 

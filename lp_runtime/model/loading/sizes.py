@@ -21,10 +21,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lp_runtime.config.settings import DEFAULT_CONTEXT_TOKENS, ModelConfig
 from lp_runtime.errors import ModelError, first_line
-from lp_runtime.model.capacity import STEP_TOKENS, bytes_of_tokens
+from lp_runtime.model.capacity import bytes_of_tokens
 from lp_runtime.model.hf.config import has_latents, max_positions
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.kv_cache.cache_names import CACHE_NAMES, cache_name
+from lp_runtime.model.kv_cache.slots import STEP_TOKENS
 from lp_runtime.model.loading.loader import without_memory
 from lp_runtime.model.loading.pipeline import Part, parts_of, stages_of
 from lp_runtime.model.tensor_parallel.slicing import check_shards, is_quantized, is_split, own_plan, splits_keys
