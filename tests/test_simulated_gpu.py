@@ -38,7 +38,7 @@ from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.distributed import devices
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Arrival, Engine
 from lp_runtime.entrypoints.generate import generate_one

@@ -247,13 +247,13 @@ def test_hydra_is_imported_only_by_overrides():
     assert importers_of("hydra", "omegaconf") == {"config/overrides.py"}
 
 
-def test_environment_is_accessed_only_in_two_modules():
+def test_environment_is_accessed_only_in_one_module():
     readers = set()
     for name in NAMES:
         if chains_of(name) & {"os.environ", "os.getenv", "os.environb", "os.putenv"}:
             readers.add(name)
         assert not any(under(module, "os.environ", "os.getenv") for module, _ in imports_of(name)), name
-    assert readers == {"distributed/context.py", "distributed/process_group.py"}
+    assert readers == {"distributed/environment.py"}
 
 
 def test_no_global_statements():

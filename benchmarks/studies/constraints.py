@@ -24,7 +24,7 @@ from common import Results
 from support.constrained import Draw, decode, is_valid, random_draw, reference, runner
 from support.small_models import FAMILIES
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import host_store
 from lp_runtime.distributed.transport.group import CPU

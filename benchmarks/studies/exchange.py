@@ -26,7 +26,7 @@ import psutil
 import torch
 from common import Results, Row
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.partition.partition import Shares
 from lp_runtime.distributed.process_group import GroupOptions, process_group

@@ -15,7 +15,7 @@ from lp_runtime.bench.methods import Result, runtime_methods
 from lp_runtime.bench.output import markdown_table, writing_to
 from lp_runtime.bench.prompts import encode_prompts
 from lp_runtime.config.commands import BenchConfig
-from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.errors import ConfigError, LookaheadError, first_line
 from lp_runtime.launchers.split import keep_speeds
 from lp_runtime.runtime import LookaheadRuntime

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from lp_runtime.distributed.context import NO_GPUS, visible_gpus
+from lp_runtime.distributed.environment import NO_GPUS, visible_gpus
 from lp_runtime.errors import ConfigError
 from lp_runtime.utils.limits import num_cores
 

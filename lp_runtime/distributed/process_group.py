@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext, environment
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.collectives import CollectiveTransport
 from lp_runtime.distributed.transport.group import CPU, Group, Transport
@@ -45,21 +44,6 @@ def _settings(interface: str | None) -> Iterator[None]:
         variables |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
     with environment(variables):
         yield
-
-
-@contextmanager
-def environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables that a library reads, for the duration of a `with` block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @dataclass(frozen=True)

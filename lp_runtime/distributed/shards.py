@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import gpu_number
-from lp_runtime.distributed.process_group import environment, new_segment_name
+from lp_runtime.distributed.environment import ReplicaContext, environment
+from lp_runtime.distributed.process_group import new_segment_name
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer, SharedMemoryReducer, peers
 from lp_runtime.distributed.store import cannot_join, connect, wait_for_all
 from lp_runtime.distributed.transport.shared_memory import FOLDER, SharedMemoryTransport

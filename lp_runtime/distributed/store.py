@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 
 if TYPE_CHECKING:  # torch.distributed has these classes, but does not mark them as exported

@@ -17,7 +17,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
 from lp_runtime.constraints.compiled import CompiledConstraint, compile_constraint
 from lp_runtime.constraints.grammar_guide import Grammars
-from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.distributed.exchange import broadcast_object, gather_rows
 from lp_runtime.distributed.process_group import existing_or_new_group
 from lp_runtime.distributed.transport.group import Group

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from lp_runtime.config.commands import GenerateConfig
 from lp_runtime.config.sampling import MAX_SEED
-from lp_runtime.distributed.context import restarted_by_torchrun
+from lp_runtime.distributed.environment import restarted_by_torchrun
 from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.entrypoints.output_file import Key, OutputFile, answer_of, without_tables
 from lp_runtime.errors import ConfigError, RequestError

@@ -22,7 +22,7 @@ from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, Ge
 from lp_runtime.config.overrides import as_yaml, help_keys, load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext, keep_caches_in, started_by_torchrun
+from lp_runtime.distributed.environment import ReplicaContext, keep_caches_in, started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, LookaheadError, ModelError, RequestError
 from lp_runtime.model.hf.location import check_location
 from lp_runtime.utils.limits import MORE_PROCESSES

@@ -17,7 +17,7 @@ from lp_runtime.bench.splits import measure_splits
 from lp_runtime.config.commands import BenchConfig, ChatConfig, DoctorConfig, GenerateConfig
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.entrypoints.batch import check_prompts_file, generate_file
 from lp_runtime.entrypoints.chat import chat, check_chat

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.errors import ConfigError
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.replica.process_start import kill_unused

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 import torch
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, unforeseen_as
 from lp_runtime.launchers.base import Launcher
 from lp_runtime.replica.loaded_model import ReplicaInfo

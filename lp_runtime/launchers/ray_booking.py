@@ -6,7 +6,7 @@ import logging
 from types import ModuleType
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import visible_gpus
+from lp_runtime.distributed.environment import visible_gpus
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.launchers.split import free_of_this_machine

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from lp_runtime.distributed.context import ray_address
+from lp_runtime.distributed.environment import ray_address
 from lp_runtime.errors import LaunchError, first_line
 
 CONNECT_SECONDS = 10.0  # limit for a connection to the cluster's port

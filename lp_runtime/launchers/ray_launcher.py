@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import device_type
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name
 from lp_runtime.distributed.shards import ShardPlace, clear_up
 from lp_runtime.distributed.store import address_of, host_store

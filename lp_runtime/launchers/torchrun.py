@@ -13,7 +13,7 @@ import torch
 
 from lp_runtime import errors
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace, meet_in_store, said_by_first
 from lp_runtime.errors import (
     ConfigError,

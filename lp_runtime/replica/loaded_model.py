@@ -12,8 +12,8 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.decoder.sampler_factory import make_sampler
-from lp_runtime.distributed.context import use_expandable_segments
 from lp_runtime.distributed.devices import must_sleep, warn_of_few_cores
+from lp_runtime.distributed.environment import use_expandable_segments
 from lp_runtime.distributed.precision import turn_off_tf32
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of

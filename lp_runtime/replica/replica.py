@@ -15,8 +15,8 @@ from lp_runtime.calibration.calibration import Calibration
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.decoder.draft_pool import DraftPool
-from lp_runtime.distributed.context import ReplicaContext
 from lp_runtime.distributed.devices import check_one_each, gpu_number
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace

@@ -15,7 +15,7 @@ from lp_runtime.calibration.calibration import Calibration, Measured
 from lp_runtime.calibration.vocabulary_prior import FIRST_SLICE_TEXTS, MIN_SLICE_TEXTS
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from lp_runtime.distributed.context import ALLOCATOR_VARIABLES, use_expandable_segments
+from lp_runtime.distributed.environment import ALLOCATOR_VARIABLES, use_expandable_segments
 
 # Prints the allocator settings that torch will use on a GPU, in a process that has already imported torch.
 READ = """
 import torch
-from lp_runtime.distributed.context import use_expandable_segments
+from lp_runtime.distributed.environment import use_expandable_segments
 use_expandable_segments()
 print(torch._C._accelerator_getAllocatorSettings())
 """

@@ -17,7 +17,7 @@ from support.forked import forking, next_result
 from support.processes import wait_until
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import HEADER, Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, existing_or_new_group, process_group

@@ -12,7 +12,7 @@ from support.shards import run_shards
 from support.simulated_gpu import simulated_gpu
 from support.thinned import thinned
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.reducers import CollectiveReducer, HostReducer, Reducer
 from lp_runtime.distributed.shards import (
     BUFFER_WORDS,

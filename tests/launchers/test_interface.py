@@ -10,7 +10,7 @@ import pytest
 from support.forked import forking, next_result
 from support.ranks import CPU, TIMEOUT, interfaces
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of, host_store

@@ -19,7 +19,7 @@ from support.forked import start_forked
 from support.processes import PATIENCE, Marked, marked
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime, ReplicaError
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.store import host_store
 from lp_runtime.errors import ConfigError
 

@@ -11,7 +11,7 @@ import torch
 from support.stand_ins import KERNELS
 
 from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import cuda_graph

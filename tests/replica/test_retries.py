@@ -10,7 +10,7 @@ import torch
 from support.batches import FIXED
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache

@@ -10,7 +10,7 @@ from dataclasses import replace
 import psutil
 import torch
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LookaheadError

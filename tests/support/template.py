@@ -17,7 +17,7 @@ import support.simulated_gpu  # noqa: F401
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.constraints.library import library
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import compile_exchange
 from lp_runtime.distributed.partition.partition import compile_partition
 from lp_runtime.lookahead.drafters.best_first.drafter import compile_drafter

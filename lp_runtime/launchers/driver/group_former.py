@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.launchers.driver.answers import AnswerReader
 from lp_runtime.launchers.driver.replica_pool import ReplicaPool

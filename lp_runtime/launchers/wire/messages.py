@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, LookaheadError, ReplicaError, ShardError, class_and_first_line
 from lp_runtime.replica.loaded_model import ReplicaInfo
 from lp_runtime.request.output import Report, StepOutput

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.shards import ShardPlace
 
 

@@ -10,7 +10,7 @@ import threading
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
-from lp_runtime.distributed.context import use_expandable_segments
+from lp_runtime.distributed.environment import use_expandable_segments
 from lp_runtime.utils.startup import hide_triton_without_gpu, no_garbage_collection
 
 if TYPE_CHECKING:

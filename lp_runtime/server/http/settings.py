@@ -12,7 +12,7 @@ import ssl
 from pathlib import Path
 
 from lp_runtime.config.serving import ServeConfig
-from lp_runtime.distributed.context import started_by_torchrun
+from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_variables

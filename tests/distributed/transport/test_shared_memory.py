@@ -13,7 +13,7 @@ import torch
 from support.forked import next_result
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.distributed.exchange import Exchange, broadcast_object, gather_rows
 from lp_runtime.distributed.partition.partition import partition
 from lp_runtime.distributed.process_group import GroupOptions, new_segment_name, process_group

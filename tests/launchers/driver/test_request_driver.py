@@ -11,7 +11,7 @@ import pytest
 
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import FailureConfig, RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import (

@@ -15,7 +15,7 @@ from transformers import LogitsProcessor
 from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.constraints.compiled import CompiledConstraint
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, RequestError
 from lp_runtime.launchers.wire.messages import PING, Abort, Cancel, Decode, Join, Prefill, decode_order, encode_order
 from lp_runtime.launchers.wire.sealed_request import open_request, seal

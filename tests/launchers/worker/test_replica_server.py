@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
-from lp_runtime.distributed.context import ReplicaContext
+from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.launchers.wire.messages import Decode, Finished, Join, Prefill, Prefilled, Progress
 from lp_runtime.launchers.wire.sealed_request import seal
 from lp_runtime.launchers.worker import replica_server

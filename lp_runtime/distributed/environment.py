@@ -1,8 +1,10 @@
-"""A replica's rank and meeting point, from torchrun's environment or the driver. Fast to import."""
+"""The environment variables that this package reads and sets. No other module touches them. Fast to import."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from lp_runtime.errors import ConfigError, LaunchError
@@ -78,6 +80,21 @@ def _number(name: str, lowest: int, highest: int) -> int:
     if not (text.isdecimal() and len(text) <= len(str(MAX_NUMBER)) and lowest <= int(text) <= highest):
         raise LaunchError(f"launcher=torchrun: {name}={text}: must be a number from {lowest} to {highest}")
     return int(text)
+
+
+@contextmanager
+def environment(variables: dict[str, str]) -> Iterator[None]:
+    """Set environment variables that a library reads, for the duration of a `with` block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def visible_gpus() -> list[str] | None:
