@@ -21,7 +21,7 @@ from lp_runtime.decoder.sampler_factory import make_sampler
 from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.engine.batch import Arrival, Batch
+from lp_runtime.engine.batch import Arrival, Batch, KeyedEvent
 from lp_runtime.engine.delivery import Delivery
 from lp_runtime.engine.memory import unshared_error
 from lp_runtime.engine.preparation import Preparation
@@ -39,7 +39,7 @@ from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import PromptPrefix
-from lp_runtime.request.output import Event, Report, StepOutput
+from lp_runtime.request.output import Event, StepOutput
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.sampler import Sampler
 from lp_runtime.sampling.step_logits import StepLogits
@@ -170,7 +170,7 @@ class Engine:
             self._close(running, lacks_memory)
         yield running.report()
 
-    def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+    def run_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[KeyedEvent]:
         """Decode requests as they arrive, several per forward pass, on a lone replica, until none is left.
 
         Between two steps, `arrivals` returns new requests, and about one chunk of the prompts that have arrived is fed,
@@ -178,11 +178,11 @@ class Engine:
         request: a StepOutput per step, then a Report, or the error that ended the request.
         """
         assert self._group.is_alone
-        batch = Batch(self._close)
+        batch = Batch(self._model, self._open, self._close)
         try:
             while True:
-                yield from self._admit_arrivals(batch, arrivals)
-                yield from self._prefill_some(batch)
+                yield from batch.admit(arrivals)
+                yield from batch.prefill_some()
                 if batch.running:
                     keys = list(batch.running)
                     outputs = yield from self._try_step(list(batch.running.values()), batch.delivery)
@@ -195,34 +195,6 @@ class Engine:
             raise
         finally:
             batch.close()
-
-    def _admit_arrivals(self, batch: Batch, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[Any]:
-        """Open the requests that have arrived; yield outputs, unless they are deferred until the next launch."""
-        if not batch.is_deferred:
-            yield from batch.delivery.deliver()
-        for arrival in arrivals():
-            self._admit(batch, arrival)
-        if batch.prefilling or not batch.is_deferred:
-            yield from batch.delivery.deliver()
-
-    def _admit(self, batch: Batch, arrival: Arrival) -> None:
-        if arrival.should_cancel():  # without a slot: there may be no memory for one
-            batch.delivery.add((arrival.key, Report.of_unstarted(arrival.request.sampling.seed)))
-            return
-        try:
-            running = self._open(arrival.request, Callbacks(arrival.should_cancel), stop=arrival.stop)
-        except LookaheadError as error:
-            batch.delivery.add((arrival.key, error))
-        else:
-            batch.prefilling[arrival.key] = running, running.prefill()
-
-    def _prefill_some(self, batch: Batch) -> Iterator[Any]:
-        """Feed about one chunk of the prompts that have arrived; yield outputs that are due meanwhile."""
-        model = self._model
-        num_before = model.num_prefilled_tokens
-        while batch.prefilling and model.num_prefilled_tokens - num_before < model.prefill_chunk:
-            if batch.prefill_chunk():
-                yield from batch.delivery.deliver()
 
     # The step.
 

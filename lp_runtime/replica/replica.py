@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
@@ -21,7 +21,7 @@ from lp_runtime.distributed.exchange import Exchange, gather_rows
 from lp_runtime.distributed.process_group import GroupOptions, process_group
 from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.engine.batch import Arrival
+from lp_runtime.engine.batch import Arrival, KeyedEvent
 from lp_runtime.engine.engine import Engine
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
@@ -99,9 +99,7 @@ class Replica:
         """Whether requests can be decoded in one forward pass, by `decode_batch`."""
         return self.group.is_alone and self._profile_dir is None
 
-    def decode_batch(
-        self, arrivals: Callable[[], Iterable[BatchedRequest]]
-    ) -> Iterator[tuple[Hashable, Event | LookaheadError]]:
+    def decode_batch(self, arrivals: Callable[[], Iterable[BatchedRequest]]) -> Iterator[KeyedEvent]:
         """Decode requests as they arrive, several per forward pass; yield (key, event); see Engine.run_batch.
 
         `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived. A
