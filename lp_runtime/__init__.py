@@ -29,8 +29,8 @@ if TYPE_CHECKING:
         RequestError,
         StateMismatchError,
     )
-    from lp_runtime.replica.request_builder import RequestOptions
     from lp_runtime.request.generation import Delta, Generation, GenerationStream
+    from lp_runtime.request.request_options import RequestOptions
     from lp_runtime.runtime import LookaheadRuntime
     from lp_runtime.scheduler.job import Job
     from lp_runtime.scheduler.scheduler import Scheduler
@@ -59,7 +59,7 @@ _HOMES = {
     "ModelError": "errors",
     "ReplicaError": "errors",
     "RequestError": "errors",
-    "RequestOptions": "replica.request_builder",
+    "RequestOptions": "request.request_options",
     "RuntimeConfig": "config.settings",
     "SamplingConfig": "config.sampling",
     "Scheduler": "scheduler.scheduler",

@@ -26,9 +26,10 @@ from lp_runtime.model.hf.location import check_location
 from lp_runtime.model.hf.types import Tokenizer
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.replica.loaded_model import ReplicaInfo
-from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions, check_sample
+from lp_runtime.replica.request_builder import RequestBuilder, check_sample
 from lp_runtime.request.generation import Generation, GenerationStream
 from lp_runtime.request.request import Request
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.request.request_text import RequestText
 from lp_runtime.utils.callables import never
 

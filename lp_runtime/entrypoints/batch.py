@@ -21,9 +21,10 @@ from lp_runtime.entrypoints.generate import check_num_samples, request_options
 from lp_runtime.entrypoints.output_file import Key, OutputFile, answer_of, without_tables
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.tokenizer import conversation
-from lp_runtime.replica.request_builder import SEED_BITS, RequestOptions
+from lp_runtime.replica.request_builder import SEED_BITS
 from lp_runtime.request.generation import Generation
 from lp_runtime.request.request import Request
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler

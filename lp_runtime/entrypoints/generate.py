@@ -12,8 +12,8 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SAMPLING_ONLY, SamplingConfig
 from lp_runtime.errors import ConfigError
 from lp_runtime.model.tokenizer import conversation
-from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.request.generation import Generation, GenerationStream
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 
 

@@ -1,1 +1,1 @@
-"""Data classes of a request: Request, StepOutput, Report, Generation."""
+"""Data classes of a request: RequestOptions, Request, StepOutput, Report, Generation."""

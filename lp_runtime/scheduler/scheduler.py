@@ -21,9 +21,9 @@ from typing import Unpack
 from lp_runtime.config.checks import plain, require_choice, require_int
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.errors import BusyError, ConfigError, DeadlineError, LookaheadError, ReplicaError
-from lp_runtime.replica.request_builder import RequestOptions
 from lp_runtime.request.generation import Delta, Generation
 from lp_runtime.request.request import Request
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.allocation import Allocator
 from lp_runtime.scheduler.job import CHECK_SECONDS, Job, JobLease, Totals

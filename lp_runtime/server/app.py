@@ -15,7 +15,7 @@ from lp_runtime.chat.chat_format import Tool
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import LookaheadError, ReplicaError, RequestError
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.scheduler.job import Job
 from lp_runtime.scheduler.scheduler import Scheduler

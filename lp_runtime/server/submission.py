@@ -26,8 +26,9 @@ from lp_runtime.model.tokenizer import (
     special_tokens,
     unknown_variables,
 )
-from lp_runtime.replica.request_builder import RequestBuilder, RequestOptions
+from lp_runtime.replica.request_builder import RequestBuilder
 from lp_runtime.request.request import Request as DecodingRequest
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.sampling.request_processors import ChannelBudget, ReasoningBudget
 from lp_runtime.sampling.types import LogitsProcessor

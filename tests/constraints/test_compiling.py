@@ -26,7 +26,7 @@ from lp_runtime.constraints.exact_schemas import exact_schema
 from lp_runtime.constraints.grammar_guide import Grammars
 from lp_runtime.constraints.library import library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
-from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.server.submission import Submitter
 
 OBJECT = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}

@@ -17,7 +17,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.sampling import MAX_SEED, MIN_TEMPERATURE, SAMPLING_ONLY, SamplingConfig
 from lp_runtime.errors import RequestError
-from lp_runtime.replica.request_builder import RequestOptions
+from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
 from lp_runtime.server.openai.parts import (
     ContentPart,
