@@ -30,7 +30,7 @@ from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loaded_model import MAY_SHARE_GPUS, LoadedModel, load_replica
 from lp_runtime.replica.loading import not_captured
 from lp_runtime.replica.profiler import profiled
-from lp_runtime.replica.retries import BatchedRequest, RetriedBatch, RetriedRequest
+from lp_runtime.replica.retries import RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.text.stop_strings import StopStrings
@@ -99,17 +99,17 @@ class Replica:
         """Whether requests can be decoded in one forward pass, by `decode_batch`."""
         return self.group.is_alone and self._profile_dir is None
 
-    def decode_batch(self, arrivals: Callable[[], Iterable[BatchedRequest]]) -> Iterator[KeyedEvent]:
+    def decode_batch(self, arrivals: Callable[[], Iterable[Arrival]]) -> Iterator[KeyedEvent]:
         """Decode requests as they arrive, several per forward pass; yield (key, event); see Engine.run_batch.
 
-        `arrivals`, called between two steps, returns (key, request, should_cancel) of the requests that have arrived. A
-        request for which memory runs out is decoded again once another one has ended.
+        `arrivals`, called between two steps, returns the requests that have arrived; their stop strings are added here.
+        A request for which memory runs out is decoded again once another one has ended.
         """
         batch = RetriedBatch()
 
         def arrived() -> Iterator[Arrival]:
-            for key, request, should_cancel in batch.arrive(arrivals()):
-                yield Arrival(key, request, self._stop(request), should_cancel)
+            for arrival in batch.arrive(arrivals()):
+                yield replace(arrival, stop=self._stop(arrival.request))
 
         while True:
             for key, event in self._engine.run_batch(arrived):

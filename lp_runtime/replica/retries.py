@@ -6,12 +6,11 @@ import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import replace
 
+from lp_runtime.engine.batch import Arrival
 from lp_runtime.errors import LookaheadError, RequestMemoryError
 from lp_runtime.request.output import Event, Report
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.processors import is_ordered
-
-BatchedRequest = tuple[Hashable, Request, Callable[[], bool]]  # key, request, should_cancel
 
 
 class RetriedRequest:
@@ -86,7 +85,7 @@ class RetriedBatch:
     def is_waiting(self) -> bool:
         return bool(self._waiting)
 
-    def arrive(self, arrivals: Iterable[BatchedRequest]) -> Iterator[BatchedRequest]:
+    def arrive(self, arrivals: Iterable[Arrival]) -> Iterator[Arrival]:
         """Yield what to decode: the request that waits longest if there is room for it, then the arrivals.
 
         Waiting requests that have to end come first; `should_cancel` is true for these.
@@ -96,15 +95,15 @@ class RetriedBatch:
             if should_cancel() or retried.is_late:
                 self._waiting.remove(key)
                 self._ended[key] = "cancelled" if should_cancel() else "time"
-                yield key, retried.rest, lambda: True
+                yield Arrival(key, retried.rest, should_cancel=lambda: True)
         if self._waiting and (self._has_free_memory or len(self._waiting) == len(self._unfinished)):
             self._has_free_memory = False
             key = self._waiting.pop(0)
             retried, should_cancel = self._unfinished[key]
-            yield key, retried.rest, should_cancel
-        for key, request, should_cancel in arrivals:
-            self._unfinished[key] = RetriedRequest(request), should_cancel
-            yield key, request, should_cancel
+            yield Arrival(key, retried.rest, should_cancel=should_cancel)
+        for arrival in arrivals:
+            self._unfinished[arrival.key] = RetriedRequest(arrival.request), arrival.should_cancel
+            yield arrival
 
     def request(self, key: Hashable) -> Request:
         return self._unfinished[key][0].request

@@ -11,6 +11,7 @@ from support.batches import FIXED
 
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 from lp_runtime.distributed.environment import ReplicaContext
+from lp_runtime.engine.batch import Arrival
 from lp_runtime.errors import RequestMemoryError
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.prefill.prefix import make_prefix_cache
@@ -101,7 +102,7 @@ def test_batched_requests_wait_for_memory_until_others_end(replica, requests, ex
     sizes = limit(monkeypatch, lambda _, num_sequences: num_sequences <= most)
     arriving = iter([["a", "b", "c"], [], ["d"]])
     actual: dict[str, list[Event]] = {key: [] for key in requests}
-    for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
+    for key, event in replica.decode_batch(lambda: [Arrival(name, requests[name]) for name in next(arriving, [])]):
         actual[key].append(event)
     assert {key: joined(events)[0] for key, events in actual.items()} == expected
     assert max(sizes) > most
@@ -112,7 +113,7 @@ def test_requests_whose_slots_do_not_fit_together_all_complete(loaded, replica, 
     monkeypatch.setattr(loaded.model.slots, "limit", 300)  # tokens; a slot of this request has more than 100
     arriving = iter([list(requests)])
     actual: dict[str, list[Event]] = {key: [] for key in requests}
-    for key, event in replica.decode_batch(lambda: [(name, requests[name], bool) for name in next(arriving, [])]):
+    for key, event in replica.decode_batch(lambda: [Arrival(name, requests[name]) for name in next(arriving, [])]):
         actual[key].append(event)
     assert {key: joined(events)[0] for key, events in actual.items()} == expected
 
@@ -125,7 +126,7 @@ def test_request_that_waits_for_memory_can_end(loaded, replica, requests, expect
     events: list[tuple[str, Event]] = []
     should_cancel = {"b": lambda: bool(events) and reason == "cancelled"}
     asked = requests | {"b": waiting}
-    arriving = iter([[(key, asked[key], should_cancel.get(key, bool)) for key in ("a", "b", "d")]])
+    arriving = iter([[Arrival(key, asked[key], should_cancel=should_cancel.get(key, bool)) for key in ("a", "b", "d")]])
     for each in replica.decode_batch(lambda: next(arriving, [])):
         events.append(each)  # `should_cancel` looks at it meanwhile
     ((place, report),) = [(place, event) for place, (key, event) in enumerate(events) if key == "b"]

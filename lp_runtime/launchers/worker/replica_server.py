@@ -12,6 +12,7 @@ from functools import partial
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import PeersMissingError, StoreConnection
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.engine.batch import Arrival
 from lp_runtime.errors import (
     LaunchError,
     LookaheadError,
@@ -202,7 +203,7 @@ class ReplicaServer:
         answers: dict[Hashable, _Answer] = {}  # by order number
         coming: list[Decode] = [first]
 
-        def arrivals() -> Iterator[tuple[int, Request, Callable[[], bool]]]:
+        def arrivals() -> Iterator[Arrival]:
             while (order := coming.pop() if coming else self._orders.get_decode()) is not None:
                 number = order.order
                 answer = _Answer(number, self._send, is_leader=True)
@@ -213,7 +214,7 @@ class ReplicaServer:
                     self._end(number)
                     continue
                 answers[number] = answer
-                yield number, request, partial(self._orders.is_cancelled, number)
+                yield Arrival(number, request, should_cancel=partial(self._orders.is_cancelled, number))
 
         for number, event in replica.decode_batch(arrivals):
             answers[number].send(event)
