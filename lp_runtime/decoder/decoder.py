@@ -8,9 +8,9 @@ Letters: T nodes in the tree, n nodes that a replica owns, R replicas, V vocabul
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -45,7 +45,7 @@ class Samples:
         """[n, V] float32, the model's logits; read before the next pass."""
         return self._logits.logits
 
-    @functools.cached_property
+    @cached_property
     def scores(self) -> torch.Tensor:
         """[n, V] float32, the processed logits that successors were chosen from; read before the next pass."""
         return self._scores()
@@ -110,7 +110,7 @@ class Decoder:
         self._num_without = 0  # steps before the state had the request's own drafter
         self._num_followers = num_followers
         self._is_traced = is_traced
-        self._unlearned: tuple | None = None  # what the budget has yet to observe of the last step
+        self._observe_last: Callable[[], None] | None = None  # `StepBudget.observe` of the last step; None once called
 
     def use(self, setup: DrafterSetup) -> None:
         """Draft in the way given from the next step on."""
@@ -155,7 +155,7 @@ class Decoder:
         masks = self.state.masks(tree, owned)  # a GPU runs the forward pass meanwhile
         if self.sampler.is_ordered and len(owned):
             values, scores = self.sampler.sample_in_order(
-                logits, tree, owned, tokens, step.has_top_k, functools.partial(self._may_follow, tree), masks
+                logits, tree, owned, tokens, step.has_top_k, partial(self._may_follow, tree), masks
             )
         else:
             values, scores = self.sampler.sample(logits, tree, owned, tokens, step.has_top_k, masks)
@@ -197,14 +197,14 @@ class Decoder:
             shares = Shares.of_one(len(step.tree), step.tree.root)
             forward_ns, overhead_ns = forward_ns[:1], overhead_ns[:1]
         budget.end_step()
-        self._unlearned = step.tree, shares, forward_ns, overhead_ns, nodes[1:]
+        self._observe_last = partial(budget.observe, step.tree, shares, forward_ns, overhead_ns, nodes[1:])
         return self._output(step, gathered, token_ids, nodes)
 
     def learn_costs(self) -> None:
         """Learn what the last step cost. The next tree does not wait for it: a GPU can run the next pass meanwhile."""
-        if self._unlearned is not None:
-            self.budget.observe(*self._unlearned)
-            self._unlearned = None
+        if self._observe_last is not None:
+            self._observe_last()
+            self._observe_last = None
 
     def _output(self, step: Step, gathered: Gathered, token_ids: list[int], nodes: list[int]) -> StepOutput:
         """Return the output of a step that commits tokens; `nodes` are the tree's nodes that they follow."""
