@@ -44,9 +44,7 @@ class DecoderFactory:
         self._draft_pool, self._grammars = draft_pool, grammars
         self._learned: dict[Hashable, LearnedCosts] = {}  # by (automatic sizes, greedy, replicas)
 
-    def make(
-        self, request: Request, sampler: Sampler, stop: Stop | None, tag: int, lacks_drafter: bool = False
-    ) -> Decoder:
+    def make(self, request: Request, sampler: Sampler, stop: Stop | None, tag: int, lacks_drafter: bool) -> Decoder:
         """Return the decoder of a request, before its prefill. The caller must release its draft tables.
 
         Args:

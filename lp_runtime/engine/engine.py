@@ -93,7 +93,7 @@ class Engine:
         lacks_drafter = self._preparation.lacks_drafter(request, self._peers.is_compiling)
         return self._decoders.make(request, sampler, stop, tag, lacks_drafter)
 
-    def close_decoder(self, decoder: Decoder, tag: int = 0, scope: str | None = None) -> None:
+    def close_decoder(self, decoder: Decoder, tag: int, scope: str | None) -> None:
         """Release a decoder's draft tables; see `DraftPool.release`."""
         if decoder.draft_tables is not None:
             self.draft_pool.release(decoder.draft_tables, tag, scope)

@@ -39,11 +39,11 @@ class StepTimer:
         self._last = time.perf_counter()
         self._previous, self._step = self._step, dict.fromkeys(self.seconds, 0.0)
 
-    def lap(self, part: str, batch_size: int = 1) -> None:
+    def lap(self, part: str, batch_size: int) -> None:
         """Add the time since the last lap, divided by the number of sequences that shared the work, to a part."""
         self._add(part, self._since_last() / batch_size)
 
-    def lap_of_pass(self, pass_seconds: float, delivered_after: float, batch_size: int = 1) -> None:
+    def lap_of_pass(self, pass_seconds: float, delivered_after: float, batch_size: int) -> None:
         """Add the time since the last lap, in which a device ran a pass of `pass_seconds` and the exchange.
 
         Earlier outputs were delivered in the first `delivered_after` seconds; delivery that outlasts the pass is not
@@ -66,7 +66,7 @@ class StepTimer:
         self.seconds[part] += seconds
         self._step[part] += seconds
 
-    def packed(self, is_late: bool = False) -> int:
+    def packed(self, is_late: bool) -> int:
         """Pack the microseconds of this step's pass and of the previous step's other work into one integer.
 
         With is_late this step's pass may still be running, so the previous step's is reported.

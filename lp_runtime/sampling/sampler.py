@@ -129,7 +129,7 @@ class Sampler:
         tokens: Sequence[int],
         with_top_k: bool,
         may_follow: Callable[[int], bool],
-        masks: np.ndarray | None = None,
+        masks: np.ndarray | None,
     ) -> tuple[torch.Tensor, Scores]:
         """Sample along the accepted path, calling the processors once per committed token and in order.
 
