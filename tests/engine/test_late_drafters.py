@@ -33,11 +33,11 @@ CASES = {
     "auto": (AUTO, {}),
     "fixed": (FIXED, {}),
     "kept tables": (KEEPING, {}),
-    "sampled": (AUTO, {"sampling": SamplingConfig(temperature=0.8, seed=5)}),
-    "log-probabilities": (AUTO, {"logprobs": True, "top_logprobs": 2}),
-    "prediction": (AUTO, {"prediction": (5, 6, 7)}),
-    "prompt's candidates": (LookaheadConfig(prompt_top_k=True), {}),
-    "processor with a state": (AUTO, {"processors": (EveryThird(),)}),
+    "sampled": (FIXED, {"sampling": SamplingConfig(temperature=0.8, seed=5)}),
+    "log-probabilities": (FIXED, {"logprobs": True, "top_logprobs": 2}),
+    "prediction": (FIXED, {"prediction": (5, 6, 7)}),
+    "prompt's candidates": (replace(FIXED, prompt_top_k=True), {}),
+    "processor with a state": (FIXED, {"processors": (EveryThird(),)}),
 }
 
 
@@ -73,15 +73,16 @@ def test_request_gets_its_drafter_between_two_steps(model, case):
     tokens, report = decode(engine, request)
     assert tokens == expected
     assert report.steps_without_drafter == NUM_WITHOUT
-    assert NUM_WITHOUT < report.num_steps < NUM_NEW
-    assert report.counts.sources == usual.counts.sources and sum(map(sum, report.counts.accepted)) > 0
+    assert report.counts.sources == usual.counts.sources
+    if not settings.is_auto:  # measured times decide how much auto drafts
+        assert NUM_WITHOUT < report.num_steps < NUM_NEW and sum(map(sum, report.counts.accepted)) > 0
     again, report = decode(engine, request)
     assert again == expected and report.steps_without_drafter == 0
 
 
 def test_requests_of_a_batch_get_their_drafters(model):
-    requests = {number: Request(prompt, AUTO, NUM_NEW) for number, prompt in enumerate(PROMPTS)}
-    long = Request(PROMPTS[0] * 12, AUTO, NUM_NEW)  # its prompt is still being fed when the drafter is ready
+    requests = {number: Request(prompt, FIXED, NUM_NEW) for number, prompt in enumerate(PROMPTS)}
+    long = Request(PROMPTS[0] * 12, FIXED, NUM_NEW)  # its prompt is still being fed when the drafter is ready
     arriving = {1: [Arrival(number, request) for number, request in requests.items()], 4: [Arrival("long", long)]}
     actual = decode_batch(engine_without_drafter(model, num_calls=24), arriving)
     for key, request in {**requests, "long": long}.items():
