@@ -52,6 +52,8 @@ gpus: 2
 - Text needs none of Hydra's quoting in {literal}.
 - `stop` and `constraint.choice` are one string, or a JSON list of strings.
 - {files} are names of files, which are read.
+- A path may begin with `~`, the home folder on the machine that reads or writes the file. A relative path whose name
+  begins with `~` is written `./~name`.
 - An unknown key is refused with the closest known one. A value out of range is refused with the allowed range.
 - In Python the groups are dataclasses: `LookaheadConfig(W=15)`, `SamplingConfig(...)`, `LauncherConfig(...)`.
 

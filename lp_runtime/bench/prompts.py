@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.errors import ConfigError, RequestError
@@ -39,6 +40,7 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
         path, colon, name = source.rpartition(":")
         if not colon or not path or not name:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
+        path = home_path("prompts", path)
         of_file = read_prompts(path, name, config.limit)
         _check_unicode(of_file, path, name)
         if config.turns == "all":

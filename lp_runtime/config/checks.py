@@ -88,6 +88,20 @@ def path_text(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
+def home_path(name: str, value: Any) -> Any:
+    """Return a path as text, with a home folder in place of a leading "~"; other values are returned as they are.
+
+    Raises:
+        ConfigError: the user whose home folder is meant has none here.
+    """
+    text = path_text(value)
+    expanded = os.path.expanduser(text) if isinstance(text, str) else text
+    if isinstance(text, str) and text.startswith("~") and expanded == text:
+        home = text.partition("/")[0]
+        raise ConfigError(f"{name}={text}: {home} is no home folder here; a relative path is written ./{text}")
+    return expanded
+
+
 def require_filled(name: str, value: object, allowed: str) -> None:
     if value == "":
         raise ConfigError(f"{name}: is empty; must be {allowed}")

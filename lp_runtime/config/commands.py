@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Optional
 
-from lp_runtime.config.checks import require_choice, require_filled, require_int, require_number
+from lp_runtime.config.checks import home_path, path_text, require_choice, require_filled, require_int, require_number
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.serving import MAX_BATCH, SCHEDULING_POLICIES
 from lp_runtime.config.settings import RuntimeConfig, check_limits
@@ -66,6 +66,7 @@ class GenerateConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.prompts, self.output = home_path("prompts", self.prompts), home_path("output", self.output)
         check_limits(self.max_new_tokens, self.stop, self.max_time)
         require_int("num_samples", self.num_samples, 1)
         self._check_policy()
@@ -126,6 +127,10 @@ class ClientConfig(RuntimeConfig):
     """API key for the server at `url`; '${oc.env:NAME}' reads it from an environment variable."""
     api_key_file: Optional[str] = None  # noqa: UP045
     """File that holds the API key for the server at `url`."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.api_key_file = home_path("api_key_file", self.api_key_file)
 
     @property
     def has_runtime(self) -> bool:
@@ -239,6 +244,7 @@ class BenchConfig(ClientConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.prompts, self.output = path_text(self.prompts), home_path("output", self.output)
         for name in ("limit", "max_new_tokens", "rounds", "num_requests"):
             require_int(name, getattr(self, name), 1)
         self.lookahead = self.lookahead.with_drafts_of_one_request()  # prompts are decoded several times

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
@@ -20,6 +19,7 @@ from hydra.errors import HydraException, MissingConfigException, OverrideParseEx
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.errors import ConfigError, first_line
 
@@ -35,7 +35,6 @@ LITERAL_KEYS = (
     "constraint.reasoning_end",
     "constraint.reasoning_begin",
 )
-PATH_KEYS = ("prompts", "output", "profile_dir", "ssl_certfile", "ssl_keyfile")  # in which "~" is the home folder
 STRING_KEYS = ("stop", "constraint.choice")  # one string, or a JSON list of strings
 FILE_KEYS = ("constraint.json_schema", "constraint.grammar", "constraint.structural_tag")  # names of files to read
 # Current names of settings by their former names, for the "did you mean" message.
@@ -97,6 +96,7 @@ def load_config(schema: type[Config], overrides: list[str], config_dir: str | No
     list of strings. Values of FILE_KEYS are file names. `sampling.logit_bias` is {TOKEN_ID: BIAS, ...}, and
     `chat_template_kwargs` {NAME: VALUE, ...}.
     """
+    config_dir = home_path("--config-dir", config_dir)
     literal, composed = _split(schema, overrides, config_dir)
     values = _compose(schema, composed, config_dir)
     try:
@@ -173,7 +173,7 @@ def _compose(schema: type, overrides: list[str], config_dir: str | None) -> dict
     ConfigStore.instance().store(name="schema", node=schema)
     search = []
     if config_dir:
-        folder = Path(config_dir).expanduser().resolve()
+        folder = Path(config_dir).resolve()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir {config_dir}: no such folder")
         quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(folder))
@@ -226,8 +226,7 @@ def _build(schema: type[T], values: dict[str, Any], literal: dict[str, Any], pre
         key = prefix + name
         if is_dataclass(hints[name]):
             value = _build(hints[name], value, literal, f"{key}.")
-        value = literal.get(key, value)
-        arguments[name] = os.path.expanduser(value) if key in PATH_KEYS and isinstance(value, str) else value
+        arguments[name] = literal.get(key, value)
     return schema(**arguments)
 
 
@@ -243,7 +242,7 @@ def _strings(key: str, value: str) -> list[str]:
 def _text_of(key: str, path: str) -> str:
     """Read the file that a setting names; raise ConfigError if it is not readable UTF-8."""
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8-sig")  # Windows editors write a byte-order mark
+        return Path(home_path(key, path)).read_text(encoding="utf-8-sig")  # Windows editors write a byte-order mark
     except (OSError, ValueError) as error:
         raise ConfigError(f"{key}={_cut(path)}: cannot be read: {first_line(error)}") from error
 

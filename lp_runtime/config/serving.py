@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from lp_runtime.config.checks import require_choice, require_int, require_port, require_seconds
+from lp_runtime.config.checks import home_path, require_choice, require_int, require_port, require_seconds
 from lp_runtime.config.settings import RuntimeConfig, check_limits
 from lp_runtime.errors import ConfigError
 
@@ -97,6 +97,8 @@ class ServeConfig(RuntimeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in ("api_keys", "ssl_certfile", "ssl_keyfile"):
+            setattr(self, name, home_path(name, getattr(self, name)))
         require_choice("policy", self.policy, SCHEDULING_POLICIES)
         require_choice("tool_format", self.tool_format, TOOL_FORMATS)
         require_choice("reasoning", self.reasoning, REASONINGS)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from lp_runtime.config.checks import (
+    home_path,
     is_list,
     is_unicode,
     keep_plain_values,
@@ -85,8 +86,8 @@ class ModelConfig:
         """The directory or hub id to load; the demo model's directory if no path is given."""
         if self.path is None:
             return str(DEMO_MODEL)
-        # Shells do not expand ~ after KEY=.
-        return str(Path(self.path).expanduser()) if self.path.startswith("~") else self.path
+        location: str = home_path("model.path", self.path)  # by the process that reads it, like all files of replicas
+        return location
 
 
 @dataclass
@@ -214,6 +215,8 @@ class RuntimeConfig:
         require_filled("profile_dir", self.profile_dir, "a directory")
         require_int("prefix_cache_bytes", self.prefix_cache_bytes, 0, or_none=True)
         require_filled("cache_dir", self.cache_dir, "a directory or null")
+        if self.cache_dir != RuntimeConfig.cache_dir:  # a user without a home folder measures at every start
+            home_path("cache_dir", self.cache_dir)
         require_choice("compile", self.compile, COMPILES)
         require_choice("exactness", self.exactness, EXACTNESSES)
         require_int("strict_tokens", self.strict_tokens, 2)

@@ -108,10 +108,11 @@ def keep_caches_in(folder: str | None) -> None:
 
     Variables that are set already (NUMBA_CACHE_DIR, TRITON_CACHE_DIR) take precedence.
     """
-    if folder is None:
+    expanded = os.path.expanduser(folder or "~")
+    if folder is None or expanded.startswith("~"):  # this user has no home folder
         return
     for library in ("numba", "triton"):
-        os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.join(os.path.expanduser(folder), library))
+        os.environ.setdefault(f"{library.upper()}_CACHE_DIR", os.path.join(expanded, library))
 
 
 def use_expandable_segments() -> None:

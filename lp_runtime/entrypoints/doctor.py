@@ -13,10 +13,11 @@ from pathlib import Path
 
 import torch
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.config.commands import DoctorConfig
 from lp_runtime.distributed.devices import why_no_gpu
 from lp_runtime.distributed.transport.shared_memory import FOLDER, why_unavailable
-from lp_runtime.errors import LookaheadError, first_line
+from lp_runtime.errors import ConfigError, LookaheadError, first_line
 from lp_runtime.kernels.dispatch import why_no_kernels
 from lp_runtime.launchers.split import choose_split, free_of_this_machine, visible_on
 from lp_runtime.model.capacity import free_bytes
@@ -91,8 +92,11 @@ def _caches(config: DoctorConfig) -> Iterator[Finding]:
         folders["compiled code"] = cache_root()
     except RuntimeError as error:  # this user has no home folder
         yield "compiled code", f"cannot be kept, so each start compiles it again: {first_line(error)}", True
-    if config.cache_dir is not None:
-        folders["measurements"] = Path(config.cache_dir).expanduser()
+    try:
+        if config.cache_dir is not None:
+            folders["measurements"] = Path(home_path("cache_dir", config.cache_dir))
+    except ConfigError as error:
+        yield "measurements", f"cannot be kept, so each start measures again: {error}", True
     for what, folder in folders.items():
         try:
             _write_a_block(next(each for each in (folder, *folder.parents) if os.path.exists(each)))

@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
@@ -51,10 +52,8 @@ class CorpusStore:
 
     def __init__(self, paths: str, folder: str | None, encode: Encode, tokenizer_key: str, vocabulary_size: int):
         self._given = f"lookahead.corpus={paths}"
-        try:
-            self._paths = [Path(path).expanduser().absolute() for path in paths.split(os.pathsep) if path]
-        except RuntimeError as error:  # "~" of no known user
-            raise ConfigError(f"{self._given}: {error}") from error
+        given = [home_path("lookahead.corpus", path) for path in paths.split(os.pathsep) if path]
+        self._paths = [Path(path).absolute() for path in given]
         self._encode, self._vocabulary_size = encode, vocabulary_size
         self._file: Path | None = None
         if folder is not None:

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.distributed.transport.group import Group
@@ -29,11 +30,8 @@ class DraftStore:
         """Return the store that the settings name; None if they name no file."""
         if settings.draft_tables in ("auto", "request", "runtime"):
             return None
-        try:
-            path = Path(settings.draft_tables).expanduser()
-        except RuntimeError as error:
-            raise ConfigError(f"lookahead.draft_tables={settings.draft_tables}: {error}") from error
-        return cls(path, settings.draft_tables_bytes, vocabulary_size)
+        path = home_path("lookahead.draft_tables", settings.draft_tables)
+        return cls(Path(path), settings.draft_tables_bytes, vocabulary_size)
 
     def load(self, group: Group, is_start: bool = True) -> DraftTables:
         """Return the stored draft tables, equal on all replicas; empty ones if the file does not exist.

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lp_runtime.config.checks import home_path
 from lp_runtime.errors import ConfigError
 from lp_runtime.request.output import Event, Report
 
@@ -19,7 +20,7 @@ NUM_ROWS = 12  # of the table
 def check_folder(folder: str) -> None:
     """Create the folder for the traces."""
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        Path(home_path("profile_dir", folder)).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"profile_dir={folder}: {error.strerror or error}") from error
 
@@ -30,7 +31,7 @@ def profiled(events: Iterator[Event], folder: str, rank: int, device: torch.devi
     Every request with a step after its prefill overwrites FOLDER/rank<RANK>.json, which ui.perfetto.dev shows. Rank 0
     also prints a table to stderr.
     """
-    trace = _Trace(Path(folder) / f"rank{rank}.json", rank == 0, device)
+    trace = _Trace(Path(home_path("profile_dir", folder)) / f"rank{rank}.json", rank == 0, device)
     try:
         for number, event in enumerate(events):
             is_report = isinstance(event, Report)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 def read_ascii(path: str) -> str:
     """Return the text of a file, without the mark that Windows editors write before it; UnicodeError if not ASCII."""
-    return Path(path).expanduser().read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii")
+    return Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).decode("ascii")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from support.thinned import thinned
 from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.bench.critical_path import CriticalPath, CriticalPathRunner
 from lp_runtime.bench.methods import HuggingFace
-from lp_runtime.bench.prompts import encode_prompts
+from lp_runtime.bench.prompts import encode_prompts, read_sources
 from lp_runtime.bench.report import commit
 from lp_runtime.bench.rows import quartiles
 from lp_runtime.calibration.calibration import Calibration
@@ -187,6 +187,14 @@ def test_commit_matches_the_checkout():
     if not head:
         pytest.skip("no git checkout")
     assert head.startswith(commit().removesuffix("-dirty"))
+
+
+def test_files_of_prompts_may_lie_below_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    prompts = read_sources(BenchConfig(prompts="~/one:text,~/two:text"))
+    assert [(prompt.value, prompt.category) for prompt in prompts] == [("one", "one"), ("two", "two")]
 
 
 def test_too_long_prompt_is_refused(tmp_path, capsys, one_layer_demo_dir):

@@ -75,8 +75,13 @@ def test_text_values_support_interpolation_null_and_quotes(monkeypatch):
 def test_home_directory_is_expanded_in_model_path(monkeypatch):
     monkeypatch.setenv("HOME", "/where")
     assert load_config(ServeConfig, ["model.path=~/model"]).model.location == "/where/model"
-    config = load_config(GenerateConfig, ["prompts=~/in", "output=~/out"])
-    assert (config.prompts, config.output) == ("/where/in", "/where/out")
+
+
+def test_presets_in_a_folder_below_the_home_directory_can_be_chosen(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "lookahead").mkdir(parents=True)
+    (tmp_path / "mine" / "lookahead" / "small.yaml").write_text("W: 3\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(GenerateConfig, ["prompt=x", "lookahead=small"], "~/mine").lookahead.W == 3
 
 
 def test_template_variables_are_read_as_a_mapping():

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from lp_runtime.config.commands import GenerateConfig
+from lp_runtime.config.commands import BenchConfig, ChatConfig, GenerateConfig
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.lookahead import LookaheadConfig, paper_depth
 from lp_runtime.config.sampling import SamplingConfig
+from lp_runtime.config.serving import ServeConfig
 from lp_runtime.config.settings import DEMO_MODEL, FailureConfig, LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.errors import ConfigError, ConstraintError
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
@@ -128,6 +129,28 @@ def test_paths_may_be_path_objects(tmp_path):
     lookahead = LookaheadConfig(draft_tables=tmp_path, corpus=tmp_path)
     assert lookahead == LookaheadConfig(draft_tables=text, corpus=text)
     assert RuntimeConfig(cache_dir=tmp_path, profile_dir=tmp_path) == RuntimeConfig(cache_dir=text, profile_dir=text)
+
+
+def test_files_of_commands_may_lie_below_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/where")
+    files = {"prompts": "~/in", "output": Path("~/out")}
+    assert vars(GenerateConfig(**files)).items() >= {"prompts": "/where/in", "output": "/where/out"}.items()
+    assert BenchConfig(prompts="~/in:text", output="~/out").output == "/where/out"
+    assert ChatConfig(url="http://host:1", api_key_file="~/key").api_key_file == "/where/key"
+    config = ServeConfig(api_keys="~/keys", ssl_certfile="~/cert", ssl_keyfile="~/pem")
+    assert (config.api_keys, config.ssl_certfile, config.ssl_keyfile) == ("/where/keys", "/where/cert", "/where/pem")
+
+
+def test_a_home_folder_of_no_user_is_refused():
+    for make in (
+        lambda path: GenerateConfig(prompt="x", output=path),
+        lambda path: ChatConfig(url="http://host:1", api_key_file=path),
+        lambda path: ServeConfig(api_keys=path),
+        lambda path: RuntimeConfig(cache_dir=path),
+        lambda path: ModelConfig(path=path).location,
+    ):
+        with pytest.raises(ConfigError, match="=~no-user/x: ~no-user is no home folder here; a relative path is"):
+            make("~no-user/x")
 
 
 def test_valid_sampling_settings_are_accepted():
