@@ -58,7 +58,7 @@ class Calibration:
     def __init__(self, model: ModelRunner, group: Group, cache_dir: str | None, known: Measured | None = None):
         self._model = model
         self._group = group
-        self._files = CalibrationFiles(cache_dir)
+        self._files = CalibrationFiles(cache_dir, reports=group.rank == 0)
         self._known = Measured() if known is None else known
         self._steps: list[StepMeasurement] | None = None  # [R] of all replicas
         self._vocabulary: VocabularyPrior | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 from collections.abc import Callable, Sequence
@@ -19,9 +20,13 @@ T = TypeVar("T")
 
 
 class CalibrationFiles:
-    """Arrays stored in a folder, or nowhere without one; failures only cause a new measurement."""
+    """Arrays stored in a folder, or nowhere without one; failures only cause a new measurement.
 
-    def __init__(self, folder: str | None):
+    `reports` is whether this process logs that the folder cannot be written; one of the replicas should.
+    """
+
+    def __init__(self, folder: str | None, reports: bool = True):
+        self._reports = reports
         self._folder: Path | None = None
         if folder is not None:
             with contextlib.suppress(RuntimeError):  # "~" cannot be expanded: no home folder
@@ -41,7 +46,7 @@ class CalibrationFiles:
             return None
 
     def store(self, name: str, arrays: dict[str, np.ndarray]) -> None:
-        """Write arrays to a file; a failure is logged, not raised."""
+        """Write arrays to a file; a failure is logged, once for each folder, not raised."""
         if self._folder is None:
             return
         data = io.BytesIO()
@@ -49,4 +54,10 @@ class CalibrationFiles:
         try:
             write_whole(self._folder / name, data.getvalue())
         except OSError as error:
-            log.warning("%s cannot be written: %s", self._folder / name, error.strerror or error)
+            if self._reports:
+                _warn_unwritten(self._folder, error.strerror or str(error))
+
+
+@functools.cache  # once per process
+def _warn_unwritten(folder: Path, reason: str) -> None:
+    log.warning("cache_dir=%s: cannot be written, so each start measures the model again: %s", folder, reason)

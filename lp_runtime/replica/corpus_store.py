@@ -71,8 +71,12 @@ class CorpusStore:
             with locked(self._file.with_suffix(".lock")):  # one process of the machine makes it, the others wait
                 return self._open(self._file)
         except OSError as error:
+            known, index = self._saved(self._file)
+            signatures = self._signatures()
+            if index is not None and known == signatures:
+                return index
             log.warning("%s cannot be written: %s; each process makes its own index", self._file, error.strerror)
-            return self._make(self._signatures(), {}, None)
+            return self._make(signatures, known, index)
 
     def reopen(self) -> CorpusIndex | None:
         """Return the index that was made last, without a look at the files; None if there is none on disk."""
@@ -81,18 +85,21 @@ class CorpusStore:
         except (OSError, *DAMAGED):
             return None
 
-    def _open(self, file: Path) -> CorpusIndex:
-        known: Signatures = {}
-        index: CorpusIndex | None = None
+    def _saved(self, file: Path) -> tuple[Signatures, CorpusIndex | None]:
+        """Return the files and the index that a file holds; nothing if it is missing, damaged or another user's."""
         try:
-            known, index = _mapped(file, self._vocabulary_size)
-        except FileNotFoundError:
+            return _mapped(file, self._vocabulary_size)
+        except (FileNotFoundError, NotADirectoryError, PermissionError):
             pass
         except (OSError, *DAMAGED):
             log.warning("%s is damaged and will be made again", file)
+        return {}, None
+
+    def _open(self, file: Path) -> CorpusIndex:
+        known, index = self._saved(file)
         signatures = self._signatures()
         if index is None or known != signatures:
-            write_whole(file, _packed(signatures, self._make(signatures, known, index)))
+            write_whole(file, _packed(signatures, self._make(signatures, known, index)), is_private=True)
             _, index = _mapped(file, self._vocabulary_size)
         return index
 

@@ -64,7 +64,7 @@ class DraftStore:
                 DraftTables.load(data, self.num_bytes, self.vocabulary_size)
                 return data
             # Create the file now, so that a path that is not writable is refused at start.
-            write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size))
+            write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size), is_private=True)
             return None
         except OSError as error:
             raise ConfigError(
@@ -83,6 +83,6 @@ class DraftStore:
         if stored_stamp(self.path) > draft_tables.stamp:
             return
         try:
-            write_whole(self.path, draft_tables.dump(self.vocabulary_size))
+            write_whole(self.path, draft_tables.dump(self.vocabulary_size), is_private=True)
         except OSError as error:
             log.warning("lookahead.draft_tables=%s: %s", self.path, error.strerror or error)

@@ -191,7 +191,7 @@ def _pack_fastest(model: CausalLM, cache_dir: str | None) -> bool:
     library, cpu = torch.__version__, (torch.backends.cpu.get_cpu_capability(), os.cpu_count())
     what = repr((model.config.to_json_string(), str(model.dtype), library, *cpu))
     name = f"packing-{hashlib.blake2b(what.encode(), digest_size=12).hexdigest()}.npz"
-    files = CalibrationFiles(cache_dir)
+    files = CalibrationFiles(cache_dir, reports=False)  # the measurements of steps that follow will report it
     layout = files.load(name, ["layout"], lambda saved: str(saved["layout"]))
     if layout in LAYOUTS:
         return pack_as(model, layout) > 0

@@ -110,7 +110,11 @@ def bound(function: Dispatcher, *args: object) -> Callable:
 def is_cached(function: Dispatcher) -> bool:
     """Return whether a function's machine code is on disk; true if it cannot be cached at all."""
     folder = function.stats.cache_path
-    return folder is None or any(Path(folder).glob(f"*.{function.py_func.__name__}-*.nbi"))
+    return folder is None or _has_code(Path(folder), function.py_func)
+
+
+def _has_code(folder: Path, function: Callable) -> bool:
+    return any(folder.glob(f"*.{function.__name__}-*.nbi"))
 
 
 class ContentLocator(_CacheLocator):
@@ -122,12 +126,12 @@ class ContentLocator(_CacheLocator):
 
     @classmethod
     def from_function(cls, py_func: Callable, py_file: str) -> ContentLocator | None:
-        """Return the locator of a function, or None if its cache folder is not writable."""
+        """Return the locator of a function, or None if its cache folder can neither be written nor has its code."""
         locator = cls(py_func, py_file)
         try:
             locator.ensure_cache_path()
-        except OSError:
-            return None
+        except OSError:  # code that another user has compiled can be loaded
+            return locator if _has_code(Path(locator.get_cache_path()), py_func) else None
         return locator
 
     def get_cache_path(self) -> str:

@@ -8,6 +8,7 @@ from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration import step_meter
 from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.step_meter import (
     CONTEXT_TOKENS,
     MAX_ESTIMATED_MULTIPLE,
@@ -111,6 +112,17 @@ def test_vocabulary_entries_match_logits_of_tokens_after_common_one(model, enoug
     for logits, rows in ((after_token, vocabulary.after_token), (after_pair, vocabulary.after_pair)):
         chosen = logits.gather(1, torch.from_numpy(rows[:, :K]).long())
         assert torch.allclose(chosen, logits.topk(K).values, atol=1e-5)  # the same tokens, up to ties
+
+
+def test_folder_that_cannot_be_written_is_reported_in_one_line(tmp_path, caplog):
+    folder = tmp_path / "file"
+    folder.touch()
+    for files in (CalibrationFiles(str(folder)), CalibrationFiles(str(folder)), CalibrationFiles("/proc/x", False)):
+        for name in ("one", "two"):
+            files.store(name, {"numbers": np.arange(3)})
+            assert files.load(name, ["numbers"], dict) is None
+    reason = "cannot be written, so each start measures the model again: File exists"
+    assert caplog.messages == [f"cache_dir={folder}: {reason}"]
 
 
 def test_measurements_are_stored_and_damaged_files_are_rewritten(model, tmp_path, monkeypatch, enough_time):

@@ -83,6 +83,21 @@ def test_damaged_index_is_rebuilt(folder, tmp_path, damage, caplog):
     assert file.read_bytes() == whole and "is damaged and will be made again" in caplog.text
 
 
+def test_index_of_a_folder_that_cannot_be_written_is_read(folder, tmp_path, monkeypatch, caplog):
+    cache = tmp_path / "cache"
+    texts_of(folder, cache)
+
+    def refuses(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("lp_runtime.replica.corpus_store.locked", refuses)
+    assert texts_of(folder, cache) == (["abc", "de"], []) and not caplog.messages
+    (folder / "a.py").write_text("abcd")
+    assert texts_of(folder, cache) == (["abcd", "de"], ["abcd"])
+    (warning,) = caplog.messages
+    assert warning.endswith("cannot be written: Permission denied; each process makes its own index")
+
+
 def test_bad_corpus_paths_are_refused_in_one_line(folder, tmp_path, monkeypatch):
     def refused(paths: object) -> str:
         with pytest.raises(ConfigError) as caught:

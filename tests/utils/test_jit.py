@@ -88,6 +88,19 @@ def test_code_for_another_cpu_is_not_used(tmp_path: Path):
         assert output_of(folder, "caller", cpu) == "True 1 True 1"
 
 
+def test_code_in_a_folder_that_cannot_be_written_is_loaded(tmp_path: Path):
+    folder = write_scripts(tmp_path / "scripts", 1)
+    read_only = (
+        "import errno\nfrom numba.core.caching import _CacheLocator\n"
+        "def refuse(*_): raise PermissionError(errno.EACCES, 'Permission denied')\n"
+        "_CacheLocator.ensure_cache_path = refuse\n"
+    )
+    (folder / "reader.py").write_text(f"{read_only}import runpy\nrunpy.run_module('caller', run_name='__main__')\n")
+    assert output_of(folder, "reader") == "True 1 True 0"  # nothing is cached, or can be
+    assert output_of(folder, "caller") == "False 1 True 0"
+    assert output_of(folder, "reader") == "True 1 True 1"
+
+
 def test_functions_compile_without_a_cache_folder(tmp_path: Path):
     (tmp_path / "cache").touch()  # a file in place of the folder
     assert output_of(write_scripts(tmp_path / "scripts", 1), "caller") == "True 1 True 0"
