@@ -11,7 +11,7 @@ import torch
 from tqdm import tqdm
 
 from lp_runtime.bench.methods import Decode, Result, critical_path_methods, huggingface_methods, runtime_methods
-from lp_runtime.bench.output import writing_to
+from lp_runtime.bench.output import check_folder, report
 from lp_runtime.bench.prompts import encode_prompts, read_sources
 from lp_runtime.bench.report import BenchReport
 from lp_runtime.config.commands import METHODS, BenchConfig
@@ -35,9 +35,7 @@ def check_bench(config: BenchConfig) -> None:
             raise ConfigError(f"threads={config.threads}: only with gpus=1; replicas of one machine share its cores")
         torch.set_num_threads(config.threads)  # before steps are timed
     _check_degrees(config, config.replica_gpus)
-    if config.output is not None:
-        with writing_to(config.output):  # fails before the comparison, not after it
-            pass
+    check_folder(config.output)
 
 
 def _check_degrees(config: BenchConfig, gpus_per_replica: int) -> None:
@@ -58,11 +56,8 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
     names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
     with unforeseen_as(ReplicaError, "the comparison failed"):
         results = _run(config, runtime, names, [prompt.token_ids for prompt in prompts])
-    report = BenchReport(config, runtime, [prompt.task for prompt in prompts], results)
-    print(report.markdown())
-    if config.output is not None:
-        with writing_to(config.output) as folder:
-            report.write(folder)
+    compared = BenchReport(config, runtime, [prompt.task for prompt in prompts], results)
+    report(compared.markdown(), config.output, compared.files() if config.output is not None else {})
 
 
 def _warm_up(methods: dict[str, Decode], prompts: list[list[int]], may_fail: Sequence[str]) -> None:
@@ -103,5 +98,6 @@ def _run(
                         seconds, num_tokens = min(result.seconds.values()), len(result.token_ids)
                         rate, ratio = num_tokens / seconds, num_tokens / result.num_steps
                         shown = f"{rate:.1f} tokens/s, S {ratio:.2f}, {seconds:.2f} s"
-                        print(f"prompt {number}, {name}: {shown}", file=sys.stderr, flush=True)
+                        with contextlib.suppress(OSError):  # stderr may have been closed by its reader
+                            print(f"prompt {number}, {name}: {shown}", file=sys.stderr, flush=True)
     return results

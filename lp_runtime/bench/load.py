@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from lp_runtime.bench.output import markdown_table, writing_to
+from lp_runtime.bench.output import check_folder, markdown_table, report
 from lp_runtime.bench.prompts import read_sources
 from lp_runtime.config.checks import MAX_SECONDS
 from lp_runtime.config.commands import BenchConfig
@@ -106,9 +106,7 @@ def put_under_load(config: BenchConfig) -> None:
     _check(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
     prompts = read_sources(config)
-    if config.output is not None:
-        with writing_to(config.output):  # fails before the load, not after it
-            pass
+    check_folder(config.output)
     name = config.served_name or endpoint.model()
     bodies = [_body(prompt.value, name, config) for prompt in prompts]
     route = "chat/completions" if config.chat else "completions"
@@ -124,12 +122,9 @@ def put_under_load(config: BenchConfig) -> None:
         load = closed_loop(ask, config.num_requests, config.concurrency or CLIENTS)
     else:
         load = open_loop(ask, config.num_requests, config.rate, config.load_seed)
-    print(load.markdown())
-    if config.output is not None:
-        settings = {each: getattr(config, each) for each in SHOWN_SETTINGS}
-        with writing_to(config.output) as folder:
-            (folder / "load.md").write_text(load.markdown() + "\n")
-            (folder / "load.json").write_text(load.as_json({"model": name, **settings}) + "\n")
+    settings = {each: getattr(config, each) for each in SHOWN_SETTINGS}
+    table, as_json = load.markdown(), load.as_json({"model": name, **settings})
+    report(table, config.output, {"load.md": f"{table}\n".encode(), "load.json": f"{as_json}\n".encode()})
     if all(answer.error is not None for answer in load.answers):
         raise ReplicaError(f"url={config.url}: no request was answered")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import platform
 import subprocess
@@ -118,22 +120,23 @@ class BenchReport:
     def _table(self, header: Sequence[str], lines: list[list[str]]) -> str:
         return markdown_table([name.format(base=LABELS.get(self._base, self._base)) for name in header], lines)
 
-    def write(self, folder: Path) -> None:
-        """Write bench.md, bench.json and, if matplotlib is installed, bench.svg."""
-        (folder / "bench.md").write_text(self.markdown(), encoding="utf-8")
+    def files(self) -> dict[str, bytes]:
+        """Return the content of bench.md, bench.json and, if matplotlib is installed, bench.svg."""
         rows = [row.as_json(self._base) for row in self.rows]
         by_task = {task: [row.as_json(self._base) for row in rows] for task, rows in self.by_task.items()}
         data = {"head": self.head, "rows": rows, "tasks": by_task}
-        (folder / "bench.json").write_text(json.dumps(data, indent=1, allow_nan=False))
+        as_json = json.dumps(data, indent=1, allow_nan=False)
+        files = {"bench.md": self.markdown().encode(), "bench.json": as_json.encode()}
         try:
             import matplotlib
         except ImportError:
-            print("matplotlib is not installed: no plot", file=sys.stderr)
-            return
+            with contextlib.suppress(OSError):  # stderr may have been closed by its reader
+                print("matplotlib is not installed: no plot", file=sys.stderr)
+            return files
         matplotlib.use("svg")
-        self._plot(folder / "bench.svg")
+        return files | {"bench.svg": self._plot()}
 
-    def _plot(self, path: Path) -> None:
+    def _plot(self) -> bytes:
         """Plot tokens per second of every row, with quartiles, and, if there are several tasks, S by task."""
         from matplotlib import pyplot
 
@@ -153,5 +156,7 @@ class BenchReport:
             plots[0][1].set_xticks(range(len(self.by_task)), list(self.by_task), rotation=30, ha="right")
             plots[0][1].set_ylabel("S")
             plots[0][1].legend()
-        figure.savefig(path, bbox_inches="tight")
+        drawn = io.BytesIO()
+        figure.savefig(drawn, format="svg", bbox_inches="tight")
         pyplot.close(figure)
+        return drawn.getvalue()

@@ -12,14 +12,13 @@ import sys
 from dataclasses import asdict, dataclass
 
 from lp_runtime.bench.methods import Result, runtime_methods
-from lp_runtime.bench.output import markdown_table, writing_to
+from lp_runtime.bench.output import markdown_table, report
 from lp_runtime.bench.prompts import encode_prompts
 from lp_runtime.config.commands import BenchConfig
 from lp_runtime.distributed.environment import started_by_torchrun
 from lp_runtime.errors import ConfigError, LookaheadError, first_line
 from lp_runtime.launchers.split import keep_speeds
 from lp_runtime.runtime import LookaheadRuntime
-from lp_runtime.utils.files import write_whole
 
 HEADER = ("R x P", "S", "ms a step", "tokens/s")
 
@@ -60,12 +59,8 @@ def measure_splits(config: BenchConfig) -> list[SplitSpeed]:
         raise reasons[0]
     keep_speeds(config, measured)
     table = markdown_table(HEADER, [each.cells() for each in speeds])
-    print(table)
-    if config.output is not None:
-        as_json = json.dumps([asdict(each) for each in speeds], indent=1)
-        with writing_to(config.output) as folder:
-            write_whole(folder / "splits.md", f"{table}\n".encode())
-            write_whole(folder / "splits.json", f"{as_json}\n".encode())
+    as_json = json.dumps([asdict(each) for each in speeds], indent=1)
+    report(table, config.output, {"splits.md": f"{table}\n".encode(), "splits.json": f"{as_json}\n".encode()})
     return speeds
 
 

@@ -109,6 +109,7 @@ def _run(command: Command, arguments: list[str] | None = None) -> None:
             return
         keep_caches_in(config.cache_dir)
         _run_command(config, is_leader=rank == 0)
+        sys.stdout.flush()  # here a reader that is gone, or a full disk, is reported like any other error
     except LookaheadError as error:
         line = " ".join(str(error).splitlines())  # a value quoted in the message may have several lines
         print(f"error: {f'rank {rank}: ' if rank else ''}{line}", file=sys.stderr)

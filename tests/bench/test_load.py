@@ -88,6 +88,28 @@ def test_open_loop_does_not_wait_for_answers(capsys, prompts):
     assert "| 6 | 0 |" in out
 
 
+def test_report_is_written_if_stdout_cannot_be(capsys, prompts, tmp_path, monkeypatch):
+    with fake_server(lambda number: ["a"]) as (url, _), open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stdout", full)
+        status, _, err = run(capsys, f"url={url}", "num_requests=2", f"prompts={prompts}", f"output={tmp_path}/out")
+    assert status == 1 and err.endswith("error: stdout: cannot be written: No space left on device\n")
+    assert json.loads((tmp_path / "out" / "load.json").read_text())["requests"] == 2
+
+
+def test_table_is_printed_if_the_report_cannot_be_written(capsys, prompts, tmp_path):
+    folder = tmp_path / "out"
+
+    def pieces(number: int) -> list[str]:
+        folder.rmdir()
+        folder.touch()
+        return ["a"]
+
+    with fake_server(pieces) as (url, _):
+        status, out, err = run(capsys, f"url={url}", "num_requests=1", f"prompts={prompts}", f"output={folder}")
+    assert status == 1 and "| 1 | 0 |" in out
+    assert err.endswith(f"error: output={folder}: writing failed: File exists\n")
+
+
 STOP = {"choices": [{"text": "", "finish_reason": "stop"}]}
 
 
