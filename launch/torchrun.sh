@@ -34,6 +34,7 @@ refuse() {
     echo "error: $1=${!1}: must be a number from $2" >&2
     exit 2
 }
+need() { [[ -n "${!1:-}" ]] || { echo "error: $1: must be given: $2" >&2 && exit 2; }; }
 check() { [[ -z "${!1:-}" ]] || is_number "${!1}" "$2" "$3" || refuse "$1" "$2 to $3"; }
 check MASTER_PORT 1 65535
 check MAX_RESTARTS 0 999999
@@ -52,11 +53,11 @@ nproc="${NPROC:-$("$python" -c "$count_gpus")}"
 if [[ "$nnodes" == 1 ]]; then
     where=(--standalone)
 elif [[ "$nnodes" == *:* ]]; then
-    : "${MASTER_ADDR:?the address of the machine where all meet}"
+    need MASTER_ADDR "the address of the machine where all meet"
     where=(--nnodes "$nnodes" --rdzv-backend c10d --rdzv-endpoint "$MASTER_ADDR:${MASTER_PORT:-29511}" --rdzv-id "${JOB_ID:-lp_runtime}")
 else
-    : "${NODE_RANK:?which of the NNODES machines this is, 0 to NNODES - 1}"
-    : "${MASTER_ADDR:?the address of machine 0}"
+    need NODE_RANK "which of the NNODES machines this is, 0 to NNODES - 1"
+    need MASTER_ADDR "the address of machine 0"
     where=(--nnodes "$nnodes" --node-rank "$NODE_RANK" --master-addr "$MASTER_ADDR" --master-port "${MASTER_PORT:-29511}")
 fi
 

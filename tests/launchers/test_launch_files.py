@@ -160,6 +160,23 @@ def test_torchrun_script_refuses_a_variable_out_of_range(variables, message):
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"error: {message}\n")
 
 
+@pytest.mark.parametrize(
+    ("script", "variables", "message"),
+    [
+        ("torchrun.sh", {"NNODES": "2", "MASTER_ADDR": "x"}, "NODE_RANK: must be given: which of the NNODES machines"),
+        ("torchrun.sh", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR: must be given: the address of machine 0"),
+        ("torchrun.sh", {"NNODES": "1:2"}, "MASTER_ADDR: must be given: the address of the machine where all meet"),
+        ("slurm.sbatch", {}, "submit this file with sbatch"),
+    ],
+)
+def test_missing_variable_ends_a_launch_script_in_one_line(script, variables, message):
+    command = ["bash", ROOT / "launch" / script, "prompt=x"]
+    environment = os.environ | {"PYTHON": "echo", "NPROC": "2"} | variables
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert done.stderr.startswith(f"error: {message}")
+
+
 @pytest.mark.parametrize("script", ["torchrun.sh", "ray_job.sh", "slurm.sbatch"])
 def test_bad_setting_ends_a_launch_script_in_one_line(script):
     """Nothing is started or uploaded: there are no Slurm commands and no Ray cluster here."""
