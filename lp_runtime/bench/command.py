@@ -50,8 +50,6 @@ def bench(runtime: LookaheadRuntime, config: BenchConfig) -> None:
     """Run the comparison, print its table, and write the report if an output folder is given."""
     _check_degrees(config, runtime.gpus_per_replica)
     prompts = encode_prompts(runtime, config)
-    for prompt in prompts:  # raises for a bad prompt before anything runs
-        runtime.request(prompt.token_ids, config.max_new_tokens)
     is_cuda = runtime.info.device.startswith("cuda")
     names = config.methods or [name for name in METHODS if is_cuda or name != "hf_compiled"]
     with unforeseen_as(ReplicaError, "the comparison failed"):

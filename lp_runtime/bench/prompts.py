@@ -20,6 +20,7 @@ OWN_PROMPTS = (
     "import argparse\n\n\ndef main():\n    parser = argparse.ArgumentParser()\n",
 )
 OWN_TASK = "built in"
+OWN_PATH = "built-in prompts"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
     """Read the prompts of the given files, at most config.each per task; without files, the built-in ones."""
     if config.prompts is None:
         own = OWN_PROMPTS[: config.limit]
-        return [Prompt(index, index + 1, text, (text,), OWN_TASK) for index, text in enumerate(own)]
+        return [Prompt(index, index + 1, text, (text,), OWN_TASK, OWN_PATH) for index, text in enumerate(own)]
     prompts: list[Prompt] = []
     for source in config.prompts.split(","):
         path, colon, name = source.rpartition(":")
@@ -42,7 +43,7 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
             raise ConfigError(f"prompts={source}: must be FILE:FIELD")
         path = home_path("prompts", path)
         of_file = read_prompts(path, name, config.limit)
-        _check_unicode(of_file, path, name)
+        _check_unicode(of_file, name)
         if config.turns == "all":
             check_conversations(of_file, path, name)
         prompts += of_file
@@ -55,10 +56,10 @@ def read_sources(config: BenchConfig) -> list[Prompt]:
     return chosen
 
 
-def _check_unicode(prompts: list[Prompt], path: str, field: str) -> None:
+def _check_unicode(prompts: list[Prompt], field: str) -> None:
     for prompt in prompts:  # JSON allows lone surrogates, tokenizers do not
         if any("\ud800" <= character <= "\udfff" for turn in prompt.turns for character in turn):
-            raise ConfigError(f"{path} line {prompt.line}: field {field!r} is not valid Unicode")
+            raise ConfigError(f"{prompt.where}: field {field!r} is not valid Unicode")
 
 
 def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[BenchPrompt]:
@@ -66,12 +67,19 @@ def encode_prompts(runtime: LookaheadRuntime, config: BenchConfig) -> list[Bench
 
     With turns=all each turn is a separate prompt. The runtime decodes the answers before it greedily, once, so that all
     methods have the same prompts.
+
+    Raises:
+        RequestError: a prompt cannot be decoded; names its file and line.
     """
-    return [
-        BenchPrompt(prompt.task, token_ids)
-        for prompt in read_sources(config)
-        for token_ids in _turns_of(runtime, config, prompt)
-    ]
+    prompts = []
+    for prompt in read_sources(config):
+        try:
+            for token_ids in _turns_of(runtime, config, prompt):
+                runtime.request(token_ids, config.max_new_tokens)
+                prompts.append(BenchPrompt(prompt.task, token_ids))
+        except RequestError as error:
+            raise RequestError(f"{prompt.where}: {error}") from error
+    return prompts
 
 
 def _turns_of(runtime: LookaheadRuntime, config: BenchConfig, prompt: Prompt) -> list[list[int]]:
@@ -88,7 +96,7 @@ def _turns_of(runtime: LookaheadRuntime, config: BenchConfig, prompt: Prompt) ->
             try:
                 answer = runtime.generate(messages=messages, max_new_tokens=config.max_new_tokens, sampling=GREEDY)
             except RequestError as error:
-                raise RequestError(f"line {prompt.line}, turn {turn + 1}: {error}") from error
+                raise RequestError(f"turn {turn + 1}: {error}") from error
             assert answer.message is not None  # the answer to messages
             answers.append(answer.message["content"] or "")  # templates leave earlier reasoning out
     return encoded

@@ -147,7 +147,7 @@ def _check_prompts(
         try:
             request = turn_request(runtime, config, prompt, (), options)
         except RequestError as error:
-            raise RequestError(f"{config.prompts} line {prompt.line}: {error}") from error
+            raise RequestError(f"{prompt.where}: {error}") from error
     return request.sampling.seed
 
 
@@ -212,7 +212,7 @@ def item_request(
     try:
         return turn_request(runtime, config, item.prompt, before, more)
     except RequestError as error:
-        raise RequestError(f"{config.prompts} line {item.prompt.line}, turn {item.turn + 1}: {error}") from error
+        raise RequestError(f"{item.prompt.where}, turn {item.turn + 1}: {error}") from error
 
 
 def turn_request(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ class Prompt:
     value: str | list[int]  # text or token ids; for a conversation, its first turn
     turns: tuple[str, ...] = ()  # texts of the user's turns; just the text if the field holds one; empty with token ids
     category: str = ""  # the record's field `category`; the file's name without its suffix if there is none
+    path: str = field(default="", compare=False)  # of the file
+
+    @property
+    def where(self) -> str:
+        """Place of the prompt, for messages."""
+        return f"{self.path} line {self.line}"
 
     @property
     def task(self) -> str:
@@ -68,9 +74,9 @@ def _prompt(text: str, field: str, are_ids: bool, index: int, line: int, path: s
     record = _record(text, field, where)
     category, value = str(record.get("category", Path(path).stem)), record[field]
     if are_ids:
-        return Prompt(index, line, parse_ids(value, f"{where}: {field}"), (), category), "token ids"
+        return Prompt(index, line, parse_ids(value, f"{where}: {field}"), (), category, path), "token ids"
     turns = _turns(value, field, where)
-    return Prompt(index, line, turns[0], turns, category), "a list" if isinstance(value, list) else "text"
+    return Prompt(index, line, turns[0], turns, category, path), "a list" if isinstance(value, list) else "text"
 
 
 def _record(text: str, field: str, where: str) -> dict[str, Any]:

@@ -203,7 +203,7 @@ def test_too_long_prompt_is_refused(tmp_path, capsys, one_layer_demo_dir):
     with pytest.raises(SystemExit) as exit_status:
         bench_main([f"model.path={one_layer_demo_dir}", f"prompts={prompts}:text", *FIXED])
     assert exit_status.value.code == 2
-    assert "the prompt is too long" in capsys.readouterr().err
+    assert f"error: {prompts} line 2: the prompt is too long" in capsys.readouterr().err
 
 
 @pytest.mark.slow
