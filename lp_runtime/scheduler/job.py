@@ -38,7 +38,9 @@ class Job:
         queue_seconds: seconds from submission to the first replica; None before.
     """
 
-    def __init__(self, request: Request, deadline: float | None, max_replicas: int | None = None):
+    def __init__(
+        self, request: Request, deadline: float | None, max_replicas: int | None = None, scheduler: object = None
+    ):
         self.request = request
         self.deadline = deadline
         self.max_replicas = max_replicas
@@ -48,6 +50,7 @@ class Job:
         self.is_cancelled = False
         self.queue_seconds: float | None = None
         self.on_cancel: Callable[[], None] | None = None  # cancels the request on the replicas that decode it
+        self._scheduler: object = scheduler  # kept alive until the job has ended
         self._submitted = time.monotonic()
         self._items: queue.SimpleQueue[Delta | Generation | LookaheadError] = queue.SimpleQueue()
         self._listener: Callable[[], object] | None = None
@@ -131,6 +134,7 @@ class Job:
 
     def finish(self, outcome: Generation | LookaheadError) -> None:
         self.state = JobState.FINISHED
+        self._scheduler = None
         self.deliver(outcome)
 
     def deliver(self, item: Delta | Generation | LookaheadError) -> None:

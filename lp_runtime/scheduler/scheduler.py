@@ -13,8 +13,9 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from functools import partial
 from typing import Unpack
 
@@ -82,9 +83,11 @@ class Scheduler:
         self._changed = threading.Condition(threading.RLock())
         self._runner = JobRunner(runtime, self._changed, self._running, self.totals, self._allocator.speeds)
         self._is_closed = False
-        self._thread = threading.Thread(target=self._work, name="lp-scheduler", daemon=True)
+        update = weakref.WeakMethod(self._update)  # only its user and its jobs keep a scheduler alive
+        self._thread = threading.Thread(target=_work, args=(update, self._changed), name="lp-scheduler", daemon=True)
         self._thread.start()
-        atexit.register(self._close_at_exit)
+        self._at_exit = partial(_call, weakref.WeakMethod(self._close_at_exit))
+        atexit.register(self._at_exit)
 
     @property
     def is_healthy(self) -> bool:
@@ -176,7 +179,7 @@ class Scheduler:
         self._owner.check("the scheduler")
         max_replicas = None if gpus is None else self._num_replicas_on(gpus)
         deadline = None if timeout is None else time.monotonic() + timeout
-        jobs = [Job(request, deadline, max_replicas) for request in requests]
+        jobs = [Job(request, deadline, max_replicas, scheduler=self) for request in requests]
         with self._changed:
             if self._is_closed:
                 raise ReplicaError("the scheduler is closed")
@@ -272,7 +275,7 @@ class Scheduler:
             self._changed.notify_all()
         self._thread.join()
         self._runner.join()
-        atexit.unregister(self._close_at_exit)
+        atexit.unregister(self._at_exit)
 
     def _close_at_exit(self) -> None:
         """Close a scheduler that was left open, or whose `close` was interrupted.
@@ -292,16 +295,16 @@ class Scheduler:
 
     # Running.
 
-    def _work(self) -> None:
-        """Allocate replicas whenever jobs or replicas have changed, until the scheduler is closed."""
-        with self._changed:
-            while not (self._is_closed and not self._waiting):
-                try:
-                    self._drop_ended()
-                    self._allocate()
-                except Exception:  # keep the thread alive: without it no job would begin any more
-                    log.exception("allocating replicas failed; trying again")
-                self._changed.wait(CHECK_SECONDS)
+    def _update(self) -> bool:
+        """Allocate replicas after jobs or replicas have changed; return False at the end."""
+        if self._is_closed and not self._waiting:
+            return False
+        try:
+            self._drop_ended()
+            self._allocate()
+        except Exception:  # keep the thread alive: without it no job would begin any more
+            log.exception("allocating replicas failed; trying again")
+        return True
 
     def _drop_ended(self) -> None:
         now = time.monotonic()
@@ -334,6 +337,19 @@ class Scheduler:
             self._waiting.remove(job)
             self._runner.begin(job, members)
         self._changed.notify_all()  # wakes `refill` of a job that had lost all its replicas
+
+
+def _work(update: weakref.WeakMethod[Callable[[], bool]], changed: threading.Condition) -> None:
+    """Call a scheduler's `_update` after each change, until the scheduler is closed or has been collected."""
+    with changed:
+        while (bound := update()) is not None and bound():
+            del bound
+            changed.wait(CHECK_SECONDS)
+
+
+def _call(method: weakref.WeakMethod[Callable[[], None]]) -> None:
+    if (bound := method()) is not None:
+        bound()
 
 
 def _cancel(jobs: Iterable[Job]) -> None:

@@ -11,6 +11,7 @@ import os
 import random
 import signal
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -477,3 +478,15 @@ def test_forked_process_is_refused_and_leaves_the_replicas_alone(runtime, single
         assert answers == [*refusals, "None", "None", str(alone[case][-1])]
         assert scheduler.submit(requests[1]).result().token_ids == alone[case]
     assert runtime.launcher.process_ids == pids and runtime.num_ready == GPUS
+
+
+def test_scheduler_that_is_dropped_ends_its_thread_after_its_last_job(single, alone):
+    case: Case = (0, SHORT, 0)
+    before = set(threading.enumerate())
+    scheduler = Scheduler(single)
+    (thread,) = set(threading.enumerate()) - before
+    kept = weakref.ref(scheduler)
+    job = scheduler.submit(make(single, case))
+    del scheduler
+    assert rest_of(job) == alone[case]
+    wait_until(lambda: kept() is None and not thread.is_alive())
