@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import socket
@@ -33,6 +34,20 @@ def connect(address: str | None) -> None:
     except Exception as error:  # Ray raises ConnectionError, RuntimeError, ValueError and more
         at = f" at {where}" if where else ""
         raise LaunchError(f"launcher=ray: cannot reach or start a Ray cluster{at}: {first_line(error)}") from error
+
+
+def check_connected(connected: str, address: str | None) -> None:
+    """Raise LaunchError if an address names another cluster than that at `connected`, which this program uses."""
+    if address in (None, "auto"):
+        return
+    host, colon, port = (_resolved(address) or "").rpartition(":")
+    with contextlib.suppress(OSError, UnicodeError):  # the name of no machine
+        host = socket.gethostbyname(host)
+    if f"{host}{colon}{port}" != connected:
+        raise LaunchError(
+            f"launcher.address={address}: this program is connected to the Ray cluster at {connected} already; leave"
+            " the setting out, or call ray.shutdown() first"
+        )
 
 
 def _resolved(address: str | None) -> str | None:

@@ -20,7 +20,7 @@ from lp_runtime.distributed.shards import ShardPlace
 from lp_runtime.distributed.store import address_of, host_store
 from lp_runtime.errors import LaunchError, first_line
 from lp_runtime.launchers.ray_booking import Booking, free_of_one_gpu, gpus_of_cluster
-from lp_runtime.launchers.ray_connection import connect
+from lp_runtime.launchers.ray_connection import check_connected, connect
 from lp_runtime.launchers.split import choose_split
 from lp_runtime.launchers.team import TeamLauncher
 from lp_runtime.launchers.wire.messages import Failed, decode_order, encode_order
@@ -118,6 +118,8 @@ class RayHost(ProcessHost):
         try:
             if ray.util.client.ray.is_connected():
                 raise LaunchError(CLIENT)
+            if not self._connected_here:
+                check_connected(ray.get_runtime_context().gcs_address, config.launcher.address)
             # Another object after another ray.init; None if the connection ended while a thread was waiting.
             self._connection: object = ray.get_runtime_context().worker.core_worker
             num_gpus, num_local = gpus_of_cluster(ray, config.device)
@@ -164,7 +166,7 @@ class RayHost(ProcessHost):
         except self._ray.exceptions.RayError:
             return None
         if isinstance(answer, Failed):
-            raise (answer.kind or LaunchError)(f"rank {leader} failed at start: {answer.message}")
+            raise (answer.kind or LaunchError)(f"rank {leader}: {answer.message}")
         return answer
 
     def send(self, index: int, message: object) -> None:
@@ -207,9 +209,10 @@ class RayHost(ProcessHost):
 
     @staticmethod
     def _reason(error: Exception) -> str:
-        # Only a failed creation of the actor has its reason in the last line; for a lost process the type says enough.
+        # An actor that could not be created has its reason in the last line; for a lost process the type says enough.
         lines = str(error).strip().splitlines()
-        return lines[-1].strip() if lines and "creation task" in lines[0] else type(error).__name__
+        is_explained = lines and any(words in lines[0] for words in ("creation task", "runtime environment"))
+        return lines[-1].strip() if is_explained else type(error).__name__
 
     def kill(self, index: int) -> Callable[[], None]:
         numbers = self.numbers(index)

@@ -113,7 +113,7 @@ def test_port_in_use_is_refused(runtime, cluster, tiny_model_dir):
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         config = LauncherConfig(name="ray", address=cluster.address, port=port, backend="gloo")
-        with pytest.raises(LaunchError, match=f"rank 0 failed at start: cannot listen on .*:{port}"):
+        with pytest.raises(LaunchError, match=f"rank 0: cannot listen on .*:{port}"):
             LookaheadRuntime(str(tiny_model_dir), gpus=2, launcher=config, device="cpu")
 
 
@@ -193,6 +193,24 @@ def host(monkeypatch) -> RayHost:
         ray_launcher, "Booking", lambda ray, config: SimpleNamespace(device="cpu", options=lambda index: {})
     )
     return RayHost(module, RuntimeConfig(gpus=2, device="cpu"))
+
+
+def test_other_cluster_than_that_of_the_program_is_refused(host):
+    host._ray.get_runtime_context.return_value.gcs_address = "127.0.0.2:6379"
+    for address in (None, "auto", "127.0.0.2:6379"):
+        RayHost(host._ray, RuntimeConfig(launcher=LauncherConfig(name="ray", address=address), device="cpu"))
+    with pytest.raises(LaunchError, match="launcher.address=127.0.0.3:6379: this program is connected to .* already"):
+        RayHost(host._ray, RuntimeConfig(launcher=LauncherConfig(name="ray", address="127.0.0.3:6379"), device="cpu"))
+
+
+def test_failed_runtime_environment_is_the_reason_of_an_actor(host):
+    def fails(stream):
+        raise ray.exceptions.RuntimeEnvSetupError("Could not create the actor.\nTraceback:\nValueError: no conda here")
+
+    host._ray.get = fails
+    host.actors, host._streams = {0: MagicMock()}, {0: iter([None])}
+    ((index, failed),) = host.receive(0.0)
+    assert (index, failed.message) == (0, "its actor ended (ValueError: no conda here)")
 
 
 def test_actor_that_ends_silently_is_reported_as_failed(host):
