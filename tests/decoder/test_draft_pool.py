@@ -1,5 +1,7 @@
 """A request continues with the draft tables of another only if their text or their scope is the same."""
 
+import weakref
+
 from lp_runtime.decoder.draft_pool import MAX_KEPT, STORED_TAG, DraftPool
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
 
@@ -30,6 +32,19 @@ def test_request_that_continues_text_reuses_its_tables():
     assert known_before(pool, "a", 2) == 0
     assert known_before(pool, "a", 3, tag=1) == 3, "the text comes before the scope"
     assert known_before(pool, "a", 4) == 6, "which it then belongs to"
+    assert known_before(pool, "a", 5, tag=4, num_bytes=2 * BYTES) == 0, "its tables have another size"
+
+
+def test_unused_tables_are_freed_for_tables_of_another_size():
+    pool = DraftPool()
+    tables = pool.acquire(BYTES)
+    pool.release(tables)
+    assert pool.acquire(BYTES) is tables
+    pool.release(tables)
+    unused = weakref.ref(tables)
+    del tables
+    assert pool.acquire(2 * BYTES).num_bytes == 2 * BYTES
+    assert unused() is None
 
 
 def test_tables_without_tag_are_not_kept():

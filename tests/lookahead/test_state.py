@@ -1,5 +1,9 @@
-"""The decoding state, with a toy language model: a function from all tokens so far to the next one."""
+"""The decoding state: committed texts, limits, resumed requests, digests.
 
+The model is a toy: a function from all tokens so far to the next one.
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,6 +12,7 @@ from hypothesis import strategies as st
 
 from lp_runtime.lookahead.drafter import VerificationResult
 from lp_runtime.lookahead.drafters.paper.drafter import PaperDrafter
+from lp_runtime.lookahead.drafters.prompt_lookup import PromptLookupDrafter
 from lp_runtime.lookahead.state import DecodingRules, DecodingState, Proposal
 
 
@@ -24,10 +29,10 @@ class Rules:
     eos_token_ids: frozenset[int] = frozenset()
     refed_at: int | None = None
 
-    def state(self, prompt: list[int]) -> DecodingState:
+    def state(self, prompt: list[int], committed: Sequence[int] = ()) -> DecodingState:
         settings = ((self.W, self.N, self.G), self.pool_from_prompt, self.window_seed)
         rules = DecodingRules(self.max_new_tokens, self.eos_token_ids, repr(settings), refed_at=self.refed_at)
-        return DecodingState(prompt, rules, PaperDrafter(*settings))
+        return DecodingState(prompt, rules, PaperDrafter(*settings), committed=committed)
 
 
 RULES = Rules()
@@ -209,6 +214,50 @@ def test_eos_as_last_allowed_token_is_reported_as_eos():
     state = replace(RULES, max_new_tokens=1, eos_token_ids=frozenset({9})).state([1])
     state.advance_prefill(state.propose_prefill(), VerificationResult([9]))
     assert state.finish_reason == "eos"
+
+
+@pytest.mark.parametrize(("eos_token_ids", "reason"), [({9}, "eos"), ((), "stop")])
+def test_stop_condition_that_keeps_an_eos_token_is_reported_as_eos(eos_token_ids, reason):
+    rules = DecodingRules(30, frozenset(eos_token_ids))
+    state = DecodingState([1], rules, PromptLookupDrafter(3), stop=len)  # stops at once, and keeps all tokens
+    assert state.advance_prefill(state.propose_prefill(), VerificationResult([9])) == [9]
+    assert state.finish_reason == reason
+
+
+@pytest.mark.parametrize("num_committed", [1, 2, 13, 29])
+def test_resumed_state_continues_after_its_committed_tokens(num_committed):
+    prompt = [1, 2, 3]
+    text = greedy_text(prompt, RULES)
+    state = RULES.state(prompt, text[:num_committed])
+    assert state.pending == text[:num_committed][-1:], "all tokens but the last one are cached"
+    assert (state.new_tokens, state.num_steps) == (text[:num_committed], 1)
+    while state.finish_reason is None:
+        proposal = state.propose()
+        advance(state, proposal, toy_successors(state, proposal))
+    assert state.new_tokens == text
+
+
+class RecordingDrafter(PromptLookupDrafter):
+    """Records the texts that it receives before the first step."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.texts: list[list[int]] = []
+
+    def begin(self, tokens):
+        self.texts.append(list(tokens))
+        super().begin(tokens)
+
+    def advance_prefill(self, tokens):
+        self.texts.append(list(tokens))
+        super().advance_prefill(tokens)
+
+
+def test_later_drafter_learns_the_last_token_once():
+    """`begin` takes a text without its last token, which `advance_prefill` adds."""
+    state, drafter = RULES.state([1, 2, 3], [4, 5]), RecordingDrafter()
+    state.use(drafter)
+    assert drafter.texts == [[1, 2, 3, 4], [1, 2, 3, 4, 5]]
 
 
 def test_prompt_ngrams_are_guessed_from_first_step():

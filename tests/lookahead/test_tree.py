@@ -1,5 +1,6 @@
-"""The token tree and acceptance."""
+"""The token tree: adding nodes, parts and truncated trees, and acceptance."""
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,24 @@ def test_tree_is_prefix_closure_of_its_branches(branches, max_depth, num_pending
         parent = tree.parents[node]
         assert tree.root <= parent < node
         assert tree.depths[node] == tree.depths[parent] + 1 == len(path_to(tree, node))
+
+
+def test_part_has_the_tokens_depths_and_probabilities_of_its_nodes():
+    tree = TokenTree([7, 8], max_depth=5)
+    tree.add_branch([1, 2, 3])
+    tree.add_branch([4, 5])
+    tree.path_probabilities = np.arange(100, 107)
+    part = tree.part(np.array([0, 1, 2, 5, 6]))
+    assert (part.tokens, part.root) == ([7, 8, 1, 4, 5], 1)
+    assert (part.parents, part.depths) == ([-1, 0, 1, 1, 3], [-1, 0, 1, 1, 2])
+    assert part.path_probabilities.tolist() == [100, 101, 102, 105, 106]
+
+
+def test_accept_ends_at_the_last_node_of_a_truncated_tree():
+    tree = TokenTree([5], max_depth=4)
+    tree.add_branch([1, 2, 3])
+    tree.truncate(2)
+    assert accept(tree, [1, 2]) == ([1, 2], [1])
 
 
 def test_accept_returns_only_bonus_token_if_no_guess_matches():

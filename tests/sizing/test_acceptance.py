@@ -56,6 +56,15 @@ def test_correction_of_rejected_nodes_is_bounded_and_recovers():
     assert doubted < corrected(calibration, 0.6)[0] <= 0.6
 
 
+def test_recovery_does_not_lower_corrections_above_1():
+    calibration, fed = AcceptanceCalibration(), fixed_point(0.0, 0.3)
+    for _ in range(20):
+        calibration.observe(fed, 1, [1])
+    hopeful = corrected(calibration, 0.3)
+    calibration.restore()
+    assert corrected(calibration, 0.3) == hopeful > [0.3]
+
+
 def test_corrected_probabilities_stay_between_0_and_1():
     calibration, fed = AcceptanceCalibration(), fixed_point(0.0, 0.9, 0.9)
     for _ in range(100):

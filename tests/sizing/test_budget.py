@@ -75,6 +75,13 @@ def test_replicas_never_feed_more_than_budget(size, num_replicas, budget, num_pe
     assert (shares.owner[num_pending - 1 :] >= 0).all()
 
 
+@pytest.mark.parametrize("is_auto", [True, False])
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_pending_tokens_are_fed_even_if_they_exceed_the_budget(num_replicas, is_auto):
+    step = StepBudget(assumed_times(num_replicas, 20), is_auto, 3)
+    assert chosen(step, make_tree(12, num_pending=5)).tokens == list(range(5))
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2, 4, 8])
 def test_budget_is_used_almost_fully(num_replicas):
     tree = make_tree(700)
@@ -230,6 +237,18 @@ def test_times_reported_one_step_late_teach_same_costs(is_auto):
     late.end_step()
     late.observe(part, shares[1], nanoseconds[12], [0, 0], [1, 2])
     assert lines(learned_late) == lines(learned) != lines(confirmed_costs(times))
+
+
+def test_step_with_an_unknown_time_teaches_nothing():
+    times = np.tile(flat(64, 8, 0.05), (2, 1))
+    learned, tree = confirmed_costs(times), make_tree(20)
+    budget = StepBudget(times, False, None, learned)
+    before = lines(learned)
+    for forward in ([5 * MILLISECOND, 0], [5 * MILLISECOND] * 2):
+        assert lines(learned) == before
+        budget.end_step()
+        budget.observe(tree, budget.shares(tree), forward, [0, 0], [])
+    assert lines(learned) != before
 
 
 def test_late_times_are_attributed_to_batch_size_of_their_step():
