@@ -100,10 +100,14 @@ def forked_replicas() -> Iterator[Callable]:
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Reset torch to one thread after each test: a test that acts as a torchrun rank uses all cores."""
+def fresh_torch() -> Iterator[None]:
+    """Begin each test with one seed, whatever ran before, and end it with one thread.
+
+    A test that acts as a torchrun rank uses all cores.
+    """
     import torch
 
+    torch.manual_seed(0)
     yield
     torch.set_num_threads(1)
 
