@@ -7,7 +7,6 @@ import json
 import statistics
 import sys
 import threading
-import time
 
 import pytest
 from support.fake_openai import fake_server
@@ -182,13 +181,12 @@ def test_deltas_without_text_count_as_pieces(capsys, tmp_path, prompts):
     def answer(delta):
         yield {"choices": [{"delta": {"role": "assistant", "content": ""}}]}
         yield {"choices": [{"delta": delta}]}
-        time.sleep(0.05)
         yield from ("b", STOP, "")
 
     report = loaded(capsys, tmp_path, prompts, [answer(delta) for delta in deltas], "chat=true")
     assert len(report["answers"]) == len(deltas)
     for each in report["answers"]:
-        assert each["num_tokens"] == 2 and each["inter_token"] >= 0.04
+        assert each["num_tokens"] == 2 and each["inter_token"] > 0
 
 
 def test_eos_false_sends_ignore_eos(capsys, prompts):
@@ -210,9 +208,11 @@ def test_arrivals_follow_a_poisson_process():
     moments = list(itertools.islice(arrivals(4.0, 1), 4001))
     gaps = [later - earlier for earlier, later in itertools.pairwise(moments)]
     assert moments[0] == 0 and statistics.mean(gaps) == pytest.approx(0.25, rel=0.05)
-    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1) and moments[:9] == list(
-        itertools.islice(arrivals(4.0, 1), 9)
-    )
+    assert statistics.stdev(gaps) == pytest.approx(0.25, rel=0.1)
+    assert list(itertools.islice(arrivals(4.0, 1), 9)) == moments[:9]
+
+
+def test_percentiles_are_measured_values():
     assert [percentile(list(range(1, 101)), each) for each in (50, 90, 99)] == [50, 90, 99]
     assert percentile([3.0], 50) == percentile([1.0, 3.0], 99) == 3.0
 

@@ -1,4 +1,4 @@
-"""Settings of torch's GPU allocator."""
+"""torch's GPU allocator uses expandable segments unless the user has set its variables."""
 
 from __future__ import annotations
 

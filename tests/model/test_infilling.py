@@ -1,4 +1,4 @@
-"""Fill-in-the-middle prompts."""
+"""Fill-in-the-middle prompts: order of the marks, and tokenizers without them."""
 
 from __future__ import annotations
 

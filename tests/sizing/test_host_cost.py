@@ -1,4 +1,4 @@
-"""The host cost, learned from steps."""
+"""The host cost: fixed time and time per node, learned from steps, and single slow steps ignored."""
 
 import random
 

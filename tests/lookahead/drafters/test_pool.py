@@ -1,4 +1,4 @@
-"""The n-gram pool."""
+"""The n-gram pool: order and number of guesses, and the n-grams of a text."""
 
 from hypothesis import given
 from hypothesis import strategies as st

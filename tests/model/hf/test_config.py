@@ -1,4 +1,4 @@
-"""Tests of what is read from configurations."""
+"""Configurations: the limit of positions, and models with latent attention."""
 
 from __future__ import annotations
 
