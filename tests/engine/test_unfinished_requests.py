@@ -63,6 +63,8 @@ def end_early(engine: Engine, group: Group, how: str) -> None:
             request = replace(REQUEST, constraint=CompiledConstraint("any", b""))
         elif how == "without a slot":
             patch.setattr(SlotPool, "acquire", lacks_memory)
+        elif how == "without a drafter":
+            patch.setattr("lp_runtime.decoder.drafter_factory.BestFirstDrafter", lacks_memory)
         elif how == "failed":
             request = replace(REQUEST, processors=(Fails(ValueError("wrong")),))
         elif how == "first rank lacks memory":
@@ -95,6 +97,7 @@ def steps_of(group: Group, how: str) -> list[int]:
         (1, "left"),
         (1, "refused"),
         (1, "without a slot"),
+        (1, "without a drafter"),
         (1, "failed"),
         pytest.param(2, "failed", marks=pytest.mark.slow),
         (2, "first rank lacks memory"),

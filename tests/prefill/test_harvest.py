@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -112,6 +114,15 @@ def test_harvest_covers_only_tokens_that_pay(model, harvest_ns, expected):
         == expected
     )
     assert num_to_harvest(Request(PROMPT, FIXED, 128), drafter, model, calibration, 1) == len(PROMPT)
+
+
+def test_nothing_is_collected_for_a_resumed_request_or_a_strict_model(model):
+    """A head that runs on more tokens may round differently, which a strict model must not."""
+    request, strict = Request(PROMPT, FIXED, 128), ModelRunner(model.model, 16, strict_tokens=8)
+    calibration, drafter = Calibration(model, Group.alone(), None), LearningDrafter()
+    assert num_to_harvest(request, drafter, model, calibration, 1) == len(PROMPT)
+    assert num_to_harvest(replace(request, committed=(5,)), drafter, model, calibration, 1) == 0
+    assert num_to_harvest(request, drafter, strict, calibration, 1) == 0
 
 
 def test_number_of_paying_tokens_is_proportional_to_replicas():
