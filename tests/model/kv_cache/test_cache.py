@@ -39,6 +39,16 @@ def test_uncommitted_tokens_are_overwritten():
     assert seen(cache.update(states(7), states(7), 0)[0]) == [1, 7]
 
 
+@pytest.mark.parametrize(("num_committed", "expected"), [(1, [1, 9]), (None, [9])], ids=["commit", "truncate"])
+def test_protection_of_uncommitted_tokens_ends_with_the_step(num_committed, expected):
+    cache = TreeCache(num_layers=1, capacity=10)
+    cache.update(states(1, 2), states(1, 2), 0)
+    cache.keep_writing(2)
+    assert seen(cache.update(states(3), states(3), 0)[0]) == [1, 2, 3]
+    cache.truncate(0) if num_committed is None else cache.commit(num_committed)
+    assert seen(cache.update(states(9), states(9), 0)[0]) == expected
+
+
 def test_clear_keeps_the_memory():
     cache = TreeCache(num_layers=1, capacity=4)
     cache.update(states(1, 2, 3), states(1, 2, 3), 0)

@@ -1,21 +1,32 @@
-"""The prefix cache: lookup, contents and order of eviction; keys have their token ids as values."""
+"""The prefix cache: lookup, contents, states and order of eviction; keys have their token ids as values."""
 
 import functools
 import random
 
 import torch
 
-from lp_runtime.model.kv_cache.cache import TreeCache
+from lp_runtime.model.hf.rotary_lengths import RotaryLengths
+from lp_runtime.model.kv_cache.cache import SavedStates, TreeCache
 from lp_runtime.model.kv_cache.prefix_cache import MIN_TOKENS, PrefixCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 
 TOKEN_BYTES = 10
 
 
-def filled(tokens) -> CacheSlot:
+class StatefulCache(TreeCache):
+    """A cache with a state of 8 bytes: the number of its tokens."""
+
+    def states(self) -> SavedStates:
+        return SavedStates(({"length": torch.tensor(self.length)},))
+
+    def restore_states(self, states: SavedStates) -> None:
+        self.restored = int(states.layers[0]["length"])
+
+
+def filled(tokens, kind: type[TreeCache] = TreeCache) -> CacheSlot:
     """Return a slot that holds tokens in two layers; the second layer's keys and values are negative."""
     slot = CacheSlot()
-    slot.reset(functools.partial(TreeCache, 2), len(tokens) + 8)
+    slot.reset(functools.partial(kind, 2), len(tokens) + 8)
     values = torch.tensor(tokens, dtype=torch.float32)[None, None, :, None].expand(1, 2, -1, 3)
     slot.cache.update(values, 2 * values, 0)
     slot.cache.update(-values, -2 * values, 1)
@@ -85,6 +96,29 @@ def test_lookup_with_another_salt_returns_nothing():
     store(cache, filled(list(range(50))), "mine")
     assert read(cache, range(60), "yours") == read(cache, range(60)) == []
     assert len(read(cache, range(60), "mine")) == 50
+
+
+def test_prefix_with_other_rotary_factors_is_neither_stored_nor_read():
+    cache, slot = make(lengths=RotaryLengths(threshold=40, num_rows=2)), filled(list(range(60)))
+    cache.store(slot.cache, slot.tokens, 30, "", prompt_length=30)  # the text has grown past the threshold
+    assert cache.find(range(60), "", prompt_length=35).num_tokens == 40
+    assert cache.find(range(60), "", prompt_length=60).num_tokens == 0
+
+
+def test_prefix_restores_the_states_at_its_own_end():
+    cache = make(keeps_states=True)
+    for length in (30, 50):
+        store(cache, filled(list(range(length)), StatefulCache))
+    assert cache.num_bytes == 50 * TOKEN_BYTES + 2 * 8
+    prefix = cache.find(range(60), "")
+    assert prefix.lengths == [50, 30]
+    for length in (50, 30):
+        slot = CacheSlot()
+        slot.reset(functools.partial(StatefulCache, 2), 60)
+        slot.restore(prefix.cut(length))
+        assert (slot.cache.restored, held(slot)) == (length, list(range(length)))
+    cache.reserve(10**9)
+    assert cache.num_bytes == 0
 
 
 def test_least_recently_used_prefix_is_evicted_at_the_memory_limit():

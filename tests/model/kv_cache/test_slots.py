@@ -1,10 +1,11 @@
-"""Choice of a slot: a large enough one, or one that holds a prefix of a resumed sequence."""
+"""KV-cache slots: which of them a sequence gets, how they grow, and which tokens a resumed text finds there."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lp_runtime.model.hf.rotary_lengths import UNCHANGING, RotaryLengths
 from lp_runtime.model.kv_cache.cache import TreeCache
 from lp_runtime.model.kv_cache.slots import CacheSlot, SlotPool
 
@@ -46,6 +47,14 @@ def test_resumed_sequence_gets_the_slot_with_its_longest_prefix():
     for text, expected in (((1, 2, 3, 5), 1), ((), 0), ((7, 7), 0)):
         free = slot(100, [1, 2, 9, 9]), slot(10, [1, 2, 3, 4])
         assert pool(*free).acquire(50, text) is free[expected]
+
+
+def test_tokens_with_other_rotary_factors_are_not_known():
+    held = slot(100, [1, 2, 3])
+    held.prompt_length = 3
+    assert held.num_known([1, 2, 9], 50, UNCHANGING) == 2
+    changing = RotaryLengths(threshold=40, num_rows=2)
+    assert (held.num_known([1, 2, 9], 40, changing), held.num_known([1, 2, 9], 41, changing)) == (2, 0)
 
 
 def test_borrowed_slot_is_returned():
