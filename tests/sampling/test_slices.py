@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import weakref
 from functools import partial
 
 import pytest
@@ -10,13 +11,16 @@ import torch
 from support.thinned import thinned
 from transformers.generation import logits_process as library
 
+from lp_runtime.kernels.types import Packing
 from lp_runtime.lookahead.top_k import K
 from lp_runtime.lookahead.tree import TokenTree
+from lp_runtime.sampling import slices
 from lp_runtime.sampling.gumbel import GumbelNoise
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.sampler import Sampler
-from lp_runtime.sampling.slices import SampleRequest, SlicedLogits, VocabularySlice
+from lp_runtime.sampling.slices import MAX_NOISES, SampleRequest, SlicedLogits, VocabularySlice
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.sampling.truncation import Truncation
 
 CPU = torch.device("cpu")
 SIZES = [(200, 100), (67, 67, 66), (101, 101, 101, 0), (5, 5, 3)]
@@ -124,3 +128,18 @@ def test_split_returns_the_rows_of_each_part():
     first, second = Sliced(logits, (200, 100)).step_logits().split([1, 2])
     assert torch.equal(first.logits, logits[:1]) and torch.equal(second.copy().logits, logits[1:])
     assert len(second) == 2 and second.device == CPU
+
+
+def test_slice_keeps_the_noise_of_the_latest_requests_only(monkeypatch):
+    kept: weakref.WeakSet[GumbelNoise] = weakref.WeakSet()
+
+    class TrackedNoise(GumbelNoise):
+        def __init__(self, *args):
+            super().__init__(*args)
+            kept.add(self)
+
+    monkeypatch.setattr(slices, "GumbelNoise", TrackedNoise)
+    part, logits = VocabularySlice(0, (6, 5), CPU), torch.zeros(1, 6)
+    for seed in range(MAX_NOISES + 9):
+        part.find(logits, SampleRequest(Packing(0, 1), Truncation(), (seed, 0), [3]))
+    assert {noise.seed for noise in kept} == set(range(9, MAX_NOISES + 9))

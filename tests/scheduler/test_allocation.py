@@ -1,4 +1,4 @@
-"""The allocation of replicas to jobs: how many each should have."""
+"""The allocation of replicas to jobs: how many each gets, which replicas are shared, and which jobs move."""
 
 from __future__ import annotations
 
@@ -37,3 +37,58 @@ def test_replica_takes_requests_that_fit_with_tokens_written_so_far(num_delivere
         running[-1].settle()
         running[0].num_delivered = num_delivered
     assert len(running) == num_running
+
+
+def job(max_new_tokens: int = 100, **fields) -> Job:
+    return Job(Request((5,) * 10, PLAIN, max_new_tokens, **fields), None)
+
+
+def leased(allocated: Job, *members: int, num_delivered: int = 0) -> JobLease:
+    """Return the lease of a job that runs on its replicas."""
+    lease = JobLease(allocated, members, threading.Condition(), 1.0, lambda: True)
+    lease.settle()
+    lease.num_delivered = num_delivered
+    return lease
+
+
+def allocated(running: list[JobLease], waiting: list[Job], ready: set[int], policy: str = "fair") -> list[list[int]]:
+    """Return the replicas of the waiting jobs that can begin, on a runtime of two replicas; at most two share one."""
+    info = SimpleNamespace(supports_batching=True, capacity=None)
+    allocator = Allocator(SimpleNamespace(info=info, num_replicas=2), running, policy, max_batch=2)
+    members_of_each = []
+    for waiting_job, members in allocator.allocate(frozenset(ready), waiting):
+        running.append(leased(waiting_job, *members))
+        members_of_each.append(members)
+    return members_of_each
+
+
+def test_batch_of_a_replica_is_limited():
+    running: list[JobLease] = []
+    assert allocated(running, [job() for _ in range(5)], {0, 1}) == [[0], [1], [0], [1]]
+    assert allocated(running, [job()], {0, 1}) == []
+
+
+def test_lost_replica_is_not_shared():
+    running = [leased(job(), 0), leased(job(), 1)]
+    assert allocated(running, [job()], {1}) == []
+    running.pop()
+    assert allocated(running, [job()], {1}) == [[1]]
+
+
+class OrderedProcessor:
+    """A processor that may keep a state."""
+
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+@pytest.mark.parametrize(("processors", "members"), [((), [0, 1]), ((OrderedProcessor(),), [0])])
+def test_request_with_ordered_processors_gets_one_replica(processors, members):
+    assert allocated([], [job(processors=processors)], {0, 1}) == [members]
+
+
+@pytest.mark.parametrize(("num_delivered", "wanted"), [(50, {0, 1}), (90, {0})])
+def test_free_replica_joins_a_request_unless_that_ends_soon(num_delivered, wanted):
+    running = [leased(job(), 0, num_delivered=num_delivered)]
+    allocated(running, [], {0, 1})
+    assert running[0].wanted == wanted

@@ -51,3 +51,23 @@ def test_lease_tracks_held_and_wanted_replicas():
     assert lease.held == {2}
     lease.lose([2])
     assert not lease.held
+
+
+def test_job_cancelled_before_its_decoding_is_cancelled_when_that_begins():
+    job, cancelled = Job(None, None), []
+    lease = JobLease(job, [1], threading.Condition(), 1.0, lambda: True)
+    with lease.cancelling(lambda: cancelled.append("early")):
+        assert not cancelled
+    job.cancel()
+    assert not cancelled, "no replica decodes it"
+    with lease.cancelling(lambda: cancelled.append("late")):
+        assert cancelled == ["late"]
+
+
+def test_cancelled_job_does_not_wait_for_other_replicas():
+    """It would wait for ten minutes."""
+    job = Job(None, None)
+    lease = JobLease(job, [1], threading.Condition(), 600.0, lambda: True)
+    lease.lose([1])
+    job.cancel()
+    assert lease.refill() == frozenset()

@@ -2,6 +2,7 @@
 
 import functools
 import random
+import weakref
 
 import torch
 
@@ -119,6 +120,21 @@ def test_prefix_restores_the_states_at_its_own_end():
         assert (slot.cache.restored, held(slot)) == (length, list(range(length)))
     cache.reserve(10**9)
     assert cache.num_bytes == 0
+
+
+def test_salt_of_evicted_prefixes_is_forgotten():
+    """A server may see any number of salts."""
+
+    class Salt(str):
+        """A text that can be referenced weakly."""
+
+    cache, salt = make(), Salt("mine")
+    store(cache, filled(list(range(50))), salt)
+    kept = weakref.ref(salt)
+    del salt
+    assert kept() == "mine" and len(read(cache, range(60), "mine")) == 50
+    cache.reserve(10**9)
+    assert kept() is None
 
 
 def test_least_recently_used_prefix_is_evicted_at_the_memory_limit():
