@@ -10,7 +10,7 @@ from lp_runtime.distributed.partition.partition import partition_by_times
 from lp_runtime.lookahead.tree import PATH_PROBABILITY_BITS, TokenTree
 from lp_runtime.sizing.budget import StepBudget
 from lp_runtime.sizing.cost_model import assumed_times, interpolate
-from lp_runtime.sizing.drafting_schedule import MAX_REST_STEPS, REST_AFTER_STEPS
+from lp_runtime.sizing.drafting_schedule import MAX_REST_STEPS
 from lp_runtime.sizing.learned_costs import LearnedCosts
 
 MILLISECOND = 1_000_000
@@ -122,21 +122,20 @@ def test_more_replicas_feed_larger_trees():
     assert sizes == sorted(sizes) and sizes[-1] >= 3 * sizes[0]
 
 
-def test_drafting_rests_longer_and_longer_if_trees_do_not_pay():
+def test_tree_that_does_not_pay_is_fed_only_after_the_longest_rest():
+    """Times may have changed during the rest. The lengths of rests are tested in test_drafting_schedule.py."""
     tree = make_tree(50, rate=0.04)
     budget = StepBudget(flat(50, 1, 0.5), True, NO_LIMIT, confirmed_costs(flat(50, 1, 0.5)))
     shares = partition_by_times(make_tree(1), flat(50, 1, 0.5))
-    asked = []
+    last, num_tried = 0, 0
     for step in range(300):
         if not budget.is_resting:
-            is_trial = bool(asked) and step - asked[-1] == MAX_REST_STEPS
-            assert (fitted(budget, tree) > 1) == is_trial  # its times may have changed during the rest
-            asked.append(step)
+            is_trial = step - last == MAX_REST_STEPS
+            assert (fitted(budget, tree) > 1) == is_trial
+            last, num_tried = step, num_tried + is_trial
         budget.end_step()
         budget.observe(make_tree(1), shares, [MILLISECOND], [0], [])
-    assert asked[:REST_AFTER_STEPS] == list(range(REST_AFTER_STEPS))
-    pauses = np.diff(asked)
-    assert (np.diff(pauses) >= 0).all() and pauses[-1] == MAX_REST_STEPS
+    assert num_tried > 1
     # Drafting goes on when a tree pays.
     while budget.is_resting:
         budget.end_step()
