@@ -65,7 +65,6 @@ def test_job_cancelled_before_its_decoding_is_cancelled_when_that_begins():
 
 
 def test_cancelled_job_does_not_wait_for_other_replicas():
-    """It would wait for ten minutes."""
     job = Job(None, None)
     lease = JobLease(job, [1], threading.Condition(), 600.0, lambda: True)
     lease.lose([1])
