@@ -145,7 +145,7 @@ def test_local_errors_are_not_reported_as_a_lost_peer(monkeypatch, error, is_los
     assert (raised.value is error) == (not is_lost_peer)
 
 
-STEP_TIMEOUT = 0.2  # seconds
+STEP_TIMEOUT = 1.0  # seconds; after the wait, a busy machine must answer within it
 
 
 def wait_for_a_request(group: Group):
