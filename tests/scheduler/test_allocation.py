@@ -51,10 +51,15 @@ def leased(allocated: Job, *members: int, num_delivered: int = 0) -> JobLease:
     return lease
 
 
-def allocated(running: list[JobLease], waiting: list[Job], ready: set[int], policy: str = "fair") -> list[list[int]]:
-    """Return the replicas of the waiting jobs that can begin, on a runtime of two replicas; at most two share one."""
+def moving(job: Job, member: int) -> JobLease:
+    """Return the lease of a job that has yet to move to its replica, which therefore cannot be shared."""
+    return JobLease(job, [member], threading.Condition(), 1.0, lambda: True)
+
+
+def allocated(running: list[JobLease], waiting: list[Job], ready: set[int], max_batch: int = 2) -> list[list[int]]:
+    """Return the replicas of the waiting jobs that can begin, on a runtime of two replicas."""
     info = SimpleNamespace(supports_batching=True, capacity=None)
-    allocator = Allocator(SimpleNamespace(info=info, num_replicas=2), running, policy, max_batch=2)
+    allocator = Allocator(SimpleNamespace(info=info, num_replicas=2), running, "fair", max_batch)
     members_of_each = []
     for waiting_job, members in allocator.allocate(frozenset(ready), waiting):
         running.append(leased(waiting_job, *members))
@@ -65,14 +70,15 @@ def allocated(running: list[JobLease], waiting: list[Job], ready: set[int], poli
 def test_batch_of_a_replica_is_limited():
     running: list[JobLease] = []
     assert allocated(running, [job() for _ in range(5)], {0, 1}) == [[0], [1], [0], [1]]
-    assert allocated(running, [job()], {0, 1}) == []
+    full = [leased(job(), 0), leased(job(), 0), moving(job(), 1)]
+    assert allocated(full, [job()], {0, 1}) == []
+    assert allocated(full, [job()], {0, 1}, max_batch=3) == [[0]]
 
 
 def test_lost_replica_is_not_shared():
-    running = [leased(job(), 0), leased(job(), 1)]
-    assert allocated(running, [job()], {1}) == []
-    running.pop()
-    assert allocated(running, [job()], {1}) == [[1]]
+    running = [leased(job(), 0), moving(job(), 1)]
+    assert allocated(running, [job()], {1}, max_batch=3) == []
+    assert allocated(running, [job()], {0, 1}, max_batch=3) == [[0]]
 
 
 class OrderedProcessor:

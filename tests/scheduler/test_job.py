@@ -66,7 +66,7 @@ def test_job_cancelled_before_its_decoding_is_cancelled_when_that_begins():
 
 def test_cancelled_job_does_not_wait_for_other_replicas():
     job = Job(None, None)
-    lease = JobLease(job, [1], threading.Condition(), 600.0, lambda: True)
+    lease = JobLease(job, [1], threading.Condition(), 600.0, lambda: pytest.fail("it asks whether to wait"))
     lease.lose([1])
     job.cancel()
     assert lease.refill() == frozenset()
