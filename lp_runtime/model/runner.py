@@ -306,6 +306,7 @@ class ModelRunner:
             self.timer.start()  # restart: exclude the time of the capture
         return passes.forward(parts, planned)
 
+    @torch.inference_mode()
     def forward_batch(self, batch: Sequence[StepInputs], commit: bool = True) -> list[StepLogits]:
         """Feed one tree of each sequence, in one pass; several sequences only if the model `supports_batching`."""
         if len(batch) == 1:

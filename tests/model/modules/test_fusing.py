@@ -57,7 +57,7 @@ def blocks_of(model: nn.Module) -> dict[type, int]:
 
 
 def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention: bool = True) -> list[torch.Tensor]:
-    """Return the logits of a prompt in chunks, of a tree, and of two sequences in a batch."""
+    """Return the logits of a prompt in chunks, of a tree, and of two sequences, in a batch if the model supports it."""
     tree_model = ModelRunner(model, 5, strict_tokens, own_attention)
     rng = random.Random(0)
     tree = TokenTree([3, 4], max_depth=8)
@@ -71,7 +71,8 @@ def logits_of(model: nn.Module, strict_tokens: int | None = None, own_attention:
         logits.append(tree_model.prefill(slot, list(range(length))))
         parts.append(StepInputs.whole(slot, tree))
     logits.append(tree_model.forward(StepInputs(parts[0].slot, tree, nodes, nodes), commit=False).logits)
-    return logits + [actual.logits for actual in tree_model.forward_batch(parts)]
+    batches = [parts] if tree_model.supports_batching else [[part] for part in parts]
+    return logits + [actual.logits.clone() for batch in batches for actual in tree_model.forward_batch(batch)]
 
 
 @pytest.mark.parametrize(
