@@ -65,3 +65,16 @@ def test_sampled_tokens_do_not_enter_the_window():
     likeliest = np.full((1, ENTRY), 7, np.int32)
     drafter.advance([5, 6, 8], tree, VerificationResult([0, 8], likeliest), [8], [])
     assert drafter.pool.guesses(6) == [(8,), (7,)]
+
+
+def test_node_that_no_token_may_follow_leaves_its_window_slot_to_a_first_guess():
+    """Processors may forbid every token after a guess; its candidates are then missing, -1."""
+    drafter = PaperDrafter((2, 2, 2), samples=True)
+    drafter.begin([5])
+    drafter.advance_prefill([5, 6])
+    tree = drafter.propose([5, 6], 1, max_depth=9)
+    assert tree.tokens == [6, 5]  # the root and a node of the window
+    likeliest = np.full((2, ENTRY), -1, np.int32)
+    likeliest[0] = 7
+    drafter.advance([5, 6, 7], tree, VerificationResult([7, 0], likeliest), [7], [])
+    assert drafter.window.levels == [[7, 5]] and drafter.pool.guesses(5) == [(6,)]

@@ -54,14 +54,14 @@ class Window:
         """Return the n-grams that a step completed, one for each column whose last level was fed.
 
         Each has N token ids; there are none until the window is full. `slots` are what `place` returned for the step;
-        `successors`, [T], follow the tree's nodes.
+        `successors`, [T], follow the tree's nodes, -1 where no token may follow.
         """
         if not self.is_full:
             return []
         return [
             (*(tree.tokens[node] for level in slots if (node := level[i]) is not None), successors[last])
             for i, last in enumerate(slots[-1])
-            if last is not None
+            if last is not None and successors[last] >= 0
         ]
 
     def advance(self, slots: Slots, successors: Sequence[int], num_committed: int) -> None:
@@ -69,7 +69,7 @@ class Window:
 
         Arguments as in `ngrams`.
         """
-        new_level = [None if node is None else successors[node] for node in slots[-1]]
+        new_level = [None if node is None or successors[node] < 0 else successors[node] for node in slots[-1]]
         slide = num_committed
         levels: list[Sequence[int | None]] = [*self.levels, new_level]
         if self.is_full:
