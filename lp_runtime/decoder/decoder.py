@@ -181,7 +181,7 @@ class Decoder:
 
     def accepted_nodes(self, step: Step, gathered: Gathered) -> list[int]:
         """Return the nodes that the accepted tokens follow, from the root on."""
-        _, path = self.drafter.accept(step.tree, gathered.result)
+        _, path = self.state.accept(step.tree, gathered.result)
         return [step.tree.root, *path]
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:

@@ -35,7 +35,8 @@ class VerificationResult:
     """Result of a step: each node's successor and, if requested, its top-k candidates.
 
     Attributes:
-        successors: [T] the token that follows each node, valid from the root on; an int64 array is not copied.
+        successors: [T] the token that follows each node, -1 if it is not known because a processor failed for a guess;
+            valid from the root on; an int64 array is not copied.
         top_k: [n, ENTRY] int32 top-k candidates and margins of the nodes from the root on, in the layout of
             top_k.py: the K likeliest successors by the scores they are sampled from, before noise, -1 if
             there are fewer. None if the drafter did not request them.

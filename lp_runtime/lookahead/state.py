@@ -197,11 +197,16 @@ class DecodingState:
         `num_cached`, because which nodes every replica has fed depends on their shares.
         """
         tree = proposal.tree
-        accepted, path = self.drafter.accept(tree, result)
+        accepted, path = self.accept(tree, result)
         self._chain(proposal)
         committed = self._commit(accepted)
         self.drafter.advance(self.tokens, tree, result, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]
+
+    def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
+        """Return (accepted, path) of the tree proposed last, without a last node that has no successor."""
+        accepted, path = self.drafter.accept(tree, result)
+        return (accepted, path) if accepted[-1] >= 0 else (accepted[:-1], path[:-1])
 
     def _chain(self, proposal: Proposal) -> None:
         """Include a proposal's digest in the next one's."""

@@ -2,10 +2,11 @@
 
 The result of a node is packed into `width` int64 values, which travel in the exchange:
 
-    successor (32 bits) | log-probability of the successor (32, if requested)
+    successor (32 bits, all ones for none) | log-probability of the successor (32, if requested)
     candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates per integer
     token (32) | log-probability (32), and so on, the likeliest tokens by the model's logits (if requested)
 
+A guess has no successor if a processor fails for it: `generate` may never call the processor with that text.
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 
 Letters: n nodes, V vocabulary, K top-k candidates. Logits and scores, the processed logits, are [n, V] float32, and
@@ -39,6 +40,7 @@ from lp_runtime.sampling.packing import (
 from lp_runtime.sampling.processors import TreeProcessors
 from lp_runtime.sampling.slices import SampleRequest, SlicedLogits
 from lp_runtime.sampling.step_logits import StepLogits
+from lp_runtime.utils.memory import is_out_of_memory
 from lp_runtime.utils.tensors import tensor_on
 
 Scores = Callable[[], torch.Tensor]
@@ -101,8 +103,34 @@ class Sampler:
         if kernels is not None and truncation is not None and kernels.can_cut(step_logits.rows.dtype, truncation.top_p):
             noise = self._noise_of(positions, step_logits.device)
             return self._sampled_by(kernels, step_logits, noise, with_top_k)
-        scores = self.processors(step_logits.logits, tree, nodes, tokens, masks)
-        return self._sampled(step_logits, scores, positions, with_top_k), lambda: scores
+        scores, failed = self._process(step_logits.logits, tree, nodes, tokens, masks)
+        return self._sampled(step_logits, scores, positions, with_top_k, failed), lambda: scores
+
+    def _process(
+        self,
+        logits: torch.Tensor,
+        tree: TokenTree,
+        nodes: Sequence[int] | np.ndarray,
+        tokens: Sequence[int],
+        masks: np.ndarray | None,
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Return the scores, and the rows of guesses for which a processor fails; their scores are -inf."""
+        try:
+            return self.processors(logits, tree, nodes, tokens, masks), []
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+        scores, failed = torch.full_like(logits, -torch.inf), []
+        for row, node in enumerate(nodes):
+            part = slice(row, row + 1)
+            try:
+                mask = None if masks is None else masks[part]
+                scores[part] = self.processors(logits[part], tree, [node], tokens, mask)
+            except Exception as error:
+                if node == tree.root or is_out_of_memory(error):
+                    raise
+                failed.append(row)
+        return scores, failed
 
     def _sampled_by(
         self, kernels: ModuleType, step_logits: StepLogits, noise: Noise | None, with_top_k: bool
@@ -139,22 +167,33 @@ class Sampler:
         logits = step_logits.logits
         scores = logits.clone()
         node: int | None = tree.root
-        prefix = list(tokens)
+        prefix, failed = list(tokens), []
         while node is not None and may_follow(node):
             if node != tree.root:
                 prefix.append(tree.tokens[node])
             row = slice(node - tree.root, node - tree.root + 1)
-            scores[row] = self.processors.process_next(logits[row], prefix, None if masks is None else masks[row])
+            try:
+                scores[row] = self.processors.process_next(logits[row], prefix, None if masks is None else masks[row])
+            except Exception as error:
+                if node == tree.root or is_out_of_memory(error):
+                    raise
+                failed.append(node - tree.root)  # the text may end before: a stop condition is asked later
+                break
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
         positions = self._positions(tree, nodes, tokens)
-        return self._sampled(step_logits, scores, positions, with_top_k), lambda: scores
+        return self._sampled(step_logits, scores, positions, with_top_k, failed), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
         """Repeat the ordered processors' calls for a committed token; the [1, V] logits precede it."""
         self.processors.process_next(logits, prefix, is_replay=True)
 
     def _sampled(
-        self, step_logits: StepLogits, scores: torch.Tensor, positions: Sequence[int], with_top_k: bool
+        self,
+        step_logits: StepLogits,
+        scores: torch.Tensor,
+        positions: Sequence[int],
+        with_top_k: bool,
+        failed: list[int],
     ) -> torch.Tensor:
         if kernels := kernels_for(scores.device):
             with on(scores.device):
@@ -163,7 +202,10 @@ class Sampler:
         else:
             first = sample_successors(scores, positions, self.noise)
             packed = self._pack(scores, first, with_top_k)
-        return self._add_logprobs(packed, step_logits)
+        packed = self._add_logprobs(packed, step_logits)
+        if failed:
+            packed[failed, 0] |= HALF_MASK
+        return packed
 
     def pack_candidates(self, logits: torch.Tensor) -> torch.Tensor:
         """Pack the top-k candidates of logits after any texts: processors that use a prefix are left out."""
@@ -212,7 +254,7 @@ class Sampler:
     def unpack(
         self, packed: np.ndarray, with_top_k: bool = True
     ) -> tuple[np.ndarray, list[float] | None, np.ndarray | None]:
-        """Unpack results into [n] int64 successors, and log-probabilities and top-k candidates if requested.
+        """Unpack results into [n] int64 successors, -1 for none, log-probabilities and top-k candidates if requested.
 
         A log-probability is the model's own: under softmax(logits), before processors and noise. The candidates are
         [n, ENTRY] int32, in the layout of lookahead/top_k.py.
@@ -223,7 +265,7 @@ class Sampler:
         if self.num_top_k and with_top_k:
             entries = np.empty((len(packed), ENTRY), dtype=np.int32)
             unpack_kernel()(packed, self.num_top_k, entries)
-        return first & HALF_MASK, logprobs, entries
+        return first << HALF_BITS >> HALF_BITS, logprobs, entries
 
     def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
         """Unpack n tuples of (token id, log-probability under softmax(logits)), likeliest first, if requested."""

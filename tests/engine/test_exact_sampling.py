@@ -16,7 +16,7 @@ from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.engine import Engine
-from lp_runtime.errors import ConfigError
+from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.request.output import Report
@@ -107,6 +107,53 @@ class EvenTokensOnly(LogitsProcessor):
     def __call__(self, input_ids, scores):
         scores[:, 1::2] = float("-inf")
         return scores
+
+
+class Climbs(LogitsProcessor):
+    """Allows the last token and the five that follow it, and fails for a text that it has not allowed."""
+
+    def __init__(self, prefix_only: bool, max_length: int = 999):
+        self.prefix_only, self.max_length = prefix_only, max_length
+
+    def __call__(self, input_ids, scores):
+        (text,) = input_ids.tolist()
+        new = text[len(PROMPT) - 1 :]
+        if len(text) > self.max_length or any((b - a) % 64 > 5 for a, b in zip(new, new[1:], strict=False)):
+            raise KeyError(new[-1])
+        processed = torch.full_like(scores, -torch.inf)
+        allowed = [(text[-1] + step) % 64 for step in range(6)]
+        processed[:, allowed] = scores[:, allowed]
+        return processed
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig(), SamplingConfig(temperature=1.0, seed=2)], ids=["greedy", "sampled"]
+)
+@pytest.mark.parametrize("drafter", ["full", "paper"])
+def test_processor_that_fails_for_guesses_does_not_end_the_request(loop, drafter, sampling):
+    request = Request(PROMPT, PLAIN, 24, sampling=sampling, processors=(Climbs(prefix_only=True),), logprobs=True)
+    expected, _ = decode(loop, request)
+    actual, report = decode(loop, replace(request, lookahead=LookaheadConfig(7, 4, 7, drafter=drafter)))
+    assert actual == expected
+    assert sum(map(sum, report.counts.fed)) > 0
+
+
+def test_ordered_processor_may_fail_for_guesses_after_the_end(loop):
+    """Guesses are processed before a stop condition is asked; without the condition the failure ends the request."""
+    request = Request(PROMPT, LookaheadConfig(5, 4, 5), 24, processors=(Climbs(prefix_only=False),))
+    everything, report = decode(loop, request)
+    assert report.num_steps < len(everything)
+    for num in range(4, 12):
+        cut = replace(request, processors=(Climbs(prefix_only=False, max_length=len(PROMPT) + num - 1),))
+        committed: list[int] = []
+
+        def stop(run, committed=committed, num=num):
+            committed += run
+            return len(run) - len(committed) + num if len(committed) >= num else None
+
+        assert decode(loop, cut, stop=stop)[0] == everything[:num]
+        with pytest.raises(RequestError, match="Climbs failed"):
+            decode(loop, cut)
 
 
 GREEDY = [

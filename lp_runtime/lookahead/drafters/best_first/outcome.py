@@ -58,8 +58,9 @@ def store_results(
         entries[i, STAMP], entries[i, ORIGIN] = stamp, FROM_STEP
         store_under_orders(table, nodes.hashes, node, entries, i)
         place = position + nodes.depths[node]
-        store_successor(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
-        store_successor(table, position_key(drafts.text, place, -1), successors[node], stamp)
+        if successors[node] >= 0:
+            store_successor(table, position_key(drafts.text, place, nodes.tokens[node]), successors[node], stamp)
+            store_successor(table, position_key(drafts.text, place, -1), successors[node], stamp)
 
 
 @compiled
