@@ -92,19 +92,23 @@ class Sampler:
         positions = self._positions(tree, nodes, tokens)
         kernels, truncation = kernels_for(step_logits.device), self.processors.truncation
         is_greedy = self.noise is None and self.processors.is_empty
+        # A captured pass has sampled already.
         if step_logits.presampled is not None and is_greedy and self.num_top_k <= K:
             packed = step_logits.presampled[:, : self._top_logprobs_column].contiguous()
             return self._add_logprobs(packed, step_logits), lambda: step_logits.logits
+        # Each shard samples from its slice of the vocabulary.
         if isinstance(step_logits, SlicedLogits) and truncation is not None and not truncation.cuts:
             key = None if self.noise is None else (self.noise.seed, self.noise.sample)
             wanted = SampleRequest(self._packing(with_top_k), truncation, key, positions)
             packed = self._add_logprobs(step_logits.sample(wanted), step_logits)
             return packed, lambda: self.processors(step_logits.logits, tree, nodes, tokens, masks)
+        # A kernel applies temperature, top_k and top_p while it samples.
         if kernels is not None and truncation is not None and kernels.can_cut(step_logits.rows.dtype, truncation.top_p):
             noise = self._noise_of(positions, step_logits.device)
-            return self._sampled_by(kernels, step_logits, noise, with_top_k)
+            return self._sample_by_kernel(kernels, step_logits, noise, with_top_k)
+        # Processors make scores of all logits.
         scores, failed = self._process(step_logits.logits, tree, nodes, tokens, masks)
-        return self._sampled(step_logits, scores, positions, with_top_k, failed), lambda: scores
+        return self._sample_scores(step_logits, scores, positions, with_top_k, failed), lambda: scores
 
     def _process(
         self,
@@ -132,7 +136,7 @@ class Sampler:
                 failed.append(row)
         return scores, failed
 
-    def _sampled_by(
+    def _sample_by_kernel(
         self, kernels: ModuleType, step_logits: StepLogits, noise: Noise | None, with_top_k: bool
     ) -> tuple[torch.Tensor, Scores]:
         truncation, cut = self.processors.truncation, None
@@ -181,13 +185,13 @@ class Sampler:
                 break
             node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
         positions = self._positions(tree, nodes, tokens)
-        return self._sampled(step_logits, scores, positions, with_top_k, failed), lambda: scores
+        return self._sample_scores(step_logits, scores, positions, with_top_k, failed), lambda: scores
 
     def replay(self, logits: torch.Tensor, prefix: Sequence[int]) -> None:
         """Repeat the ordered processors' calls for a committed token; the [1, V] logits precede it."""
         self.processors.process_next(logits, prefix, is_replay=True)
 
-    def _sampled(
+    def _sample_scores(
         self,
         step_logits: StepLogits,
         scores: torch.Tensor,
