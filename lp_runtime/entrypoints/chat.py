@@ -22,6 +22,7 @@ from lp_runtime.runtime import LookaheadRuntime
 
 HELP = "/reset starts again, /undo takes back the last question, /quit (or Ctrl-D) ends; Ctrl-C stops an answer"
 COMMAND = re.compile(r"/[a-z]+")  # such a line is no message: a mistyped command would become part of the conversation
+CUT = ("length", "time")  # finish_reason of a Generation that ends at a limit
 
 Messages = Sequence[dict[str, str]]
 
@@ -83,9 +84,16 @@ def _answer(runtime: LookaheadRuntime, config: ChatConfig, messages: Messages) -
     )
     with closing(runtime.stream_request(request, needs_text=True)) as stream:
         shown = show_answer(_texts(stream, runtime.answer_reader(request)))
+    if stream.generation and stream.generation.finish_reason in CUT:
+        show_cut(config)
     if stream.generation and stream.generation.seed is not None and config.sampling.seed is None:
         print(f"(seed {stream.generation.seed})", file=sys.stderr)
     return shown
+
+
+def show_cut(config: ChatConfig) -> None:
+    limits = "max_new_tokens" if config.max_time is None else "max_new_tokens or max_time"
+    print(f"(the answer was cut at its limit; a higher {limits} allows more)", file=sys.stderr)
 
 
 def _texts(stream: GenerationStream, reader: AnswerReader) -> Iterator[tuple[str, str]]:

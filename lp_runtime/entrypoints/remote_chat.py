@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from lp_runtime.config.commands import ChatConfig
-from lp_runtime.entrypoints.chat import Messages, converse, show_answer
+from lp_runtime.entrypoints.chat import Messages, converse, show_answer, show_cut
 from lp_runtime.errors import ConfigError
 from lp_runtime.utils.openai_client import REASONING_FIELDS, Endpoint, choices_of, delta_of
 
@@ -21,7 +21,7 @@ def chat_with_server(config: ChatConfig) -> None:
     fields = _fields(config)
     endpoint = Endpoint.of(config.url, config.api_key, config.api_key_file)
     name = config.served_name or endpoint.model()
-    converse(config.system, partial(_answer, endpoint, {"model": name, **fields}))
+    converse(config.system, partial(_answer, endpoint, config, {"model": name, **fields}))
 
 
 def _fields(config: ChatConfig) -> dict[str, object]:
@@ -35,14 +35,20 @@ def _fields(config: ChatConfig) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _answer(endpoint: Endpoint, fields: dict[str, object], messages: Messages) -> str:
-    return show_answer(_texts(endpoint, {**fields, "messages": messages}))
+def _answer(endpoint: Endpoint, config: ChatConfig, fields: dict[str, object], messages: Messages) -> str:
+    reasons = list[object]()
+    shown = show_answer(_texts(endpoint, {**fields, "messages": messages}, reasons))
+    if "length" in reasons:
+        show_cut(config)
+    return shown
 
 
-def _texts(endpoint: Endpoint, body: dict[str, object]) -> Iterator[tuple[str, str]]:
-    """Stream an answer as pairs (piece of reasoning, piece of text); either may be empty."""
+def _texts(endpoint: Endpoint, body: dict[str, object], reasons: list[object]) -> Iterator[tuple[str, str]]:
+    """Stream an answer as pairs (piece of reasoning, piece of text), either may be empty; collect finish reasons."""
     for event in endpoint.stream("chat/completions", body):
-        for delta in map(delta_of, choices_of(event)):
+        for choice in choices_of(event):
+            reasons.append(choice.get("finish_reason"))
+            delta = delta_of(choice)
             reasoning = next((text for name in REASONING_FIELDS if (text := _text(delta, name))), "")
             yield reasoning, _text(delta, "content")
 

@@ -63,6 +63,16 @@ def test_reasoning_is_shown_on_stderr_and_not_sent_back(converse):
     assert [each["content"] for each in fake.bodies[1]["messages"]] == ["One", "Yes.", "Two"]
 
 
+def test_answer_that_is_cut_is_told_from_a_whole_one(converse):
+    ends = [{"choices": [{"delta": {}, "finish_reason": reason}]} for reason in ("length", "stop")]
+    with fake_server(lambda number: ["a", ends[number]]) as (url, _):
+        status, out, err = converse("One\nTwo\n", f"url={url}", "max_time=9")
+    assert status == 0 and out == "a\na\n"
+    assert err.splitlines()[1:] == [
+        "(the answer was cut at its limit; a higher max_new_tokens or max_time allows more)"
+    ]
+
+
 def test_sampling_settings_are_sent_by_their_api_names(converse):
     with fake_server(lambda number: ["a"]) as (url, fake):
         off = ("sampling.no_repeat_ngram_size=0", "sampling.bad_words_ids=[]", "sampling.typical_p=1")
