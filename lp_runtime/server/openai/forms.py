@@ -90,8 +90,8 @@ class Choice:
 
     @property
     def is_call_cut(self) -> bool:
-        """Whether a stop string has ended the text inside a call."""
-        if self.stop is None or not self.arguments:
+        """Whether a limit or a stop string has ended the text inside the last call."""
+        if (self.stop is None and self.reason != "length") or not self.arguments:
             return False
         try:
             return not isinstance(json.loads("".join(self.arguments)), dict)

@@ -134,7 +134,7 @@ class ResponsesForm(Form):
         """End the last item; an answer without items gets an empty message."""
         if not self._items:
             yield from self._begin_item(Piece("content", ""))
-        yield from self._end_item(_last_status(choice))
+        yield from self._end_item(self._last_status(choice))
 
     def _place(self) -> dict[str, object]:
         """Return the event fields that locate the current item's text in the answer."""
@@ -149,7 +149,8 @@ class ResponsesForm(Form):
         status, usage = _status(choice), usage_of([choice])
         last = len(self._items) - 1
         bodies = [
-            item.body(_last_status(choice) if place == last else "completed") for place, item in enumerate(self._items)
+            item.body(self._last_status(choice) if place == last else "completed")
+            for place, item in enumerate(self._items)
         ]
         return {
             **self._response(status),
@@ -164,6 +165,12 @@ class ResponsesForm(Form):
             },
             "metrics": acceptance_of([choice]),
         }
+
+    def _last_status(self, choice: Choice) -> str:
+        """Return the status of the last item; that of a call does not depend on whether the answer is complete."""
+        if self._items[-1].piece.kind == "arguments":
+            return "incomplete" if choice.is_call_cut else "completed"
+        return _status(choice)
 
     def _num_reasoning(self, choice: Choice) -> int:
         """Return how many tokens the reasoning text has, counted by the bytes of the first tokens."""
@@ -205,8 +212,3 @@ class ResponsesForm(Form):
 
 def _status(choice: Choice) -> str:
     return "incomplete" if choice.reason == "length" else "completed"
-
-
-def _last_status(choice: Choice) -> str:
-    """Return the status of an answer's last item, which a stop string may have cut although the answer is complete."""
-    return "incomplete" if choice.is_call_cut else _status(choice)

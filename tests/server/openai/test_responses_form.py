@@ -43,11 +43,35 @@ def test_answer_has_reasoning_message_and_call_items():
     assert [item["arguments"] for item in answer["output"][2:]] == ['{"a": 1}'] * 2
     assert all(item["status"] == "completed" for item in answer["output"])
     assert answer["usage"]["output_tokens_details"] == {"reasoning_tokens": len("so it is")}
-    form, choice = answered(max_calls=1, reason="length")
+    form, choice = answered(max_calls=1)
     choice.text = TEXT
+    assert len(form.whole([choice])["output"]) == 3
+
+
+@pytest.mark.parametrize(
+    ("num_cut", "last"),
+    [
+        (0, ("function_call", "completed")),
+        (len("</tool_call>"), ("function_call", "completed")),
+        (len("}}</tool_call>"), ("function_call", "incomplete")),
+        (len(CALL), ("function_call", "completed")),
+        (2 * len(CALL), ("message", "incomplete")),
+        (len("I look.") + 2 * len(CALL), ("reasoning", "incomplete")),
+    ],
+)
+def test_item_at_the_limit_is_incomplete_unless_it_is_a_whole_call(num_cut, last):
+    """OpenAI's API does the same: the answer is incomplete, its whole calls are not."""
+    form, choice = answered(reason="length")
+    choice.text = TEXT[: len(TEXT) - num_cut]
     answer = form.whole([choice])
-    assert len(answer["output"]) == 3
-    assert [item["status"] for item in answer["output"]] == ["completed", "completed", "incomplete"]
+    assert answer["status"] == "incomplete" and answer["incomplete_details"] == {"reason": "max_output_tokens"}
+    *others, item = answer["output"]
+    assert (item["type"], item["status"]) == last and all(other["status"] == "completed" for other in others)
+    form, choice = answered(reason="length")
+    lines = [*form.grown(choice, TEXT[: len(TEXT) - num_cut], slice(0)), *form.closing([choice], False)]
+    *_, done, ended = [json.loads(line.split("data: ", 1)[1]) for line in lines]
+    assert (done["item"]["type"], done["item"]["status"]) == last and ended["type"] == "response.incomplete"
+    assert ended["response"]["output"][-1] == done["item"]
 
 
 def test_functions_of_equal_names_are_told_apart():
