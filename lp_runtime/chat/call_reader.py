@@ -50,8 +50,9 @@ class CallReader:
             yield from self._text.match_all(call_patterns(form).tail)
             return
         groups = opening.groupdict()
-        name, has_arguments = groups["name"], groups.get("value") is not None
-        is_certain = groups.get("prefix", "") is not None and (has_arguments or form.tail)
+        name, is_unmarked = groups["name"], groups.get("object") is not None
+        has_arguments = groups.get("value") is not None or is_unmarked
+        is_certain = groups.get("prefix", "") is not None and not is_unmarked and (has_arguments or form.tail)
         if not is_certain and name not in self._known:
             raise NotACallError
         if form.style is not None:

@@ -88,7 +88,7 @@ def first_head(form: CallFormat, mark: str) -> str:
 def head_of(form: CallFormat, text: str) -> str:
     """Return the pattern of a head: a text of the description, and then the arguments or an object, which it leaves.
 
-    It accepts white space next to marks. The prefix of a name may be missing, and with the arguments what is between.
+    It accepts white space next to marks. The prefix of a name may be missing, and the arguments or what is before them.
     """
     if form.is_object:
         return lenient(text) + r"\s*(?=\{)"
@@ -97,11 +97,13 @@ def head_of(form: CallFormat, text: str) -> str:
     head = lenient(before) + (rf"(?P<prefix>{regex.escape(prefix)})?" if prefix else "")
     if form.style is not None:
         return head + lenient(name) + (r"\s*(?=<)" if form.style.close else "")
-    name, between = regex.fullmatch(r"(.*\$[A-Z]+)(.*)", name, regex.DOTALL).groups()
+    number, between = regex.fullmatch(r"\$NAME(.*\$[A-Z]+)?(.*)", name, regex.DOTALL).groups(default="")
     ends = regex.findall(PIECE, form.tail)
     after, last = (any_of(ends), any_of(ends[-1:])) if ends else [rf"\Z|{any_of(marks_of(form))}"] * 2
     value = rf"{lenient(between)}\s*(?=(?P<value>[{{\"]|null)|{after})"
-    return head + lenient(name) + rf"(?:{value}|\s*(?={last}))"
+    # An object may follow the name at once, but an index would be taken for a part of the name.
+    unmarked = NEVER.pattern if "$INDEX" in number else rf"(?:{lenient(between)})?\s*(?=(?P<object>\{{))"
+    return head + lenient("$NAME") + rf"(?:{lenient(number)}(?:{value}|\s*(?={last}))|{unmarked})"
 
 
 @functools.cache

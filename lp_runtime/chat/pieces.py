@@ -76,11 +76,14 @@ class NewPieces:
 
 
 def new_call_id(text: str = LONG_ID, values: Mapping[str, str | None] | None = None) -> str:
-    """Return an id of a call; `values` are those of a format's placeholders, by their names in lower case."""
+    """Return an id of a call, a random one if the call has none.
+
+    `values` are those of a format's placeholders, by their names in lower case.
+    """
     if text == SHORT_ID:
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
     if text == LONG_ID:
         return f"call_{uuid.uuid4().hex[:24]}"
     for name, value in (values or {}).items():
         text = text.replace(f"${name.upper()}", value or "")
-    return text
+    return text or new_call_id(SHORT_ID)

@@ -432,8 +432,13 @@ WITHOUT_PREFIX = [
 ]
 
 
-@pytest.mark.parametrize(("form", "answer", "calls"), [*WITHOUT_ARGUMENTS, *WITHOUT_PREFIX])
-def test_calls_without_arguments_or_prefix_are_read(form, answer, calls):
+@pytest.mark.parametrize(("form", "answer", "calls"), [*WITHOUT_ARGUMENTS, *WITHOUT_MARK, *WITHOUT_PREFIX])
+def test_calls_without_arguments_or_a_mark_or_prefix_are_read(form, answer, calls):
+WITHOUT_MARK = [
+    ("mistral_args", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g {}', {"f": {"a": "x"}, "g": {}}),
+    ("mistral_id", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g[ARGS]{}', {"f": {"a": "x"}, "g": {}}),
+    ("deepseek_v31", DEEPSEEK % 'f{"a": "x"}', FULL),
+]
     for parts in ([answer], list(answer), *([answer[:place], answer[place:]] for place in range(len(answer)))):
         _, content, read = parsed(chat_format("", form).parser(KNOWN, ""), parts)
         assert (content, {name: json.loads(text) for name, text in read}) == ("", calls), parts
@@ -457,6 +462,7 @@ def test_other_names_and_texts_after_a_mark_are_text(form, answer):
         assert parsed(chat_format("", form).parser(KNOWN, ""), parts) == ("", answer, [])
 
 
+        ("mistral_args", "[TOOL_CALLS]h{}"),
 def test_constrained_text_that_names_a_tool_is_no_call():
     parser = chat_format("", "llama3").parser(KNOWN, "", text=CONSTRAINT)
     assert parsed(parser, list('{"name": "f"}')) == ("", '{"name": "f"}', [])
