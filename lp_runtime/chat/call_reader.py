@@ -115,7 +115,7 @@ class CallReader:
         """Read arguments that are written one after another, up to and including the call's tail."""
         text, patterns, tail = self._text, argument_patterns(form, style), call_patterns(form).tail
         key = yield from text.match(patterns.key)
-        is_ended = key is None and (yield from text.match_all(tail))
+        is_ended = key is None and not text.is_cut_in_match and (yield from text.match_all(tail))
         if key is None and not is_ended:
             raise NotACallError
         self._begin(name, new_call_id(form.call_id))

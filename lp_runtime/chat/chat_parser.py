@@ -156,15 +156,18 @@ class AnswerParser(ChatParser):
     def _calls(self, form: CallFormat, mark: str) -> Steps[None]:
         """Read the calls that follow a mark; what is not a call is text, as the mark is without one."""
         patterns, num_before = call_patterns(form), self._pieces.num_calls
-        head = patterns.heads[mark]
+        head, is_marked = patterns.heads[mark], bool(mark)
         while head is not None:
             self._text.keep()
             try:
                 yield from self._reader.read(form, head, bool(mark), head is patterns.following and not form.is_list)
             except NotACallError:
+                if is_marked and (self._text.is_cut or self._text.is_cut_in_match):
+                    self._text.skip_all()  # the head of a call
+                    return
                 self._text.rewind()
                 break
-            head = patterns.following
+            head, is_marked = patterns.following, form.is_list
         if self._pieces.num_calls > num_before:
             yield from self._text.match_all(patterns.end)
             return

@@ -68,7 +68,7 @@ class TemplateParser(ChatParser):
         try:
             return self._pieces(self._parser.finalize()[1])
         except UNREADABLE:
-            return self._give_up("")
+            return [] if is_cut else self._give_up("")
 
     def _give_up(self, text: str) -> list[Piece]:
         text, self._unread, self._parser = self._unread + text, "", None

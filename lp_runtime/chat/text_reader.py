@@ -39,6 +39,7 @@ class TextReader:
         self.is_end_cut = False  # whether a limit has ended the text, not its writer
         self._at = 0  # characters consumed
         self._kept: int | None = None  # where `rewind` goes back to
+        self.is_cut_in_match = False  # whether a limit has ended the text inside what the last `match` looked for
 
     def add(self, text: str) -> None:
         start = self._at if self._kept is None else self._kept
@@ -79,6 +80,7 @@ class TextReader:
         while True:
             match = pattern.match(self._text, self._at, partial=not self._is_end)
             if match is None or (match.partial and len(self._text) - self._at > MAX_MATCH_CHARS):
+                self.is_cut_in_match = self.is_end_cut and self._begins(pattern)
                 return None
             if self._is_end or not (match.partial or match.end() == len(self._text)):
                 self._at = match.end()
@@ -97,8 +99,16 @@ class TextReader:
 
     def skip_cut(self, pattern: Pattern) -> None:
         """Consume the rest of a text that is over, if it begins a match."""
-        if self._is_end and pattern.fullmatch(self._text, self._at, partial=True):
-            self._at = len(self._text)
+        if self._is_end and self._begins(pattern):
+            self.skip_all()
+
+    def skip_all(self) -> None:
+        """Consume the rest of the text."""
+        self._at = len(self._text)
+
+    def _begins(self, pattern: Pattern) -> bool:
+        """Whether the rest of the text may begin a match."""
+        return pattern.fullmatch(self._text, self._at, partial=True) is not None
 
     def until(self, pattern: Pattern, out: Out, last: Pattern | None = None) -> Steps[Any]:
         """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text.

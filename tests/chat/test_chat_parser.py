@@ -281,6 +281,16 @@ CASES = {
     "a call that is cut in the mark of its end": (
         reading("qwen3_coder"), f"{QWEN_CALL}so\n</func", "", "", [("f", '{"a": ')]
     ),
+    "a head that is cut": (hermes, 'I look.<tool_call>\n{"na', "", "I look.", []),
+    "a head that is cut after its mark": (hermes, "I look.<tool_call>", "", "I look.", []),
+    "a head that is cut after a call": (hermes, f"{DRAFT}\n<tool_call>", "", "", CALLS[:1]),
+    "a head that is cut in the mark": (hermes, "I look.<tool_ca", "", "I look.<tool_ca", []),
+    "a head that is cut, without a mark": (knowing("llama3"), '{"name": "f", "par', "", '{"name": "f", "par', []),
+    "a head that is cut in the first key": (reading("qwen3_coder"), f"{QWEN_CALL[:-3]}", "", "", []),
+    "a head that is cut in the name": (knowing("mistral_args"), "so[TOOL_CALLS]get_wea", "", "so", []),
+    "a head that is cut in a list": (mistral, f'[TOOL_CALLS]{MISTRAL_LIST[:-1]}, {{"name": "f', "", "", CALLS),
+    "a head that is cut in a list without a mark": (reading("pythonic"), "[g(), f(a", "", "", CALLS[1:]),
+    "text after a mark that is cut": (hermes, "The <tool_call> tag", "", "The <tool_call> tag", []),
     "the mark of an end in a value": (
         reading("qwen3_coder"), f"{QWEN_CALL}a</function>b\n</parameter>\n</function>", "", "",
         [("f", '{"a": "a</function>b"}')],

@@ -125,6 +125,13 @@ def test_response_template_parses_answers_in_pieces_of_any_size(prompt_end, text
     assert parts_of(own_parser(prompt_end), pieces) == parts
 
 
+@pytest.mark.parametrize("text", ['so @f {"a": [1', "so @f "])
+def test_call_that_is_cut_is_not_shown(text):
+    parser = own_parser()
+    pieces = [*parser.add(text), *parser.finish(is_cut=True)]
+    assert "".join(piece.text for piece in pieces) == "so "
+
+
 @pytest.mark.parametrize("value", ["[]", "[1]", "5", "null", r'"{\"a\": "'])
 def test_arguments_of_a_response_template_that_are_no_object_are_empty(value):
     text = f'@{{"name": "f", "arguments": {value}}};'
