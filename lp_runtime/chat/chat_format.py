@@ -17,6 +17,7 @@ from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
 from lp_runtime.chat.text_reader import object_in
 from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.constraints.compiled import may_begin_with_space
 from lp_runtime.errors import ConfigError, RequestError, first_line
 from lp_runtime.model.chat_template import ChatTemplate
 from lp_runtime.text.harmony import MESSAGE, content_start
@@ -218,7 +219,7 @@ class ChatFormat:
 
     def _reasoning_before(self, text: ConstraintConfig | None) -> ReasoningFormat | None:
         """Return the format of the reasoning before text; white space at its beginning may be part of the text."""
-        if self.reasoning is None or text is None or not text.may_begin_with_space:
+        if self.reasoning is None or text is None or not may_begin_with_space(text):
             return self.reasoning
         return replace(self.reasoning, hides_space=False)
 

@@ -72,11 +72,6 @@ class ConstraintConfig:
         return next((name for name in KINDS if getattr(self, name) is not None), None)
 
     @property
-    def may_begin_with_space(self) -> bool:
-        """Whether one of the choices begins with white space, so that all of it after a free part belongs to them."""
-        return any(text[:1].isspace() for text in self.choice or ())
-
-    @property
     def source(self) -> str:
         """The constraint as text, equal for equal constraints of a kind; ConstraintError if JSON is invalid."""
         kind = self.kind

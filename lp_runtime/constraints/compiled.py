@@ -12,7 +12,7 @@ from typing import Any
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.constraints.exact_grammars import exact_ebnf
 from lp_runtime.constraints.exact_numbers import with_numbers
-from lp_runtime.constraints.exact_regexes import exact_regex
+from lp_runtime.constraints.exact_regexes import exact_regex, regex_may_begin_with_space
 from lp_runtime.constraints.exact_schemas import exact_schema, json_grammar
 from lp_runtime.constraints.grammar_checks import GrammarParts
 from lp_runtime.constraints.library import library
@@ -20,6 +20,7 @@ from lp_runtime.constraints.structural_tags import structural_tag_grammar
 from lp_runtime.errors import ConfigError, ConstraintError, first_line
 from lp_runtime.text.token_text import TokenTexts
 
+MAX_EXAMINED_CHARS = 1000  # of a regex; a longer one takes long
 MAX_COMPILED_BYTES = 1 << 26  # of a grammar that is sent to replicas, before compression
 AFTER_REASONING = r"[ \n\t]{0,8}"
 COMPRESSION_LEVEL = 1  # for zlib: reduces grammars to about a seventh within a millisecond
@@ -130,11 +131,24 @@ def _grammar(config: ConstraintConfig) -> Any:
     space = {"type": "regex", "pattern": AFTER_REASONING}
     reasoning: dict[str, Any] = {
         "type": "sequence",
-        "elements": [free] if config.may_begin_with_space else [free, space],
+        "elements": [free] if may_begin_with_space(config) else [free, space],
     }
     if begin:
         reasoning = {"type": "optional", "content": reasoning}
     return Grammar.concat(Grammar.from_structural_tag({"type": "structural_tag", "format": reasoning}), grammar)
+
+
+def may_begin_with_space(config: ConstraintConfig) -> bool:
+    """Whether constrained text may begin with white space, so that all of it after a free part belongs to the text.
+
+    Of JSON it never does. A grammar, a structural tag or a long regex is taken for one whose texts may.
+    """
+    if config.kind == "regex":
+        try:
+            return len(config.source) > MAX_EXAMINED_CHARS or regex_may_begin_with_space(config.source)
+        except ValueError:  # it is refused when it is compiled
+            return False
+    return config.kind in ("grammar", "structural_tag") or any(text[:1].isspace() for text in config.choice or ())
 
 
 def _reason(error: Exception) -> str:

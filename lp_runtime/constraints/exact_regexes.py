@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from lp_runtime.constraints.regex_anchors import fixed_beginning, without_anchors
+from lp_runtime.constraints.regex_anchors import Group, fixed_beginning, parsed, without_anchors
 from lp_runtime.constraints.regex_syntax import TOKEN, quoting
 
 Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
@@ -81,6 +81,32 @@ def may_match_one_text(pattern: str, other: str) -> bool:
     """Whether searches for two expressions may find the same text; false only if the beginnings of theirs differ."""
     pairs = zip(map(_characters, fixed_beginning(pattern)), map(_characters, fixed_beginning(other)), strict=False)
     return all(one == two or intersection(one, two) for one, two in pairs)
+
+
+def regex_may_begin_with_space(pattern: str) -> bool:
+    """Whether a text that an expression matches may begin with white space; raises as `without_anchors`."""
+    return _beginning(parsed(without_anchors(pattern)))[0]
+
+
+def _beginning(group: Group) -> tuple[bool, bool]:
+    """Return whether a text of a group may begin with white space, and whether it may be empty."""
+    has_space = may_be_empty = False
+    for items in group.alternatives:
+        place, is_open = 0, True  # is_open: whether all items so far may be empty
+        while place < len(items) and is_open:
+            item, place = items[place], place + 1
+            if isinstance(item, Group):
+                has_one, is_open = _beginning(item)
+            else:
+                has_one, is_open = bool(intersection(_characters(item), ANY_SPACE)), False
+            has_space |= has_one
+            is_open |= items[place : place + 1] in (["*"], ["?"]) or items[place : place + 2] == ["{", "0"]
+            if items[place : place + 1] == ["{"]:
+                place = items.index("}", place) + 1
+            while items[place : place + 1] in (["*"], ["+"], ["?"]):
+                place += 1
+        may_be_empty |= is_open
+    return has_space, may_be_empty
 
 
 def _characters(token: str) -> Ranges:

@@ -34,7 +34,7 @@ def without_anchors(pattern: str, free: str = "") -> str:
     `free` matches the text before or after a match, where no anchor excludes one. The result has `plain_syntax`.
     Raises ValueError for an anchor inside an expression, and as `plain_syntax`.
     """
-    whole = _parsed(pattern)
+    whole = parsed(pattern)
     if free:
         whole = Group("", [[Group("(?:", whole.alternatives, ")")]])
     for side in (START, END):
@@ -48,7 +48,7 @@ def without_anchors(pattern: str, free: str = "") -> str:
 
 def fixed_beginning(pattern: str) -> list[str]:
     """Return the characters, classes and last `$` with which each text begins that a search for `pattern` finds."""
-    whole = _parsed(pattern)
+    whole = parsed(pattern)
     if len(whole.alternatives) > 1 or _outer(whole.alternatives[0], START) not in ANCHORS[START]:
         return []
     items, fixed = whole.alternatives[0][1:], list[str]()
@@ -105,7 +105,7 @@ def _tokens(pattern: str) -> list[str]:
     return tokens
 
 
-def _parsed(pattern: str) -> Group:
+def parsed(pattern: str) -> Group:
     """Return the groups of an expression."""
     groups, tokens, place = [Group("", [[]])], _tokens(plain_syntax(pattern)), 0
     while place < len(tokens):

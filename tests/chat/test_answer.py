@@ -113,10 +113,19 @@ def test_constrained_text_may_follow_reasoning_between_special_tokens(form, prom
         assert all(map(matcher.accept_token, ids(answer + "</s>"))) == (answer in allowed), answer
 
 
-@pytest.mark.parametrize("choices", [[" yes", "\n\nno", "no"], ["yes", "no"]])
+@pytest.mark.parametrize(
+    ("text", "choices"),
+    [
+        (ConstraintConfig(choice=[" yes", "\n\nno", "no"]), [" yes", "\n\nno", "no"]),
+        (ConstraintConfig(choice=["yes", "no"]), ["yes", "no"]),
+        (ConstraintConfig(regex=r"(?:|\d{0,2})(\s| )?yes|\n{2}no"), [" yes", "yes", "\n\nno"]),
+        (ConstraintConfig(regex=r"^(\S|no{1,2} )\s?$"), ["y ", "n", "no "]),
+        (ConstraintConfig(regex=" " + "a" * 2000 + "|no"), ["no"]),
+        (ConstraintConfig(grammar='root ::= " "? "yes" | "\\n\\n" "no"'), [" yes", "yes", "\n\nno"]),
+    ],
+)
 @pytest.mark.parametrize("form", [think_format(), ChatFormat("", "none", "mistral"), ChatFormat("", "none", "cohere")])
-def test_choice_after_reasoning_is_one_of_the_choices(form, choices):
-    text = ConstraintConfig(choice=choices)
+def test_constrained_text_after_reasoning_is_what_the_constraint_allows(form, text, choices):
     compiled = load_compiled(compile_constraint(form.constraint(ToolUse(), text, ""), INFO), INFO)
     begin, end = form.reasoning.begin, form.reasoning.end
     for space, choice in itertools.product(("", "\n\n", " "), choices):

@@ -12,7 +12,7 @@ from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.text_reader import MAX_MATCH_CHARS, TextReader
 from lp_runtime.config.constraint import ConstraintConfig
 
-CONSTRAINT = ConstraintConfig(regex=".*")  # of the text of an answer that is either only calls or only text
+CONSTRAINT = ConstraintConfig(regex=r"\S.*")  # of the text of an answer that is either only calls or only text
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
 MISTRAL_LIST = f'[{{"name": "f", "arguments": {ARGUMENTS[0]}}}, {{"name": "g", "arguments": {ARGUMENTS[1]}}}]'
 CALLS = [("f", ARGUMENTS[0]), ("g", ARGUMENTS[1])]
@@ -434,6 +434,11 @@ WITHOUT_ARGUMENTS = [
     ("kimi_k2", KIMI % "functions.f:0<|tool_call_argument_begin|>null", EMPTY),
     ("harmony", COMMENTARY % ("functions.f", ""), EMPTY),
 ]
+WITHOUT_MARK = [
+    ("mistral_args", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g {}', {"f": {"a": "x"}, "g": {}}),
+    ("mistral_id", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g[ARGS]{}', {"f": {"a": "x"}, "g": {}}),
+    ("deepseek_v31", DEEPSEEK % 'f{"a": "x"}', FULL),
+]
 WITHOUT_PREFIX = [
     ("harmony", COMMENTARY % ("f", '{"a":"x"}'), FULL),
     ("kimi_k2", KIMI % 'f:0<|tool_call_argument_begin|>{"a": "x"}', FULL),
@@ -444,11 +449,6 @@ WITHOUT_PREFIX = [
 
 @pytest.mark.parametrize(("form", "answer", "calls"), [*WITHOUT_ARGUMENTS, *WITHOUT_MARK, *WITHOUT_PREFIX])
 def test_calls_without_arguments_or_a_mark_or_prefix_are_read(form, answer, calls):
-WITHOUT_MARK = [
-    ("mistral_args", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g {}', {"f": {"a": "x"}, "g": {}}),
-    ("mistral_id", '[TOOL_CALLS]f{"a": "x"}[TOOL_CALLS]g[ARGS]{}', {"f": {"a": "x"}, "g": {}}),
-    ("deepseek_v31", DEEPSEEK % 'f{"a": "x"}', FULL),
-]
     for parts in ([answer], list(answer), *([answer[:place], answer[place:]] for place in range(len(answer)))):
         _, content, read = parsed(chat_format("", form).parser(KNOWN, ""), parts)
         assert (content, {name: json.loads(text) for name, text in read}) == ("", calls), parts
@@ -462,6 +462,7 @@ WITHOUT_MARK = [
         ("llama3", '{"name": "f"'),
         ("mistral_args", "[TOOL_CALLS]h"),
         ("mistral_args", "[TOOL_CALLS] is a mark"),
+        ("mistral_args", "[TOOL_CALLS]h{}"),
         ("deepseek_v3", DEEPSEEK % "function<｜tool▁sep｜>f\n```json\nno\n```"),
         ("kimi_k2", KIMI % "h:0<|tool_call_argument_begin|>{}"),
         ("gemma", "<|tool_call>h{}<tool_call|>"),
@@ -472,7 +473,6 @@ def test_other_names_and_texts_after_a_mark_are_text(form, answer):
         assert parsed(chat_format("", form).parser(KNOWN, ""), parts) == ("", answer, [])
 
 
-        ("mistral_args", "[TOOL_CALLS]h{}"),
 def test_constrained_text_that_names_a_tool_is_no_call():
     parser = chat_format("", "llama3").parser(KNOWN, "", text=CONSTRAINT)
     assert parsed(parser, list('{"name": "f"}')) == ("", '{"name": "f"}', [])
