@@ -46,6 +46,8 @@ T = TypeVar("T")
 MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
 MAX_NAME_CHARS = 60  # of such a field's name
 
+# Variables of templates that turn the reasoning part on or off: the usual one, and that of DeepSeek, Kimi and Granite.
+SWITCH, OTHER_SWITCH = "enable_thinking", "thinking"
 
 class Submitter:
     """Checks requests and puts them into the scheduler's queue."""
@@ -133,6 +135,10 @@ class Submitter:
         check_variables(variables)
         for name in unknown_variables(self._tokenizer, variables):
             self._log_once("the chat template has no variable %s: it has no effect", name)
+        if SWITCH in unknown_variables(self._tokenizer, variables) and not unknown_variables(
+            self._tokenizer, [OTHER_SWITCH]
+        ):
+            variables = {OTHER_SWITCH: variables.pop(SWITCH), **variables}
         messages = await self._in_thread(self.chat_format.history, messages)
         if rendering.get("continue_final_message") and messages[-1].get("tool_calls"):
             raise RequestError("messages: the last one has tool calls and cannot be continued; add their results")

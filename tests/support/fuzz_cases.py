@@ -194,7 +194,7 @@ OWN = {
         "stop_sequences": (1, "x", {}, [1], [""], [None], ["x"] * 17, [SURROGATE]),
         "tools": (1, {}, [1], [{}], [{"name": "a b"}], [{"name": "a"}], [{"type": "bash_20250124", "name": "bash"}]),
         "tool_choice": (1, "auto", {}, [], {"type": "x"}, {"type": "any"}, {"type": "tool"}),
-        "thinking": (1, "x", True, [], {}, {"type": "x"}, {"type": "enabled", "budget_tokens": -1}),
+        "thinking": (1, "x", [], {}, {"type": "x"}, {"type": "enabled", "budget_tokens": -1}),
         "output_config": (1, "x", [], {"format": 1}, {"format": {"type": "json_schema"}}, {"effort": 1}),
         "mcp_servers": ([{"type": "url", "url": "http://127.0.0.1/"}], "x"),
         "speed": NO_STRING,

@@ -62,17 +62,11 @@ class OutputConfig(NamedPart):
     format: ResponseFormat | None = None
 
 
-class Thinking(NamedPart):
-    type: Literal["enabled", "adaptive", "between_tools", "disabled"]
-    budget_tokens: int | None = Field(default=None, ge=0)
-
-
 class Messages(Conversation):
     """The body of POST /v1/messages.
 
-    `thinking` turns the template's thinking on or off, if the template can, and `budget_tokens` bounds it. The fields
-    after it concern Anthropic's own machines, and have no effect. A last message of the assistant is continued if it
-    has no calls. Extensions of the API are those of Conversation.
+    The fields after `output_format` concern Anthropic's own machines, and have no effect. A last message of the
+    assistant is continued if it has no calls. Extensions of the API are those of Conversation.
     """
 
     caps_length: ClassVar[bool] = True
@@ -84,7 +78,6 @@ class Messages(Conversation):
     tool_choice: ToolChoice = ToolChoice(type="auto")
     output_config: OutputConfig | None = None
     output_format: ResponseFormat | None = None
-    thinking: Thinking | None = None
     cache_control: dict[str, object] | None = None
     context_management: dict[str, object] | None = None
     compaction: object = None
@@ -102,14 +95,6 @@ class Messages(Conversation):
 
     def effort(self) -> str | None:
         return None if self.output_config is None else self.output_config.effort
-
-    def template_kwargs(self) -> dict[str, Any]:
-        given = {} if self.thinking is None else {"enable_thinking": self.thinking.type != "disabled"}
-        return {**given, **super().template_kwargs()}
-
-    def reasoning_budget(self) -> int | None:
-        own = super().reasoning_budget()
-        return self.thinking.budget_tokens if own is None and self.thinking is not None else own
 
     @property
     def continues_message(self) -> bool:

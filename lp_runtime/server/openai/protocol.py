@@ -10,7 +10,16 @@ from pydantic import ConfigDict, Field
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.errors import RequestError
 from lp_runtime.server.openai.common import MAX_CHOICES, Common
-from lp_runtime.server.openai.parts import MAX_TOOLS, Message, NamedTool, OpenPart, StrictPart, Tool, choose_tools
+from lp_runtime.server.openai.parts import (
+    MAX_TOOLS,
+    Message,
+    NamedPart,
+    NamedTool,
+    OpenPart,
+    StrictPart,
+    Tool,
+    choose_tools,
+)
 
 MAX_COMPLETION_LOGPROBS = 5
 MAX_CHAT_LOGPROBS = 20
@@ -54,14 +63,23 @@ class Completion(Common):
         return not (self.echo and self.max_tokens == 0)
 
 
+class Thinking(NamedPart):
+    """Anthropic's and z.ai's switch of the reasoning part; `budget_tokens` bounds it."""
+
+    type: Literal["enabled", "adaptive", "auto", "between_tools", "disabled"]
+    budget_tokens: int | None = Field(default=None, ge=0)
+
+
 class Rendered(StrictPart):
     """Fields that say how the chat template is rendered.
 
-    `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are.
+    `reasoning_effort` and `enable_thinking` are variables of the template, as `chat_template_kwargs` are. `thinking`
+    is another form of `enable_thinking`.
     """
 
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
+    thinking: Thinking | bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -70,10 +88,12 @@ class Rendered(StrictPart):
         return None
 
     def template_kwargs(self) -> dict[str, Any]:
-        effort = self.effort()
+        effort, thinks = self.effort(), self.enable_thinking
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
-        if effort == "none" or self.enable_thinking is not None:
-            given["enable_thinking"] = bool(self.enable_thinking)
+        if thinks is None and self.thinking is not None:
+            thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
+        if effort == "none" or thinks is not None:
+            given["enable_thinking"] = bool(thinks)
         return {**given, **self.chat_template_kwargs}
 
     @property
@@ -117,7 +137,9 @@ class Conversation(Rendered, Common):
 
     def reasoning_budget(self) -> int | None:
         """Return how many tokens the reasoning part may have; None for no limit, which -1 is, too."""
-        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
+        if self.thinking_token_budget in (None, -1):
+            return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+        return self.thinking_token_budget
 
 
 class Chat(Conversation):

@@ -20,6 +20,7 @@ from lp_runtime import LookaheadRuntime
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
 
+TEMPLATE = TOOLS_TEMPLATE + "{% if thinking is defined and not thinking %}</think>{% endif %}"
 MESSAGES = [{"role": "user", "content": "Write a loop."}]
 SCHEMA = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -36,7 +37,7 @@ LONG = 3000  # tokens; an answer of this length does not end during a test
 @pytest.fixture(scope="module")
 def runtime(small_model_that_chats):
     config = RuntimeConfig(
-        ModelConfig(path=str(small_model_that_chats(TOOLS_TEMPLATE))),
+        ModelConfig(path=str(small_model_that_chats(TEMPLATE))),
         LookaheadConfig(7, 5, 7, prior="none", draft_tables="request"),
         device="cpu",
         dtype="float32",
@@ -103,6 +104,20 @@ def test_messages_match_chat_completions(client, other):
     assert num_input(done.usage) == expected.usage.prompt_tokens
     count = client.messages.count_tokens(model="demo", system=blocks, messages=turns)
     assert count.input_tokens == expected.usage.prompt_tokens
+
+
+def test_thinking_is_turned_off_by_the_switch_that_the_template_has(client, other):
+    off = {"thinking": {"type": "disabled"}}
+    plain, without = (
+        client.messages.count_tokens(model="demo", messages=MESSAGES, **more).input_tokens for more in ({}, off)
+    )
+    assert without > plain
+    for fields in (off, {"thinking": False}, {"enable_thinking": False}, {"chat_template_kwargs": {"thinking": False}}):
+        chat = other.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, extra_body=fields)
+        assert chat.usage.prompt_tokens == without
+    on = {"thinking": {"type": "enabled"}, "enable_thinking": False}
+    chat = other.chat.completions.create(model="demo", messages=MESSAGES, max_tokens=1, extra_body=on)
+    assert chat.usage.prompt_tokens == without, "the field of the template's variable has precedence"
 
 
 def test_trailing_assistant_message_is_continued(client, other):
