@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 from lp_runtime.chat.chat_format import ChatFormat
+from lp_runtime.chat.conversation import in_strict_order
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.config.sampling import SamplingConfig
@@ -45,9 +46,9 @@ T = TypeVar("T")
 
 MAX_NAMED_FIELDS = 100  # unknown fields that the log names, each once; bounds what clients can make it write
 MAX_NAME_CHARS = 60  # of such a field's name
-
 # Variables of templates that turn the reasoning part on or off: the usual one, and that of DeepSeek, Kimi and Granite.
 SWITCH, OTHER_SWITCH = "enable_thinking", "thinking"
+
 
 class Submitter:
     """Checks requests and puts them into the scheduler's queue."""
@@ -129,21 +130,29 @@ class Submitter:
     ) -> list[int]:
         """Return the token ids of a conversation and its tools, up to the start of the model's answer.
 
-        Variables of `template_kwargs` that the chat template does not have are logged, each once.
+        Variables of `template_kwargs` that the chat template does not have are logged, each once. A conversation that
+        the template refuses is rendered with its messages `in_strict_order`.
         """
         variables = {**self._config.chat_template_kwargs, **template_kwargs}
         check_variables(variables)
-        for name in unknown_variables(self._tokenizer, variables):
-            self._log_once("the chat template has no variable %s: it has no effect", name)
         if SWITCH in unknown_variables(self._tokenizer, variables) and not unknown_variables(
             self._tokenizer, [OTHER_SWITCH]
         ):
             variables = {OTHER_SWITCH: variables.pop(SWITCH), **variables}
+        for name in unknown_variables(self._tokenizer, variables):
+            self._log_once("the chat template has no variable %s: it has no effect", name)
         messages = await self._in_thread(self.chat_format.history, messages)
         if rendering.get("continue_final_message") and messages[-1].get("tool_calls"):
             raise RequestError("messages: the last one has tool calls and cannot be continued; add their results")
         variables |= rendering
-        return await self._in_thread(encode_chat, self._encoder, messages, split_special_tokens, tools, variables)
+        options = split_special_tokens, tools, variables
+        try:
+            return await self._in_thread(encode_chat, self._encoder, messages, *options)
+        except RequestError:
+            ordered = in_strict_order(messages)
+            if ordered == messages:
+                raise
+            return await self._in_thread(encode_chat, self._encoder, ordered, *options)
 
     async def reasoning_budget(self, marks: Reasoning, num_prompt: int, num_tokens: int) -> LogitsProcessor:
         """Return the processor that ends the reasoning part of an answer after some tokens."""

@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from lp_runtime.chat.conversation import REMINDER
 from lp_runtime.errors import RequestError
 from lp_runtime.server.openai.parts import OpenPart, not_shown
 
 BILLING_HEADER = "x-anthropic-billing-header:"  # begins a system block of Claude Code that is not for the model
-REMINDER = "<system-reminder>\n{}\n</system-reminder>"  # as in Claude Code's own messages to the model
 REDACTED = "redacted_thinking"  # has no readable text, and is ignored
 # Types of blocks by the role of their message.
 TYPES = {

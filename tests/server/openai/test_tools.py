@@ -40,9 +40,16 @@ CLOCK = {
 }
 
 
+STRICT_TEMPLATE = (
+    "{% for m in messages[1:] %}{% if m.role == 'system' %}{{ raise_exception('late') }}{% endif %}"
+    "{% endfor %}{% for m in messages %}{% if not loop.first and m.role == loop.previtem.role == 'user' %}"
+    "{{ raise_exception('twice') }}{% endif %}{% endfor %}" + TOOLS_TEMPLATE
+)  # as Qwen3.5's and Gemma's
+
+
 @pytest.fixture(scope="module")
 def runtime(small_model_that_chats):
-    folder = small_model_that_chats(TOOLS_TEMPLATE)
+    folder = small_model_that_chats(STRICT_TEMPLATE)
     lookahead = LookaheadConfig(7, 5, 7, prior="none", draft_tables="request")
     with LookaheadRuntime(folder, device="cpu", dtype="float32", lookahead=lookahead) as runtime:
         yield runtime
@@ -226,6 +233,19 @@ def test_responses_api_returns_and_streams_a_tool_call(client):
     responded = respond(client, input=items, tools=[FLAT_CLOCK], max_output_tokens=9)
     assert responded.output_text == answer.choices[0].message.content
     assert responded.usage.input_tokens == answer.usage.prompt_tokens
+
+
+def test_conversation_that_a_strict_template_refuses_is_put_in_order(client):
+    """Codex sends instructions, a message of the developer and two of the user."""
+    turns = [("developer", "b"), ("user", "c"), ("user", "d"), ("assistant", "e"), ("system", "f"), ("user", "g")]
+    items = [{"role": role, "content": text} for role, text in turns]
+    done = respond(client, instructions="a", input=items, max_output_tokens=9)
+    reminder = "<system-reminder>\nf\n</system-reminder>\n\ng"
+    turns = [("system", "a\n\nb"), ("user", "c\n\nd"), ("assistant", "e"), ("user", reminder)]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    answer = client.chat.completions.create(model="demo", messages=messages, max_tokens=9, temperature=0)
+    assert done.output_text == answer.choices[0].message.content
+    assert done.usage.input_tokens == answer.usage.prompt_tokens
 
 
 def test_functions_of_a_namespace_are_called_by_namespace_and_name(client):
