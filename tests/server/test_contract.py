@@ -278,7 +278,8 @@ def test_responses_match_chat_completions(client):
 
 
 def test_responses_ignore_hosted_openai_tools(client, caplog):
-    more = {"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "include": ["reasoning.encrypted_content"]}
+    included = ["reasoning.encrypted_content", "web_search_call.action.sources"]
+    more = {"tools": [{"type": "web_search"}], "text": {"verbosity": "low"}, "include": included, "truncation": "auto"}
     options = {"model": "demo", "input": "x", "temperature": 0, "max_output_tokens": 8}
     answers = [client.responses.create(**options, **each) for each in (more, {})]
     assert answers[0].output_text == answers[1].output_text
@@ -293,7 +294,8 @@ def test_responses_ignore_hosted_openai_tools(client, caplog):
         ({"background": True}, "background=true: is not supported"),
         ({"tools": [{"type": 5}]}, "tools.0.type=5: must be 'function'"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice=required: there are no tools"),
-        ({"include": ["file_search_call.results"]}, "include=.* is not supported; leave it out"),
+        ({"include": ["message.output_text.logprobs"]}, "include=.* is not supported; leave it out"),
+        ({"truncation": "x"}, "truncation='x': must be auto or disabled"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "items of type 'item_reference' are not supported"),
         ({"input": [{"type": "function_call", "call_id": "c", "name": "f"}]}, "input.0.arguments: must be given"),
         (

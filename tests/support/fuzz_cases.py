@@ -177,7 +177,7 @@ OWN = {
             {"verbosity": "low"},
         ),
         "include": (1, {}, ["x"], [1]),
-        "truncation": (*NO_STRING, "auto"),
+        "truncation": (*NO_STRING, "x"),
     },
     MESSAGES: {
         "messages": (

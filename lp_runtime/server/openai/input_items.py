@@ -86,7 +86,10 @@ def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> lis
     names: dict[str, str] = {}
     for item in items:
         if isinstance(item, OtherItem) and item.type in REFERENCES:
-            raise RequestError(f"input: items of type {item.type!r} are not supported")
+            raise RequestError(
+                f"input: items of type {item.type!r} are not supported, responses are not stored; send the items"
+                " themselves, as clients do with store=false"
+            )
         if isinstance(item, FunctionCallOutput):
             answers.append(_result_of(item, names))
         elif isinstance(item, Message):

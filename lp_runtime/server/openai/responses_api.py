@@ -30,7 +30,17 @@ from lp_runtime.server.openai.responses_tools import (
 )
 
 VERBOSITIES = (None, "medium")
-NO_EFFECT = ("reasoning.encrypted_content",)  # of `include`: reasoning is always sent, in plain text
+TRUNCATIONS = (None, "auto", "disabled")  # "auto" shortens what is too long; here that is refused in any case
+# Values of `include` without effect: reasoning is always sent, in plain text, and no tools of OpenAI's servers run.
+NO_EFFECT = {
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+}
 
 
 class TextSettings(NamedPart):
@@ -84,9 +94,8 @@ class Responses(Conversation):
                 f"conversation: {stored}": self.conversation_ is not None,
                 "prompt: is not supported; send its text as instructions and input": self.prompt is not None,
                 "background=true: is not supported": self.background,
-                f"include={self.include}: is not supported; leave it out": not set(self.include or ())
-                <= set(NO_EFFECT),
-                f"truncation={self.truncation!r}: must be disabled": self.truncation not in (None, "disabled"),
+                f"include={self.include}: is not supported; leave it out": not NO_EFFECT.issuperset(self.include or ()),
+                f"truncation={self.truncation!r}: must be auto or disabled": self.truncation not in TRUNCATIONS,
                 f"n={self.n}: must be 1": self.n != 1,
                 "max_tokens: is not a field of responses; give max_output_tokens": self.max_tokens is not None,
                 "input: is empty": not self.input,
