@@ -35,6 +35,7 @@ from lp_runtime.replica.profiler import check_folder
 from lp_runtime.request.request import Request
 from lp_runtime.sampling.hf_settings import defaults_of, warn_of_ignored_defaults
 from lp_runtime.sampling.sampler import Sampler
+from lp_runtime.utils.jit import UNSAVED
 from lp_runtime.utils.limits import num_cores
 from lp_runtime.utils.startup import Progress
 
@@ -166,6 +167,7 @@ def _prepare_process(config: RuntimeConfig, device_index: int, num_local: int, o
     """Choose this process's device and configure torch for it; see `load_replica`."""
     if config.launcher.interface is not None:
         address_of(config.launcher.interface)  # refuse a wrong name before the model is loaded
+    UNSAVED.is_silent = device_index > 0  # one per machine reports
     is_shared = config.launcher.backend in MAY_SHARE_GPUS and torch.cuda.is_available()
     index = device_index % torch.cuda.device_count() if is_shared else device_index
     device = choose_device(config.device, index)

@@ -30,6 +30,15 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def locked_if_possible(path: Path) -> Iterator[None]:
+    """Hold a lock file as `locked` does; nothing is held where it cannot be, as in a folder that cannot be written."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            stack.enter_context(locked(path))
+        yield
+
+
 def is_locked(path: Path) -> bool:
     """Return whether another process holds a lock file; False if it cannot be opened."""
     try:

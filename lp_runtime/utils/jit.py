@@ -30,7 +30,7 @@ from numba.core.dispatcher import Dispatcher
 from numba.extending import register_jitable
 
 from lp_runtime.errors import ConfigError
-from lp_runtime.utils.files import is_locked, locked
+from lp_runtime.utils.files import is_locked, locked_if_possible
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,33 @@ NO_ARRAYS = {"_nrt": False, "forceinline": True}  # Numba options for functions 
 _cache_folders: set[Path] = set()  # cache folders of this process's compiled functions
 
 
+class UnsavedCode:
+    """Why compiled code cannot be kept on disk, reported once.
+
+    Attributes:
+        is_silent: leave the report to another process; set in all but one of a machine's replicas.
+    """
+
+    def __init__(self) -> None:
+        self.is_silent = False
+        self._reason: str | None = None  # the first one; None if all code could be kept
+        self._is_reported = False
+
+    def note(self, where: str, error: Exception) -> None:
+        """Record a reason. It is not logged yet: modules are imported before the program configures logging."""
+        if self._reason is None:
+            self._reason = f"{where}, so each start compiles it again: {getattr(error, 'strerror', None) or error}"
+
+    def report(self) -> None:
+        if self._reason is not None and not self.is_silent and not self._is_reported:
+            self._is_reported = True
+            remedy = "set NUMBA_CACHE_DIR, or cache_dir of a command, to a folder that can be written"
+            log.warning("compiled code cannot be kept %s; %s", self._reason, remedy)
+
+
+UNSAVED = UnsavedCode()
+
+
 def compiled(
     function: Callable | None = None, *, makes_arrays: bool = False, fastmath: frozenset[str] = frozenset()
 ) -> Any:  # a Dispatcher, whose calls are untyped, or a decorator if `function` is None
@@ -69,7 +96,7 @@ def compiled(
         dispatcher = numba.njit(cache=True, **options)(function)
         folder = Path(dispatcher.stats.cache_path)
         _cache_folders.add(folder)
-    except (RuntimeError, OSError):  # no writable cache folder
+    except (RuntimeError, OSError):  # no cache folder that can be used, which `UNSAVED` knows
         return numba.njit(**options)(function)
     cache = dispatcher._cache  # noqa: SLF001 (Numba has no public name)
     cache.save_overload = functools.partial(_save_if_possible, cache.save_overload, folder)
@@ -81,12 +108,8 @@ def _save_if_possible(save: Callable[[object, object], None], folder: Path, sign
     try:
         save(signature, code)
     except OSError as error:
-        _warn_unsaved(folder.parent, error.strerror or str(error))
-
-
-@functools.cache  # once per process
-def _warn_unsaved(folder: Path, reason: str) -> None:
-    log.warning("compiled code cannot be kept in %s, so each start compiles it again: %s", folder, reason)
+        UNSAVED.note(f"in {folder.parent}", error)
+        UNSAVED.report()
 
 
 def inlined(function: Callable | None = None, *, makes_arrays: bool = False) -> Callable:
@@ -127,11 +150,17 @@ class ContentLocator(_CacheLocator):
     @classmethod
     def from_function(cls, py_func: Callable, py_file: str) -> ContentLocator | None:
         """Return the locator of a function, or None if its cache folder can neither be written nor has its code."""
-        locator = cls(py_func, py_file)
+        try:
+            locator = cls(py_func, py_file)
+        except RuntimeError as error:  # this user has no home folder
+            UNSAVED.note("on disk", error)
+            return None
         try:
             locator.ensure_cache_path()
-        except OSError:  # code that another user has compiled can be loaded
-            return locator if _has_code(Path(locator.get_cache_path()), py_func) else None
+        except OSError as error:
+            if not _has_code(Path(locator.get_cache_path()), py_func):  # else another user has compiled it
+                UNSAVED.note(f"in {cache_root()}", error)
+                return None
         return locator
 
     def get_cache_path(self) -> str:
@@ -206,6 +235,7 @@ def compiles(use: Callable[[], object]) -> Callable[[], None]:
     @functools.cache
     @functools.wraps(use)
     def compile_once() -> None:
+        UNSAVED.report()
         with _compile_lock(use):
             try:
                 use()
@@ -230,10 +260,7 @@ def compile_in_turns(compilers: Sequence[Callable[[], None]]) -> None:
 @contextlib.contextmanager
 def _compile_lock(compiler: Callable) -> Iterator[None]:
     """Hold the lock file of a `compiles` function, if there is a cache to share with other processes."""
-    with contextlib.ExitStack() as stack:
-        if _cache_folders:
-            with contextlib.suppress(OSError):
-                stack.enter_context(locked(_lock_path(compiler)))
+    with locked_if_possible(_lock_path(compiler)) if _cache_folders else contextlib.nullcontext():
         yield
 
 

@@ -106,20 +106,39 @@ def test_functions_compile_without_a_cache_folder(tmp_path: Path):
     assert output_of(write_scripts(tmp_path / "scripts", 1), "caller") == "True 1 True 0"
 
 
-def test_functions_are_compiled_if_the_disk_of_the_cache_is_full(monkeypatch, caplog):
+def compile_twice():
+    """Compile two functions, each in a process's turn, as a start does."""
+    for number in (3, 1.5):
+        compiled = jit.compiled(lambda number: 2 * number)
+        jit.compiles(lambda compiled=compiled, number=number: compiled(number))()
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_start_without_a_cache_folder_is_reported_by_one_process(tmp_path: Path, monkeypatch, caplog, is_silent: bool):
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(jit._numba_config, "CACHE_DIR", str(tmp_path / "file" / "numba"))
+    monkeypatch.setattr(jit, "UNSAVED", jit.UnsavedCode())
+    monkeypatch.setattr(jit, "_cache_folders", set())
+    jit.UNSAVED.is_silent = is_silent  # as in replicas other than a machine's first one
+    compile_twice()
+    assert caplog.messages == [
+        f"compiled code cannot be kept in {tmp_path}/file/numba, so each start compiles it again: Not a directory;"
+        " set NUMBA_CACHE_DIR, or cache_dir of a command, to a folder that can be written"
+    ] * (not is_silent)
+
+
+def test_functions_are_compiled_if_the_disk_of_the_cache_is_full(tmp_path: Path, monkeypatch, caplog):
     def fails(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    monkeypatch.setitem(jit._numba_config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(FunctionCache, "save_overload", fails)
-    jit._warn_unsaved.cache_clear()
-
-    @jit.compiled
-    def twice(number):
-        return 2 * number
-
-    assert twice(3) == 6 and twice(1.5) == 3.0
+    monkeypatch.setattr(jit, "UNSAVED", jit.UnsavedCode())
+    compile_twice()
     (warning,) = caplog.messages
-    assert warning.startswith("compiled code cannot be kept in ") and warning.endswith(": No space left on device")
+    assert (
+        warning.startswith(f"compiled code cannot be kept in {tmp_path}, so") and "No space left on device" in warning
+    )
 
 
 def test_function_is_recompiled_after_a_package_constant_changes(tmp_path: Path):
