@@ -7,12 +7,13 @@ import functools
 import io
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from lp_runtime.utils.files import write_whole
+from lp_runtime.utils.files import locked_if_possible, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,14 @@ class CalibrationFiles:
         except Exception:  # a damaged archive
             log.warning("%s is damaged and will be measured again", self._folder / name)
             return None
+
+    def locked(self, name: str) -> AbstractContextManager[None]:
+        """Hold a file's lock, so that no other process writes it between a `load` and a `store`."""
+        if self._folder is None:
+            return contextlib.nullcontext()
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        return locked_if_possible(self._folder / f"{name}.lock")
 
     def store(self, name: str, arrays: dict[str, np.ndarray]) -> None:
         """Write arrays to a file; a failure is logged, once for each folder, not raised."""

@@ -195,10 +195,12 @@ def _store(answers: Answers, group: Group, files: CalibrationFiles, name: str) -
     if group.rank == 0 and (num_missing := int(answers.is_missing.sum())):
         log.info("the vocabulary prior lacks %d of %d tokens, or their pairs", num_missing, len(answers.known))
     for is_turn in (group.rank == 0, group.rank > 0):
-        saved = _load(files, name, len(answers.known)) if is_turn else answers
-        # Another group may have asked for more meanwhile.
-        if saved.digest() != answers.digest() and saved.known.sum() <= answers.known.sum():
-            files.store(name, answers.arrays())
+        if is_turn:
+            with files.locked(name):
+                saved = _load(files, name, len(answers.known))
+                # Another group may have asked for more meanwhile.
+                if saved.digest() != answers.digest() and saved.known.sum() <= answers.known.sum():
+                    files.store(name, answers.arrays())
         gather_rows(np.zeros(1, np.int64), group)  # the turns follow each other
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from lp_runtime.distributed.exchange import broadcast_object
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.errors import ConfigError
 from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables, stored_stamp
-from lp_runtime.utils.files import write_whole
+from lp_runtime.utils.files import locked_if_possible, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -59,13 +61,14 @@ class DraftStore:
         try:
             if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
                 raise ConfigError(f"lookahead.draft_tables={self.path}: is a pipe or a device; give a file")
-            if self.path.exists():
-                data = self.path.read_bytes()
-                DraftTables.load(data, self.num_bytes, self.vocabulary_size)
-                return data
-            # Create the file now, so that a path that is not writable is refused at start.
-            write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size), is_private=True)
-            return None
+            with self._locked():
+                if self.path.exists():
+                    data = self.path.read_bytes()
+                    DraftTables.load(data, self.num_bytes, self.vocabulary_size)
+                    return data
+                # Create the file now, so that a path that is not writable is refused at start.
+                write_whole(self.path, DraftTables(self.num_bytes).dump(self.vocabulary_size), is_private=True)
+                return None
         except OSError as error:
             raise ConfigError(
                 f"lookahead.draft_tables={self.path}: cannot be read or written ({error.strerror or error})"
@@ -80,9 +83,15 @@ class DraftStore:
 
         A failure is logged, not raised, since the request has succeeded.
         """
-        if stored_stamp(self.path) > draft_tables.stamp:
-            return
-        try:
-            write_whole(self.path, draft_tables.dump(self.vocabulary_size), is_private=True)
-        except OSError as error:
-            log.warning("lookahead.draft_tables=%s: %s", self.path, error.strerror or error)
+        with self._locked():
+            if stored_stamp(self.path) > draft_tables.stamp:
+                return
+            try:
+                write_whole(self.path, draft_tables.dump(self.vocabulary_size), is_private=True)
+            except OSError as error:
+                log.warning("lookahead.draft_tables=%s: %s", self.path, error.strerror or error)
+
+    def _locked(self) -> AbstractContextManager[None]:
+        """Hold the lock next to the file, so that no other process writes between a look at the file and a write."""
+        file = Path(os.path.realpath(self.path))
+        return locked_if_possible(file.with_name(f"{file.name}.lock"))

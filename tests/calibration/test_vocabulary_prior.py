@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.calibration import is_equal
+from support.processes import wait_until
 from support.ranks import CPU, run_ranks
 
 from lp_runtime.calibration import vocabulary_prior
 from lp_runtime.calibration.calibration import Calibration, Measured
+from lp_runtime.calibration.files import CalibrationFiles
 from lp_runtime.calibration.vocabulary_prior import FIRST_SLICE_TEXTS, MIN_SLICE_TEXTS
 from lp_runtime.config.lookahead import LookaheadConfig
 from lp_runtime.config.settings import ModelConfig, RuntimeConfig
@@ -21,6 +24,7 @@ from lp_runtime.lookahead.top_k import ENTRY, MARGIN_BITS, K, VocabularyPrior
 from lp_runtime.model.loading.loader import load_model
 from lp_runtime.model.runner import ModelRunner
 from lp_runtime.replica.replica import start_replica
+from lp_runtime.utils.files import is_locked
 from lp_runtime.utils.memory import HOST_ALLOCATOR
 
 SIZE = 700  # tokens of the vocabulary: several slices
@@ -168,6 +172,28 @@ def test_replicas_with_different_files_agree_and_write_equal_ones(folder, tmp_pa
     assert is_equal(first, other_first) and is_equal(second, other_second) and is_equal(first, second)
     num_paired = FIRST_SLICE_TEXTS // (1 + K)
     assert num_known(first) == (SIZE, (13 - -(-SIZE // FIRST_SLICE_TEXTS) + 2) * num_paired)
+
+
+def test_larger_prior_stored_while_another_runtime_stores_is_kept(folder, tmp_path, monkeypatch, one_slice):
+    """The other runtime, here a thread, comes between the look at the file and the write."""
+    model, other_model, load = model_of(folder), model_of(folder), CalibrationFiles.load
+    other = threading.Thread(target=lambda: Calibration(other_model, Group.alone(), str(tmp_path)).vocabulary())
+    names: list[str] = []
+
+    def look(self: CalibrationFiles, name: str, *args):
+        found = load(self, name, *args)
+        names.append(name)
+        if len(names) == 2:  # the first look is before the model is asked
+            monkeypatch.setattr(vocabulary_prior, "ASKING_SECONDS", 60.0)
+            other.start()
+            wait_until(lambda: not other.is_alive() or is_locked(tmp_path / f"{name}.lock"))
+        return found
+
+    monkeypatch.setattr(CalibrationFiles, "load", look)
+    Calibration(model, Group.alone(), str(tmp_path)).vocabulary()
+    other.join()
+    monkeypatch.setattr(ModelRunner, "logits_after_each", None)
+    assert num_known(Calibration(model, Group.alone(), str(tmp_path)).vocabulary()) == (SIZE, SIZE)
 
 
 def test_prior_is_computed_before_replica_is_ready(folder, tmp_path, one_slice):

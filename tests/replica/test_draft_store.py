@@ -1,8 +1,10 @@
 """The file that keeps draft tables after a runtime has ended."""
 
+import threading
 from pathlib import Path
 
 import pytest
+from support.processes import wait_until
 from support.ranks import run_ranks
 
 from lp_runtime import LookaheadConfig, LookaheadRuntime
@@ -10,8 +12,10 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.overrides import load_config
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.errors import ConfigError
-from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables
+from lp_runtime.lookahead.drafters.best_first.draft_tables import DraftTables, stored_stamp
+from lp_runtime.replica import draft_store
 from lp_runtime.replica.draft_store import DraftStore
+from lp_runtime.utils.files import is_locked
 
 PROMPT = [17, 31, 8, 22, 36, 13]
 NUM_NEW = 24
@@ -46,7 +50,7 @@ def test_next_runtime_loads_draft_tables_without_changing_output(model_dir, tmp_
         third = runtime.generate(PROMPT, NUM_NEW, eos=False)
     assert third.steps <= second.steps
     assert plain.token_ids == first.token_ids == second.token_ids == third.token_ids
-    assert [path.name for path in tmp_path.iterdir()] == ["draft_tables.npz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft_tables.npz", "draft_tables.npz.lock"]
 
 
 @pytest.mark.slow
@@ -122,6 +126,25 @@ def loaded_by_ranks(tmp_path_factory) -> list[list[list[int | str]]]:
 
 def test_file_keeps_the_tables_that_have_learned_most(loaded_by_ranks):
     assert [saved for saved, _ in loaded_by_ranks] == [[3, 3]] * 2
+
+
+def test_larger_tables_saved_while_another_process_saves_are_kept(tmp_path, monkeypatch):
+    """The other process, here a thread, comes between the look at the file and the write."""
+    store, much, little = DraftStore(tmp_path / "tables", 1 << 16, 300), DraftTables(1 << 16), DraftTables(1 << 16)
+    much.next_stamp()
+    other = threading.Thread(target=store.save, args=(much,))
+
+    def look(path: Path) -> int:
+        stamp = stored_stamp(path)
+        if not other.ident:
+            other.start()
+            wait_until(lambda: not other.is_alive() or is_locked(tmp_path / "tables.lock"))
+        return stamp
+
+    monkeypatch.setattr(draft_store, "stored_stamp", look)
+    store.save(little)
+    other.join()
+    assert stored_stamp(store.path) == much.stamp > little.stamp
 
 
 def test_damaged_file_is_refused_at_start_and_replaced_after_a_restart(loaded_by_ranks):
