@@ -145,6 +145,8 @@ class OutputFile:
             self._file.flush()
             if self._is_kept:
                 os.fsync(self._file.fileno())
+        except BrokenPipeError:  # its reader has gone: the command ends silently, as if stdout had lost its reader
+            raise
         except OSError as error:
             raise self._write_failure(error) from error
 

@@ -454,6 +454,17 @@ def test_full_disk_raises_one_error(tmp_path):
         output.write({"index": 0})
 
 
+def test_pipe_that_has_lost_its_reader_ends_the_command_silently(tmp_path):
+    """cli.py ends the process without a message after a BrokenPipeError; this is `output=/dev/stdout | head`."""
+    os.mkfifo(tmp_path / "out")
+    reader = os.open(tmp_path / "out", os.O_RDONLY | os.O_NONBLOCK)
+    output = OutputFile(tmp_path / "out", {}, None)
+    output.resume()
+    os.close(reader)
+    with pytest.raises(BrokenPipeError), output:
+        output.write({"index": 0})
+
+
 def test_unwritable_output_is_refused_before_replicas_start(job, refusal, monkeypatch):
     monkeypatch.setattr("lp_runtime.entrypoints.commands.LookaheadRuntime", None)
     job.output.mkdir()
