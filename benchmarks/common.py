@@ -25,7 +25,7 @@ from typing import Any, Protocol, cast
 
 import psutil
 import torch
-from workloads import WORKLOADS, Task, load_workload, texts_of
+from workloads import WORKLOADS, Task, find_file, load_workload, texts_of
 
 from lp_runtime import Generation, LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.errors import LookaheadError
@@ -127,7 +127,9 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, limit: int = 40, max_n
         metavar="FILE:FIELD",
         help=f"JSON-lines files and the field to read, or workloads: {', '.join(WORKLOADS)}",
     )
-    parser.add_argument("--data", type=Path, default=DATA, metavar="FOLDER", help="of workloads; default %(default)s")
+    parser.add_argument(
+        "--data", type=Path, default=DATA, metavar="FOLDER", help="of FILE and of workloads; default %(default)s"
+    )
     parser.add_argument("--limit", type=int, default=limit, help="lines per file, or tasks per workload")
     parser.add_argument("--max-new-tokens", type=int, default=max_new_tokens)
 
@@ -159,7 +161,7 @@ def load_prompts(args: argparse.Namespace) -> list[Prompt]:
     for source in args.prompts:
         path, has_field, field = source.rpartition(":")
         if has_field:
-            prompts += read_prompts(path, field, args.limit)
+            prompts += read_prompts(str(find_file(path, args.data)), field, args.limit)
             continue
         for task in load_workload(source, args.data, args.limit):
             if not task.has_own_answer:
@@ -178,7 +180,7 @@ def load_tasks(args: argparse.Namespace) -> list[Task]:
     for source in args.prompts:
         path, has_field, field = source.rpartition(":")
         if has_field:
-            prompts = read_prompts(path, field, args.limit)
+            prompts = read_prompts(str(find_file(path, args.data)), field, args.limit)
             tasks += [Task.of(prompt.task, prompt.turns[0]) for prompt in prompts]
         else:
             tasks += load_workload(source, args.data, args.limit)

@@ -146,6 +146,18 @@ def load_workload(name: str, data: Path, limit: int) -> list[Task]:
         raise ConfigError(f"--data {data}: {error.filename}: {error.strerror}") from error
 
 
+def find_file(name: str, data: Path) -> Path:
+    """Return the path of a file of prompts: relative to the current folder, else to --data.
+
+    Raises:
+        ConfigError: if neither folder has it.
+    """
+    for path in (Path(name), data / name):
+        if path.exists():
+            return path
+    raise ConfigError(f"--prompts {name}: there is no such file in {Path.cwd()}, nor in --data {data}")
+
+
 def _field(path: Path, name: str = "prompt") -> list:
     return [json.loads(line)[name] for line in path.read_text().splitlines()]
 

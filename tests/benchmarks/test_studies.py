@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import shlex
@@ -13,6 +14,8 @@ import pytest
 from support.benchmarks import command
 from support.forked import forking, living_processes
 from support.smallest_runs import PROMPT, STATUS, STUDIES
+
+from lp_runtime.errors import ConfigError
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SHORT = {  # not marked as slow: the studies of each command that take a second or two
@@ -138,6 +141,21 @@ def test_drafting_studies_run(places, one_layer_demo_dir, tmp_path, num_studies)
     written = list(tmp_path.glob("*.json"))
     assert {file.stem for file in written} == set(names)
     assert all("2 prompts (prompts, records)" in json.loads(file.read_text())["about"] for file in written)
+
+
+def test_file_of_prompts_is_looked_up_in_data(tmp_path):
+    common = command("common.py")
+    (tmp_path / "humaneval.jsonl").write_text(json.dumps(PROMPT) + "\n")
+
+    def texts(name: str) -> list[str]:
+        args = argparse.Namespace(prompts=[f"{name}:prompt"], data=tmp_path, limit=1, each=1)
+        assert common.load_tasks(args)[0].messages[0]["content"] == common.load_prompts(args)[0].value
+        return [prompt.value for prompt in common.load_prompts(args)]
+
+    assert texts("humaneval.jsonl") == texts(f"{tmp_path}/humaneval.jsonl") == [PROMPT["prompt"]]
+    with pytest.raises(ConfigError) as caught:
+        texts("none.jsonl")
+    assert str(caught.value) == f"--prompts none.jsonl: there is no such file in {Path.cwd()}, nor in --data {tmp_path}"
 
 
 @pytest.mark.parametrize("name", STUDIES)
