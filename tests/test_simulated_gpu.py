@@ -297,7 +297,7 @@ def test_kernel_failure_is_reason_for_uncaptured_passes(gpu, monkeypatch):
         model, _ = ready_model(RuntimeConfig(dtype="float32"), CUDA)
     finally:
         dispatch.why_no_kernels.cache_clear()
-    assert model.why_not_captured == "Triton does not run on cuda:0: Failed to find C compiler."
+    assert model.why_no_graphs == "Triton does not run on cuda:0: Failed to find C compiler."
 
 
 @pytest.mark.slow

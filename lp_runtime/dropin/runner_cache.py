@@ -21,7 +21,7 @@ from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.kernels.dispatch import kernels_for
 from lp_runtime.model.attention.choice import ATTENTIONS
 from lp_runtime.model.checks.make_runner import make_runner
-from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.forward.cuda_graph import why_uncapturable
 from lp_runtime.model.hf.config import attention_of
 from lp_runtime.model.hf.view import view_of
 from lp_runtime.model.runner import ModelRunner
@@ -71,7 +71,7 @@ def runner_of(model: PreTrainedModel, strict_tokens: int | None) -> ModelRunner:
         raise ModelError(
             f"{model.config.model_type}: must not be split over ranks (tp_plan): the model is fed chains of guesses"
         )
-    if on_gpu and not runner.feeds_chains and why_not_captured(runner.tree_model) is None:
+    if on_gpu and not runner.feeds_chains and why_uncapturable(runner.tree_model) is None:
         runner.enable_graphs(capture=True, refuses_waits=False)  # other threads may wait for the GPU
     runner.refuses_batches = True  # rows are decoded one after the other
     return runner

@@ -90,7 +90,7 @@ class ModelRunner:
         self.timer = PassTimer(self.device) if self.device.type == "cuda" else None
         # Whether sequences are fed one at a time although the passes could take several.
         self.refuses_batches = self.feeds_chains
-        self.why_not_captured: str | None = None  # reason given to `disable_graphs`; None if it was not called
+        self.why_no_graphs: str | None = None  # reason given to `disable_graphs`; None if it was not called
 
     def _check_family(self, model: PreTrainedModel) -> None:
         check_family(model)
@@ -166,7 +166,7 @@ class ModelRunner:
         return self.passes.step_logits(self.feed(work, caches), self.feed)
 
     def disable_graphs(self, reason: str) -> None:
-        self.why_not_captured = reason
+        self.why_no_graphs = reason
         if self.fixed_passes is not None:
             self.fixed_passes = None
             self.feed(EndFixed())

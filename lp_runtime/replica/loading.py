@@ -17,7 +17,7 @@ from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.attention.choice import choose_attention
 from lp_runtime.model.capacity import free_bytes
 from lp_runtime.model.checks.make_runner import check_runner, make_runner
-from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.forward.cuda_graph import why_uncapturable
 from lp_runtime.model.forward.fastest_sum import fastest_reducer
 from lp_runtime.model.forward.following import Follower, LeadingShard
 from lp_runtime.model.hf.types import CausalLM
@@ -118,7 +118,7 @@ def prepare_model(
     changes = _optimize(loaded, config, device, is_slice=leading is not None)
     progress.begin("checking trees against plain forward passes")
     model = make_runner(loaded, config.model.prefill_chunk, strict_tokens, own_attention=True, leading=leading)
-    if (reason := _why_not_captured(model, config)) is None:
+    if (reason := _why_no_graphs(model, config)) is None:
         model.enable_graphs(capture=True, batches=batches)
     else:
         model.disable_graphs(reason)
@@ -129,17 +129,18 @@ def prepare_model(
         raise ModelError(f"{error}{hint}") from error
 
 
-def _why_not_captured(model: ModelRunner, config: RuntimeConfig) -> str | None:
+def _why_no_graphs(model: ModelRunner, config: RuntimeConfig) -> str | None:
+    """Return why this replica does not capture its passes; None if it does."""
     if config.compile == "off":
         return "compile=off"
     if model.feeds_chains:
         return "the model is fed chains of guesses"
     if model.leading is not None and not model.leading.can_capture:
         return "the all-reduces between the replica's shards cannot be captured"
-    return why_not_captured(model.tree_model)
+    return why_uncapturable(model.tree_model)
 
 
-def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
+def group_not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[bool]) -> str | None:
     """Return why some replica on a GPU does not capture its passes as CUDA graphs; None if all do.
 
     `on_gpu` and `captured` are indexed by rank; `model` is this replica's.
@@ -148,7 +149,7 @@ def not_captured(model: ModelRunner, on_gpu: Sequence[bool], captured: Sequence[
         rank for rank, (is_gpu, is_captured) in enumerate(zip(on_gpu, captured, strict=True)) if is_gpu > is_captured
     ]
     if not ranks or (model.timer is not None and model.graphs is None):
-        return model.why_not_captured if ranks else None
+        return model.why_no_graphs if ranks else None
     return f"only on replica {ranks[0]}, which has logged the reason"
 
 

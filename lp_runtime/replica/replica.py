@@ -28,7 +28,7 @@ from lp_runtime.model.loading.loader import WHOLE, load_tokenizer
 from lp_runtime.replica.corpus_store import open_corpus
 from lp_runtime.replica.draft_store import DraftStore
 from lp_runtime.replica.loaded_model import MAY_SHARE_GPUS, LoadedModel, load_replica
-from lp_runtime.replica.loading import not_captured
+from lp_runtime.replica.loading import group_not_captured
 from lp_runtime.replica.profiler import profiled
 from lp_runtime.replica.retries import RetriedBatch, RetriedRequest
 from lp_runtime.request.output import Event, Report
@@ -181,7 +181,7 @@ def join_group(
             info,
             capacity=None if smallest == UNLIMITED_TOKENS else smallest,
             supports_batching=supports_batching,
-            not_captured=not_captured(model, are_late, are_captured),
+            not_captured=group_not_captured(model, are_late, are_captured),
         )
         awaited = is_compiling if are_compiling.any() else None
         yield Replica(config, replace(loaded, info=info), group, bool(are_late.any()), awaited)

@@ -21,7 +21,7 @@ from lp_runtime.distributed.transport.group import Group
 from lp_runtime.lookahead.tree import TokenTree
 from lp_runtime.model.attention.parts import attend, attend_masked
 from lp_runtime.model.checks.self_check import check_model
-from lp_runtime.model.forward.cuda_graph import why_not_captured
+from lp_runtime.model.forward.cuda_graph import why_uncapturable
 from lp_runtime.model.forward.fixed_passes import SIZES
 from lp_runtime.model.forward.pass_timer import PassTimer
 from lp_runtime.model.loading.loader import load_model, load_tokenizer
@@ -64,7 +64,7 @@ def test_attend_without_a_mask_matches_attend_masked(groups, dtype):
 def test_captured_passes_match_uncaptured_passes(dtype, tolerance):
     """The demo model has grouped queries."""
     free, captured = demo(dtype), demo(dtype)
-    assert why_not_captured(captured.model) is None
+    assert why_uncapturable(captured.model) is None
     assert fuse_blocks(captured.model)
     captured.enable_graphs(capture=True)
     assert check_model(captured.runner) < 2 * tolerance

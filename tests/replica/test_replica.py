@@ -10,13 +10,15 @@ import pytest
 import torch
 from support.stand_ins import KERNELS
 
-from lp_runtime.config.settings import LauncherConfig, RuntimeConfig
+from lp_runtime.config.lookahead import LookaheadConfig
+from lp_runtime.config.settings import LauncherConfig, ModelConfig, RuntimeConfig
 from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import ConfigError, ModelError
 from lp_runtime.model.checks import self_check
 from lp_runtime.model.forward import cuda_graph
 from lp_runtime.replica import loaded_model, replica
-from lp_runtime.replica.loading import not_captured
+from lp_runtime.replica.loading import group_not_captured
+from lp_runtime.utils import jit
 
 
 @pytest.mark.slow
@@ -52,10 +54,19 @@ def test_strict_passes_are_captured_on_all_replicas_or_on_none(exactness, is_kep
         (False, [0, 0], [0, 0], None),
     ],
 )
-def test_not_captured_returns_own_reason_or_names_replica(is_captured, on_gpu, captured, expected):
+def test_group_not_captured_returns_own_reason_or_names_replica(is_captured, on_gpu, captured, expected):
     timer, graphs = (object() if on_gpu[0] else None), (object() if is_captured else None)
-    model = SimpleNamespace(timer=timer, graphs=graphs, why_not_captured=None if is_captured else "why")
-    assert not_captured(model, on_gpu, captured) == expected
+    model = SimpleNamespace(timer=timer, graphs=graphs, why_no_graphs=None if is_captured else "why")
+    assert group_not_captured(model, on_gpu, captured) == expected
+
+
+@pytest.mark.parametrize("device_index", [0, 1])
+def test_one_replica_of_a_machine_reports_code_that_cannot_be_kept(device_index, monkeypatch):
+    monkeypatch.setattr(jit.UNSAVED, "is_silent", None)
+    config = RuntimeConfig(ModelConfig("/none"), device="cpu", lookahead=LookaheadConfig(drafter="paper"))
+    with pytest.raises(ModelError):
+        loaded_model.load_replica(config, device_index, 2, owns_process=False)
+    assert jit.UNSAVED.is_silent == (device_index > 0)
 
 
 @pytest.mark.parametrize(("backend", "rank", "owns", "shows"), [("auto", 0, True, True), ("gloo", 2, False, False)])

@@ -46,7 +46,7 @@ class PassSize(NamedTuple):
     num_sequences: int
 
 
-def why_not_captured(model: PreTrainedModel) -> str | None:
+def why_uncapturable(model: PreTrainedModel) -> str | None:
     """Return why a model's passes cannot be captured; None if they can.
 
     The model must be on one GPU, use our attention, and have the same head size for keys and values, which the Triton

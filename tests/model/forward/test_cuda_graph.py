@@ -205,8 +205,8 @@ def test_batches_go_on_if_they_fail_only_with_graphs(random_model, monkeypatch):
 
 def test_failed_capture_falls_back_to_compile_off(tiny_model_dir, monkeypatch, caplog):
     """Capture fails here because there is no GPU; any other failure at start-up is handled the same way."""
-    monkeypatch.setattr(loading, "why_not_captured", lambda model: None)
+    monkeypatch.setattr(loading, "why_uncapturable", lambda model: None)
     config = RuntimeConfig(model=ModelConfig(path=str(tiny_model_dir)))
     model, difference = loading.ready_model(config, torch.device("cpu"))
     assert model.graphs is None and difference < 1e-4
-    assert f"{model.why_not_captured}; going on with compile=off" in caplog.text
+    assert f"{model.why_no_graphs}; going on with compile=off" in caplog.text
