@@ -16,6 +16,7 @@ PAGES = {
     "SECURITY.md": "security.md",
     "CODE_OF_CONDUCT.md": "code_of_conduct.md",
 }
+NAMES = "|".join(map(re.escape, PAGES))
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -25,7 +26,12 @@ def on_files(files: Files, config: Any) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Adapt the links of a page in docs/ to pages of the root: ../SECURITY.md is security.md."""
+    return re.sub(rf"(?<=\]\()((?:\.\./)*)\.\./({NAMES})", lambda match: match[1] + PAGES[match[2]], markdown)
+
+
 def for_site(text: str) -> str:
     """Return a page of the root as a page of docs/, with links to docs/ and to the other pages adapted."""
     text = re.sub(r"(?<=\]\()docs/", "", text)
-    return re.sub(rf"(?<=\]\()({'|'.join(map(re.escape, PAGES))})", lambda match: PAGES[match[1]], text)
+    return re.sub(rf"(?<=\]\()({NAMES})", lambda match: PAGES[match[1]], text)
