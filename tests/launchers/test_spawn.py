@@ -6,6 +6,7 @@ import gc
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from multiprocessing.connection import Connection, Pipe
@@ -23,7 +24,7 @@ from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.store import address_of
 from lp_runtime.distributed.transport import shared_memory
-from lp_runtime.launchers.spawn import ReplicaPipe, SpawnHost
+from lp_runtime.launchers.spawn import LOOPBACK, ReplicaPipe, SpawnHost
 
 # The step budget is fixed, so no step depends on measured times and nothing is measured at start.
 FIXED = LookaheadConfig(7, 5, 7)
@@ -86,10 +87,11 @@ def test_port_of_a_closed_runtime_is_free_again():
     (port,) = free_ports(1)
     launcher = LauncherConfig(backend="gloo", port=port)
     config = RuntimeConfig(gpus=2, device="cpu", launcher=launcher)
-    hosts = []
-    for _ in range(2):
-        hosts.append(SpawnHost(config))
-        hosts[-1].close()
+    host = SpawnHost(config)
+    with pytest.raises(OSError, match="Address already in use"):
+        socket.create_server((LOOPBACK, port))
+    host.close()
+    socket.create_server((LOOPBACK, port)).close()
 
 
 def test_replicas_meet_in_a_store_while_memory_cannot_be_shared(tmp_path, monkeypatch):
