@@ -480,6 +480,19 @@ def test_forked_process_is_refused_and_leaves_the_replicas_alone(runtime, single
     assert runtime.launcher.process_ids == pids and runtime.num_ready == GPUS
 
 
+def test_ended_requests_leave_no_threads(single):
+    """A server answers millions of them."""
+    held = HeldRuntime(single)
+    with Scheduler(held) as scheduler:
+        before = set(threading.enumerate())
+        job = held.submit(scheduler, make(held, (0, SHORT, 0)))
+        first_delta(job)
+        (thread,) = map(weakref.ref, set(threading.enumerate()) - before)
+        held.release(job)
+        rest_of(job)
+        wait_until(lambda: thread() is None)
+
+
 def test_scheduler_that_is_dropped_ends_its_thread_after_its_last_job(single, alone):
     case: Case = (0, SHORT, 0)
     before = set(threading.enumerate())
