@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.errors import RequestError
@@ -70,6 +70,11 @@ class Thinking(NamedPart):
     budget_tokens: int | None = Field(default=None, ge=0)
 
 
+def _with_type(thinking: object) -> object:
+    """Return the object that true or false stand for."""
+    return {"type": "enabled" if thinking else "disabled"} if isinstance(thinking, bool) else thinking
+
+
 class Rendered(StrictPart):
     """Fields that say how the chat template is rendered.
 
@@ -79,7 +84,7 @@ class Rendered(StrictPart):
 
     chat_template_kwargs: dict[str, Any] = {}
     enable_thinking: bool | None = None
-    thinking: Thinking | bool | None = None
+    thinking: Annotated[Thinking | None, BeforeValidator(_with_type)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
 
@@ -91,7 +96,7 @@ class Rendered(StrictPart):
         effort, thinks = self.effort(), self.enable_thinking
         given: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
         if thinks is None and self.thinking is not None:
-            thinks = self.thinking.type != "disabled" if isinstance(self.thinking, Thinking) else self.thinking
+            thinks = self.thinking.type != "disabled"
         if effort == "none" or thinks is not None:
             given["enable_thinking"] = bool(thinks)
         return {**given, **self.chat_template_kwargs}
@@ -138,7 +143,7 @@ class Conversation(Rendered, Common):
     def reasoning_budget(self) -> int | None:
         """Return how many tokens the reasoning part may have; None for no limit, which -1 is, too."""
         if self.thinking_token_budget in (None, -1):
-            return self.thinking.budget_tokens if isinstance(self.thinking, Thinking) else None
+            return None if self.thinking is None else self.thinking.budget_tokens
         return self.thinking_token_budget
 
 
