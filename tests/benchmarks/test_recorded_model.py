@@ -37,6 +37,7 @@ def make_bench(one_layer_demo_dir, tmp_path, monkeypatch):
         args = {
             "model": str(one_layer_demo_dir),
             "prompts": [f"{prompts}:text"],
+            "data": tmp_path,
             "limit": 9,
             "each": 9,
             "max_new_tokens": 24,
