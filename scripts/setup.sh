@@ -69,6 +69,10 @@ case "$extras" in
     ray,test) enough=(ray,test ray,test,dev) ;;
     *) enough=("$extras") ;;
 esac
+
+# Jobs of several machines may share one checkout. A file system without locks goes on without one.
+exec 9<"$root"
+flock --nonblock 9 2>/dev/null || [[ $? != 1 ]] || { say "waiting until another scripts/setup.sh has made $venv"; flock 9; }
 for set in "${enough[@]}"; do
     if is_done "$set"; then exit 0; fi
 done

@@ -1,7 +1,9 @@
-"""Tests of scripts/setup.sh: which Python makes the environment, and warnings on a machine with a GPU."""
+"""Tests of scripts/setup.sh: which Python makes the environment, warnings on a machine with a GPU, and two at once."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-NEEDED = ("bash", "cat", "cksum", "dirname", "head", "rm")  # all commands of the script, except Python and its stubs
+NEEDED = ("bash", "cat", "cksum", "dirname", "flock", "head", "rm")  # what it runs, except stubs
 # A fake Python, suitable or not, that copies itself into a new environment and installs nothing.
 PYTHON = """#!/bin/sh
 case "$*" in
@@ -48,14 +50,15 @@ class Machine:
     def add_gpu(self, driver: str) -> None:
         self.add("nvidia-smi", f"#!/bin/sh\necho {driver}\necho {driver}\n")
 
+    def start(self, **environment: str) -> subprocess.Popen:
+        command = [self.bin / "bash", self.root / "scripts" / "setup.sh"]
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen(command, env={"PATH": str(self.bin)} | environment, **pipes)
+
     def set_up(self, **environment: str) -> subprocess.CompletedProcess:
-        return subprocess.run(
-            [self.bin / "bash", self.root / "scripts" / "setup.sh"],
-            env={"PATH": str(self.bin)} | environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-        )
+        process = self.start(**environment)
+        stdout, stderr = process.communicate(timeout=60)
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     def warnings(self, **environment: str) -> list[str]:
         done = self.set_up(**environment)
@@ -115,3 +118,14 @@ def test_error_without_python_and_uv_names_how_to_install_them(machine):
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1 and "no Python 3.11 or newer" in line
     assert "apt-get install python3.11-venv" in line and "astral.sh/uv/install.sh" in line
+
+
+def test_waits_for_another_set_up_of_the_checkout(machine):
+    lock = os.open(machine.root, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    process = machine.start()
+    assert process.stderr.readline().startswith("waiting until another scripts/setup.sh has made")
+    assert not (machine.root / ".venv").exists()
+    os.close(lock)
+    process.communicate(timeout=60)
+    assert process.returncode == 0 and (machine.root / ".venv" / "bin" / "python").exists()
