@@ -24,7 +24,7 @@ from lp_runtime.constraints import compile_process
 from lp_runtime.constraints.compile_process import MAX_PENDING, ConstraintCompiler
 from lp_runtime.constraints.exact_schemas import exact_schema
 from lp_runtime.constraints.grammar_guide import Grammars
-from lp_runtime.constraints.library import library
+from lp_runtime.constraints.library import TESTED_VERSION, library
 from lp_runtime.errors import BusyError, ConfigError, ConstraintError, ReplicaError
 from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.server.submission import Submitter
@@ -228,3 +228,9 @@ def test_missing_eos_token_or_package_is_refused(monkeypatch):
     with pytest.raises(ConfigError, match=r"pip install 'lp-runtime\[constraints\]'"):
         ConstraintCompiler(tokenizer, len(TEXTS), {EOS}).compile(ConstraintConfig(regex="a"))
     library.cache_clear()
+
+
+def test_untested_version_of_xgrammar_is_refused(monkeypatch):
+    monkeypatch.setattr("lp_runtime.constraints.library.version", lambda name: "0.2.9")
+    with pytest.raises(ConfigError, match=f"xgrammar 0.2.9 is installed.* pip install xgrammar=={TESTED_VERSION}$"):
+        library.__wrapped__()

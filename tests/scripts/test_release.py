@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import lp_runtime
+from lp_runtime.constraints.library import TESTED_VERSION
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -70,3 +71,5 @@ def test_lock_file_has_the_tested_versions():
     tested = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
     assert len(pinned) > 50
     assert all(pinned.get(name, version) == version for name, version in tested.items())
+    assert PROJECT["optional-dependencies"]["constraints"] == [f"xgrammar=={tested['xgrammar']}"]
+    assert tested["xgrammar"] == TESTED_VERSION
