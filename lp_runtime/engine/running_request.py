@@ -20,7 +20,7 @@ from lp_runtime.decoder.step import Step
 from lp_runtime.distributed.exchange import Exchange, Outcome
 from lp_runtime.distributed.transport.group import Group
 from lp_runtime.engine.memory import memory_error, unshared_error
-from lp_runtime.errors import LookaheadError, RequestMemoryError, first_line
+from lp_runtime.errors import LookaheadError, RequestError, RequestMemoryError, first_line
 from lp_runtime.model.forward.step_inputs import StepInputs
 from lp_runtime.model.kv_cache.slots import CacheSlot, initial_text_tokens
 from lp_runtime.model.runner import ModelRunner
@@ -281,10 +281,18 @@ class RunningRequest:
             slot.commit(state.tokens[len(slot.tokens) : state.num_cached])
         return output
 
-    def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
-        """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
+    def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered | LookaheadError:
+        """Unpack an exchange's outcome, show the step to the observer, and count what was fed.
+
+        Return an error, equal on all replicas, if no token can follow the committed ones.
+        """
         times = StepTimer.unpacked(outcome.clocks)
         gathered = self.decoder.unpack(step, outcome.values, *times)
+        if gathered.result.successors[step.tree.root] < 0:
+            num_new = len(self.decoder.state.new_tokens)
+            return RequestError(
+                f"sampling: no token can follow {num_new} new tokens: logits processors left all scores at -inf, or NaN"
+            )
         if self._callbacks.observe:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:

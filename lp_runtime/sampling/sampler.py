@@ -6,7 +6,8 @@ The result of a node is packed into `width` int64 values, which travel in the ex
     candidate (24 bits) | margin (8) | candidate | margin, and so on, two top-k candidates per integer
     token (32) | log-probability (32), and so on, the likeliest tokens by the model's logits (if requested)
 
-A guess has no successor if a processor fails for it: `generate` may never call the processor with that text.
+A node has no successor if the request samples and its processors leave no token above -inf. Nor has a guess for which a
+processor fails: `generate` may never call the processor with that text.
 A margin is how far a token's log-probability lies below the likeliest one's, in sixteenths of a nat, at most 255.
 
 Letters: n nodes, V vocabulary, K top-k candidates. Logits and scores, the processed logits, are [n, V] float32, and
@@ -183,7 +184,9 @@ class Sampler:
                     raise
                 failed.append(node - tree.root)  # the text may end before: a stop condition is asked later
                 break
-            node = tree.child(node, int(sample_successors(scores[row], [len(prefix)], self.noise)))
+            first = sample_successors(scores[row], [len(prefix)], self.noise)
+            has_end = self.noise is not None and bool(lack_tokens(scores[row], first))
+            node = None if has_end else tree.child(node, int(first))
         positions = self._positions(tree, nodes, tokens)
         return self._sample_scores(step_logits, scores, positions, with_top_k, failed), lambda: scores
 
@@ -207,6 +210,9 @@ class Sampler:
             first = sample_successors(scores, positions, self.noise)
             packed = self._pack(scores, first, with_top_k)
         packed = self._add_logprobs(packed, step_logits)
+        # Greedy search chooses token 0, as in `generate`. What a model gives without processors is taken as it is.
+        if self.noise is not None and self.processors.truncation is None:
+            packed[:, 0] |= HALF_MASK * lack_tokens(scores, packed[:, 0] & HALF_MASK)
         if failed:
             packed[failed, 0] |= HALF_MASK
         return packed
@@ -274,6 +280,11 @@ class Sampler:
     def unpack_top_logprobs(self, packed: np.ndarray) -> list[tuple[tuple[int, float], ...]] | None:
         """Unpack n tuples of (token id, log-probability under softmax(logits)), likeliest first, if requested."""
         return unpack_top_logprobs(packed[:, self._top_logprobs_column :]) if self.num_top_logprobs else None
+
+
+def lack_tokens(scores: torch.Tensor, successors: torch.Tensor) -> torch.Tensor:
+    """Whether no token can be sampled from rows of scores, [n, V], whose best tokens are `successors`: [n] bool."""
+    return ~(scores.gather(1, successors[:, None])[:, 0] > -torch.inf)  # of -inf and of NaN
 
 
 def sample_greedily(logits: torch.Tensor, kernels: ModuleType) -> torch.Tensor:

@@ -15,6 +15,7 @@ from lp_runtime.config.lookahead import PLAIN, LookaheadConfig
 from lp_runtime.config.sampling import SamplingConfig
 from lp_runtime.config.settings import ModelConfig
 from lp_runtime.distributed.transport.group import Group
+from lp_runtime.dropin.lookahead_generate import lookahead_generate
 from lp_runtime.engine.engine import Engine
 from lp_runtime.errors import ConfigError, RequestError
 from lp_runtime.model.loading.loader import load_model
@@ -154,6 +155,69 @@ def test_ordered_processor_may_fail_for_guesses_after_the_end(loop):
         assert decode(loop, cut, stop=stop)[0] == everything[:num]
         with pytest.raises(RequestError, match="Climbs failed"):
             decode(loop, cut)
+
+
+class RunsOut(LogitsProcessor):
+    """Sets every token's score to -inf, or NaN, from a number of new tokens on."""
+
+    def __init__(self, num_new: int, prefix_only: bool, score: float = -torch.inf):
+        self.num_new, self.prefix_only, self.score = num_new, prefix_only, score
+
+    def __call__(self, input_ids, scores):
+        return scores if input_ids.shape[1] < len(PROMPT) + self.num_new else torch.full_like(scores, self.score)
+
+
+SAMPLED = Request(PROMPT, LookaheadConfig(7, 4, 7), 12, sampling=SamplingConfig(temperature=0.3, seed=2), logprobs=True)
+
+
+def run_out(loop: Engine, processor: RunsOut) -> tuple[list[int], str]:
+    """Return the tokens before the error of a request that runs out of tokens to choose from, and the error."""
+    tokens: list[int] = []
+    with pytest.raises(RequestError) as caught:
+        for event in loop.run(replace(SAMPLED, processors=(processor,))):
+            tokens += event.token_ids
+    return tokens, str(caught.value)
+
+
+@pytest.mark.parametrize("score", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("prefix_only", [True, False])
+def test_sampling_without_a_possible_token_ends_the_request(loop, prefix_only, score):
+    """The error is that of `generate`, and guesses that no token can follow change nothing."""
+    expected, report = decode(loop, SAMPLED)
+    assert report.num_steps < len(expected)
+    for num_new in (0, 5):
+        tokens, error = run_out(loop, RunsOut(num_new, prefix_only, score))
+        assert tokens == expected[:num_new]
+        assert error.startswith(f"sampling: no token can follow {num_new} new tokens: ")
+    assert decode(loop, SAMPLED)[0] == expected
+
+
+@pytest.mark.parametrize("prefix_only", [True, False])
+def test_drop_in_without_a_possible_token_does_as_generate(model, prefix_only):
+    """Greedy search chooses token 0, and sampling fails."""
+
+    def generated(**options) -> list[int]:
+        options |= {"logits_processor": [RunsOut(5, prefix_only)], "max_new_tokens": 12, "eos_token_id": None}
+        return model.generate(torch.tensor([PROMPT]), **options)[0].tolist()
+
+    expected = generated(do_sample=False)
+    assert generated(do_sample=False, custom_generate=lookahead_generate) == expected
+    assert expected[-7:] == [0] * 7
+    with pytest.raises(RuntimeError, match="inf"):
+        generated(do_sample=True)
+    with pytest.raises(RequestError, match="-inf"):
+        generated(do_sample=True, custom_generate=lookahead_generate)
+
+
+def run_out_on_a_rank(group: Group, folder: str):
+    loop = engine_of(ModelRunner(load_model(ModelConfig(path=folder), CPU, "float32"), 2048), group)
+    return run_out(loop, RunsOut(5, prefix_only=True)), decode(loop, SAMPLED)[0]
+
+
+def test_sampling_without_a_possible_token_ends_the_request_on_all_replicas(make_model_dir):
+    folder = str(make_model_dir(seed=5, initializer_range=0.15))
+    alone = run_out_on_a_rank(Group.alone(), folder)
+    assert run_ranks(run_out_on_a_rank, 2, folder) == [alone] * 2
 
 
 GREEDY = [
