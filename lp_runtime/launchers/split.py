@@ -156,7 +156,7 @@ def free_of_this_machine() -> list[int]:
         raise LaunchError(f"gpus_per_replica=auto: {reason}")
     try:
         done = subprocess.run(
-            [sys.executable, "-c", SURVEY], capture_output=True, text=True, timeout=SURVEY_SECONDS, check=True
+            [sys.executable, "-P", "-c", SURVEY], capture_output=True, text=True, timeout=SURVEY_SECONDS, check=True
         )
         return [int(each) for each in json.loads(done.stdout)]
     except (OSError, subprocess.SubprocessError, ValueError) as error:

@@ -336,7 +336,9 @@ def test_gpus_of_cluster_counts_all_and_those_of_the_smallest_node():
 
 
 @pytest.mark.slow
-def test_failed_query_of_free_memory_is_reported(monkeypatch):
+def test_failed_query_of_free_memory_is_reported(monkeypatch, tmp_path):
+    (tmp_path / "json.py").write_text("raise RuntimeError('not the module of the standard library')")
+    monkeypatch.chdir(tmp_path)
     if not torch.cuda.is_available():
         assert free_of_this_machine() == []
     monkeypatch.setattr(split.sys, "executable", "/nowhere/python")
