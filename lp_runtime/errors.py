@@ -99,6 +99,11 @@ def class_and_first_line(error: BaseException) -> str:
     return line if line.startswith(name) else f"{name}: {line}"
 
 
+def as_known_kind(error: LookaheadError) -> LookaheadError:
+    """Return an error of its nearest class in this module: other processes may not know a caller's subclass."""
+    return next(kind for kind in type(error).__mro__ if kind.__module__ == __name__)(str(error))
+
+
 @contextmanager
 def unforeseen_as(kind: type[LookaheadError], what: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn any exception of the block, except LookaheadErrors and those in `passing`, into a `kind`.

@@ -8,7 +8,7 @@ import numpy as np
 
 from lp_runtime.distributed.exchange import gather_rows
 from lp_runtime.distributed.transport.group import Group
-from lp_runtime.errors import LookaheadError
+from lp_runtime.errors import LookaheadError, as_known_kind
 
 WORD_BYTES = 8  # of an exchanged integer
 
@@ -22,15 +22,10 @@ def shared_error(error: LookaheadError | None, group: Group) -> LookaheadError:
     if group.is_alone:
         assert error is not None
         return error
-    data = b"" if error is None else pickle.dumps((_known_kind(error), str(error)))
+    data = b"" if error is None else pickle.dumps(as_known_kind(error))
     sizes = gather_rows(np.array([len(data)], np.int64), group)[:, 0]
     padded = data.ljust(-(-int(sizes.max()) // WORD_BYTES) * WORD_BYTES, b"\0")
     rows = gather_rows(np.frombuffer(padded, np.int64).copy(), group)
     first = int(np.flatnonzero(sizes)[0])
-    kind, message = pickle.loads(rows[first].tobytes()[: sizes[first]])
-    return kind(message)
-
-
-def _known_kind(error: LookaheadError) -> type[LookaheadError]:
-    """Return an error's nearest class from errors.py: other replicas may not know a processor's subclass."""
-    return next(kind for kind in type(error).__mro__ if kind.__module__ == LookaheadError.__module__)
+    shared: LookaheadError = pickle.loads(rows[first].tobytes()[: sizes[first]])
+    return shared

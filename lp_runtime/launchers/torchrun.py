@@ -22,6 +22,7 @@ from lp_runtime.errors import (
     ReplicaError,
     RequestError,
     ShardError,
+    as_known_kind,
     unforeseen_as,
 )
 from lp_runtime.launchers.base import REQUEST_ERRORS, Launcher
@@ -86,7 +87,7 @@ class TorchrunLauncher(Launcher):
             try:
                 event = next(self._events, None)
             except REQUEST_ERRORS as error:  # raised on all ranks
-                self._tell(error)
+                self._tell(as_known_kind(error))
                 raise
             except (Exception, KeyboardInterrupt):
                 self._is_open = False  # the group is broken

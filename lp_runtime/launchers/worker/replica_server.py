@@ -21,6 +21,7 @@ from lp_runtime.errors import (
     RequestMemoryError,
     ShardError,
     StateMismatchError,
+    as_known_kind,
 )
 from lp_runtime.launchers.wire.messages import (
     PING,
@@ -261,7 +262,7 @@ class _Answer:
 
     def send(self, event: Event | LookaheadError) -> None:
         if isinstance(event, LookaheadError):
-            self._send(Refused(self.order, str(event), type(event)))
+            self._send(Refused(self.order, str(event), type(as_known_kind(event))))
         elif isinstance(event, Report):
             self._send(Finished(self.order, self.progress, event))
         else:

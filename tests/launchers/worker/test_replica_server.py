@@ -16,7 +16,8 @@ from lp_runtime.calibration.calibration import Measured
 from lp_runtime.config.lookahead import PLAIN
 from lp_runtime.config.settings import RuntimeConfig
 from lp_runtime.distributed.environment import ReplicaContext
-from lp_runtime.launchers.wire.messages import Decode, Finished, Join, Prefill, Prefilled, Progress
+from lp_runtime.errors import RequestError
+from lp_runtime.launchers.wire.messages import Decode, Finished, Join, Prefill, Prefilled, Progress, Refused
 from lp_runtime.launchers.wire.sealed_request import seal
 from lp_runtime.launchers.worker import replica_server
 from lp_runtime.launchers.worker.process_host import Placement
@@ -50,6 +51,25 @@ def answers_of(weights: PreTrainedModel, orders: Sequence[object]) -> list[Any]:
         patch.setattr(replica_server, "load_replica", lambda *_, **__: LoadedModel(model, info, Measured()))
         server.run()
     return answers
+
+
+class Refusing:
+    """A logits processor with an error of its author's, whose class has other arguments and cannot be pickled."""
+
+    prefix_only = True
+
+    def __call__(self, input_ids, scores):
+        class NotLiked(RequestError):
+            def __init__(self, what: str, why: str):
+                super().__init__(f"{what} {why}")
+
+        raise NotLiked("not", "liked")
+
+
+def test_refusal_has_a_class_that_the_driver_knows():
+    refused = seal(replace(REQUEST, processors=(Refusing(),)))
+    answers = answers_of(model_of("bamba"), [Decode(1, refused), Decode(2, seal(REQUEST))])
+    assert Refused(1, "not liked", RequestError) in answers
 
 
 def progress_of(answers: list[Any]) -> Progress:
