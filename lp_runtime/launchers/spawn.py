@@ -11,7 +11,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection, wait
 
 import torch
@@ -159,9 +159,7 @@ class SpawnHost(ProcessHost):
         self._ended_pipes += [self._pipes.pop(number) for number in numbers if number in self._pipes]
 
         def wait_for_end() -> None:
-            for process in processes:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(KILL_TIMEOUT_SECONDS)
+            _wait_for_all(processes, KILL_TIMEOUT_SECONDS)
             clear_up(self._segments[index])
 
         return wait_for_end
@@ -169,20 +167,27 @@ class SpawnHost(ProcessHost):
     def close(self) -> None:
         self._store = None  # its server ends, and the port is free again
         pipes = [*self._pipes.values(), *self._ended_pipes]
-        for pipe in pipes:
-            pipe.close(timeout=CLOSE_GRACE_SECONDS)
-        deadline = time.monotonic() + EXIT_TIMEOUT_SECONDS
-        for process in self.processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+        try:
+            for pipe in pipes:
+                pipe.close(CLOSE_GRACE_SECONDS)
+            _wait_for_all(self.processes.values(), EXIT_TIMEOUT_SECONDS)
+        finally:  # also if the wait is interrupted (KeyboardInterrupt)
+            for process in self.processes.values():
                 process.kill()
-                process.wait()
+        _wait_for_all(self.processes.values(), KILL_TIMEOUT_SECONDS)
         for pipe in pipes:
-            pipe.close()
+            pipe.close(CLOSE_GRACE_SECONDS)
         for segment in (*self._segments.values(), *self._meetings):
             clear_up(segment)
         self._pipes, self.processes = {}, {}
+
+
+def _wait_for_all(processes: Iterable[subprocess.Popen], timeout: float) -> None:
+    """Wait up to `timeout` seconds until all processes have ended."""
+    deadline = time.monotonic() + timeout
+    for process in processes:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 class SpawnLauncher(TeamLauncher):

@@ -106,6 +106,22 @@ def test_replicas_meet_in_a_store_while_memory_cannot_be_shared(tmp_path, monkey
     host.close()
 
 
+def test_interrupted_close_leaves_no_hanging_process(monkeypatch):
+    host = SpawnHost(RuntimeConfig(device="cpu", launcher=LauncherConfig(own_process=True)))
+    host.start_process(0)
+    process = host.processes[0]
+    os.kill(process.pid, signal.SIGSTOP)
+
+    def interrupt(timeout: float) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        host.close()
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
 def test_dropped_runtime_ends_its_replicas(one_layer_demo_dir):
     before = own_replicas()
     launcher = LauncherConfig(own_process=True)

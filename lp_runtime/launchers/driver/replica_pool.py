@@ -162,9 +162,11 @@ class ReplicaPool:
             self._listener.join()
         with self.changed:
             enders = list(self._enders)
-        for ender in enders:  # a process that one of them starts after `close` would be left running
-            ender.join()
-        self._host.close()
+        try:
+            for ender in enders:  # a process that one of them starts after `close` would be left running
+                ender.join()
+        finally:
+            self._host.close()
 
     def lose(self, index: int, reason: str, incarnation: int) -> None:
         """Declare a replica lost: kill its process, put a ReplicaLost into its inboxes, restart it if allowed.
@@ -252,17 +254,18 @@ class ReplicaPool:
                 if should_cancel():
                     break
                 self.changed.wait(LISTEN_SECONDS)
-            return frozenset(self._ready)
+            return self.ready
 
     @property
     def ready(self) -> frozenset[int]:
+        """Indices of the replicas that take orders; none once the pool is closed."""
         with self.changed:
-            return frozenset(self._ready)
+            return frozenset(() if self.is_closed else self._ready)
 
     @property
     def num_loading(self) -> int:
         with self.changed:
-            return len(self._loading)
+            return 0 if self.is_closed else len(self._loading)
 
     @property
     def num_restarts(self) -> dict[int, int]:
@@ -322,7 +325,7 @@ class ReplicaPool:
         """Assign a number to a new order to `members`, and yield its inbox, which is open during the block."""
         with self.changed:
             inbox = self.inboxes.add(members, self._incarnations)
-            for index in set(members) - self._ready:  # lost before the inbox existed
+            for index in set(members) - self.ready:  # lost before the inbox existed
                 inbox.messages.put((index, ReplicaLost(self.losses.get(index, "it is not running"))))
         try:
             yield inbox
@@ -333,7 +336,7 @@ class ReplicaPool:
     def send_order(self, inbox: Inbox, index: int, order: object) -> None:
         """Send a member its order, unless it was lost since the inbox was opened."""
         with self.changed:  # a restarted process must not get the order of the one before
-            is_there = index in self._ready and self._incarnations[index] == inbox.incarnations[index]
+            is_there = index in self.ready and self._incarnations[index] == inbox.incarnations[index]
         if is_there:
             self._host.send(index, order)
 

@@ -87,8 +87,7 @@ class RequestDriver:
             num_before = len(self._delivered)
             attempt = Attempt()
             yield from self._decode(attempt, group)
-            if self._pool.is_closed:
-                raise ReplicaError("the runtime is closed")
+            self._check_open()
             self._note_losses(set(group) - set(attempt.progress))
             report = attempt.report
             if report is not None and not (attempt.is_paused and report.finish_reason == "cancelled"):
@@ -124,6 +123,7 @@ class RequestDriver:
         while True:
             members = self._lease.settle() or self._lease.refill()
             group = self._groups.form(members) or ()
+            self._check_open()
             left_out = members - set(group)
             self._lease.lose(left_out)
             self._note_losses(left_out - self._pool.ready)
@@ -131,6 +131,10 @@ class RequestDriver:
                 return group
             if not members:
                 raise self._all_lost()
+
+    def _check_open(self) -> None:
+        if self._pool.is_closed:
+            raise ReplicaError("the runtime is closed")
 
     def _note_losses(self, lost: Iterable[int]) -> None:
         lost = set(lost)

@@ -14,6 +14,7 @@ from lp_runtime.config.settings import FailureConfig, RuntimeConfig
 from lp_runtime.distributed.environment import ReplicaContext
 from lp_runtime.errors import LaunchError, ReplicaError
 from lp_runtime.launchers.team import TeamLauncher
+from lp_runtime.launchers.wire.lease import ReplicaLease
 from lp_runtime.launchers.wire.messages import (
     PING,
     PONG,
@@ -232,6 +233,27 @@ def test_replicas_that_cannot_exchange_do_not_start(monkeypatch):
     monkeypatch.setattr(AnsweringHost, "rendezvous", refuse)
     with pytest.raises(LaunchError, match=f"^{FULL}$"), launched(lambda group, index, order: []):
         pass
+
+
+class ClosingLease(ReplicaLease):
+    """Closes the launcher just before its request asks for a group, as another thread may."""
+
+    def __init__(self, launcher: TeamLauncher, wanted: Iterable[int]):
+        super().__init__(wanted)
+        self._launcher = launcher
+
+    def settle(self) -> frozenset[int]:
+        self._launcher.close()
+        return self.wanted
+
+
+@pytest.mark.parametrize("wanted", [{0, 1}, {0}])
+def test_request_that_begins_while_the_runtime_closes_loses_no_replica(wanted):
+    """The group of both exists already; that of one does not."""
+    with launched(lambda group, index, order: [Finished(order, Progress(), REPORT)]) as launcher:
+        with pytest.raises(ReplicaError, match="^the runtime is closed$"):
+            list(launcher.run_on(REQUEST, ClosingLease(launcher, wanted)))
+        assert not launcher.pool.losses and not launcher.ready
 
 
 def test_lone_replica_that_ignores_a_cancel_is_lost():
