@@ -120,8 +120,6 @@ class SpawnHost(ProcessHost):
 
     def receive(self, timeout: float) -> list[tuple[int, object]]:
         replicas = {pipe.pipe: (number, pipe) for number, pipe in list(self._pipes.items())}
-        if not replicas:
-            time.sleep(timeout)
         messages = []
         for connection in wait(list(replicas), timeout):
             assert isinstance(connection, Connection)

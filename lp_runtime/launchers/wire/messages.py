@@ -170,7 +170,7 @@ class Failed:
         origin = Origin.LOSS if isinstance(error, (ReplicaError, LaunchError, ShardError)) else Origin.CAUSE
         if isinstance(error, LookaheadError):
             return cls(str(error), type(error), origin)
-        return cls(f"{class_and_first_line(error)}", None, origin)
+        return cls(class_and_first_line(error), None, origin)
 
 
 Order = Join | Decode | Prefill
