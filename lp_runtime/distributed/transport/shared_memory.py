@@ -36,7 +36,9 @@ from lp_runtime.utils.limits import num_cores
 FOLDER = Path("/dev/shm")  # an in-memory file system on Linux
 LINE_WORDS = 16  # 128 bytes, so that no two lines share a pair of cache lines, which CPUs prefetch together
 BUFFER_WORDS = 2048  # 16 KiB; longer rows take several rounds
-ROUND, PROCESS, HAS_LEFT = range(3)  # words of a line: number of the latest round, process id, whether it has left
+# Words of a line: number of the latest round, process id, namespace of that id, whether the replica has left.
+ROUND, PROCESS, NAMESPACE, HAS_LEFT = range(4)
+PID_NAMESPACE = Path("/proc/self/ns/pid")  # containers of a pod share memory, but number their processes separately
 JOINED = 1  # number of the round in which a replica joins
 SPINS = 200  # polls of the lines before the CPU is yielded; about 1 us
 YIELD_SECONDS = 5e-4  # a wait yields the CPU between polls for this long, and sleeps between them later
@@ -113,7 +115,8 @@ class SharedMemoryTransport(Transport):
             path.unlink(missing_ok=True)
 
     def _join(self, timeout: float, is_abandoned: Callable[[], bool]) -> None:
-        self._lines[self._rank, PROCESS] = os.getpid()
+        namespace = PID_NAMESPACE.stat().st_ino if PID_NAMESPACE.exists() else 0
+        self._lines[self._rank, [PROCESS, NAMESPACE]] = os.getpid(), namespace
         self._publish(self._lines, self._rank, JOINED)
         deadline = time.monotonic() + timeout
         start = time.monotonic()
@@ -127,9 +130,10 @@ class SharedMemoryTransport(Transport):
                     f" {num_missing} of them did not join{why}"
                 )
             _pause(time.monotonic() - start)
-        for rank, process_id in enumerate(self._lines[:, PROCESS].tolist()):
-            with contextlib.suppress(psutil.Error):  # in another container, with another PID namespace
-                self._processes[rank] = psutil.Process(process_id)
+        for rank, line in enumerate(self._lines.tolist()):
+            if line[NAMESPACE] == namespace:  # else the number is another process's here
+                with contextlib.suppress(psutil.Error):  # hidden from this user
+                    self._processes[rank] = psutil.Process(line[PROCESS])
 
     def all_gather(self, received: torch.Tensor, sent: torch.Tensor) -> None:
         rows = received.numpy().reshape(len(self._lines), -1)

@@ -4,13 +4,14 @@ import errno
 import os
 import signal
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from support.forked import next_result
+from support.forked import forking, next_result
 from support.ranks import CPU, TIMEOUT, run_ranks, running_ranks
 
 from lp_runtime.distributed.environment import ReplicaContext
@@ -202,6 +203,24 @@ def test_killed_process_is_detected_without_a_timeout():
     """The process is still a zombie, because its parent has not waited for it yet."""
     with running_ranks(be_killed, 2, signal.SIGKILL, backend="shared") as (processes, results):
         assert next_result(results, processes) == (0, "rank 0 lost a peer in the exchange: rank 1 is gone")
+
+
+def die_in_another_container(segment: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "PID_NAMESPACE", Path("/proc/self/ns/uts"))  # any other file
+        with joined(1, 2, segment):
+            os._exit(0)
+
+
+def test_process_numbers_of_another_container_are_not_looked_up():
+    """A process with the same number may end here while the peer goes on."""
+    segment = own_segment_name()
+    peer = forking().Process(target=die_in_another_container, args=(segment,), daemon=True)
+    peer.start()
+    with joined(0, 2, segment, step_timeout=STEP_TIMEOUT) as group:
+        peer.join(TIMEOUT)
+        with pytest.raises(ReplicaError, match=f"rank 1 did not answer within {STEP_TIMEOUT} s"):
+            group.connected.broadcast(b"", is_patient=False)
 
 
 def test_rows_of_different_lengths_raise():
