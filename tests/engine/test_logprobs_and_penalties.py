@@ -106,7 +106,9 @@ def test_logprob_keeps_all_fields_when_pickled():
     back = pickle.loads(pickle.dumps(value))
     assert back == -0.5 and back.top == value.top and back.prompt == (-2.0,)
     # When a replica is lost, the others report undelivered tokens, with all of this, too.
-    kept = pickle.loads(pickle.dumps(Progress().after(StepOutput([7], [value])))).logprobs
+    progress = Progress()
+    progress.add(StepOutput([7], [value]))
+    kept = pickle.loads(pickle.dumps(progress)).logprobs
     assert kept[0].top == value.top and kept[0].prompt == value.prompt
 
 

@@ -86,7 +86,7 @@ class Streamed:
     output: StepOutput
 
 
-@dataclass(frozen=True)
+@dataclass
 class Progress:
     """Tokens that a replica has committed since it received the Decode order."""
 
@@ -97,15 +97,13 @@ class Progress:
     sources: list[str] = field(default_factory=list)  # origin of each token, with a trace; else empty
     cached_tokens: int = 0  # of the prompt; 0 if an earlier attempt has fed it
 
-    def after(self, output: StepOutput) -> Progress:
-        return Progress(
-            [*self.token_ids, *output.token_ids],
-            [*self.logprobs, *(output.logprobs or ())],
-            self.num_steps + 1,
-            [*self.found_by, *(output.found_by or ())],
-            [*self.sources, *(output.sources or ())],
-            self.cached_tokens + output.cached_tokens,
-        )
+    def add(self, output: StepOutput) -> None:
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or ()
+        self.num_steps += 1
+        self.found_by += output.found_by or ()
+        self.sources += output.sources or ()
+        self.cached_tokens += output.cached_tokens
 
     def output_after(self, num_tokens: int, request: Request) -> StepOutput | None:
         """Return what was committed after the first `num_tokens` tokens, as a step output; None if nothing."""

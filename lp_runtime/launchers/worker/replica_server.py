@@ -266,7 +266,7 @@ class _Answer:
         elif isinstance(event, Report):
             self._send(Finished(self.order, self.progress, event))
         else:
-            self.progress = self.progress.after(event)
+            self.progress.add(event)
             if self._is_leader:
                 self._send(Streamed(self.order, event))
 

@@ -44,6 +44,13 @@ MANY = 10  # groups; more than the driver tries without progress
 Answers = Callable[[int, int, int], Iterable[object]]  # (group number, replica, order number) -> messages
 
 
+def progress_of(*steps: StepOutput) -> Progress:
+    progress = Progress()
+    for step in steps:
+        progress.add(step)
+    return progress
+
+
 class AnsweringHost(ProcessHost):
     """Simulated replicas that answer orders to decode by calling `answers`, and join groups.
 
@@ -124,7 +131,7 @@ def test_request_continues_if_each_broken_group_adds_a_token():
         output = StepOutput([group])
         if index == 0:
             yield Streamed(order, output)
-        progress = Progress().after(output)
+        progress = progress_of(output)
         yield GroupBroken(order, progress, "for a while") if group < MANY else Finished(order, progress, REPORT)
 
     with launched(answers) as launcher:
@@ -146,10 +153,10 @@ def test_unstreamed_steps_of_a_lost_replica_are_recovered(trace):
 
     def answers(group: int, index: int, order: int) -> list[object]:
         if group == 1:
-            return [Streamed(order, steps[2]), Finished(order, Progress().after(steps[2]), REPORT)]
+            return [Streamed(order, steps[2]), Finished(order, progress_of(steps[2]), REPORT)]
         if index == 0:
             return [Streamed(order, steps[0]), Failed("its process ended", None)]
-        return [GroupBroken(order, Progress().after(steps[0]).after(steps[1]), "rank 0 is gone")]
+        return [GroupBroken(order, progress_of(steps[0], steps[1]), "rank 0 is gone")]
 
     with launched(answers) as launcher:
         *outputs, report = launcher.run(replace(REQUEST, trace=trace, logprobs=True))
@@ -167,7 +174,7 @@ def test_cached_tokens_are_reported_if_no_step_was_streamed():
             return [Finished(order, Progress(), REPORT)]
         if index == 0:
             return [Failed("its process ended", None)]
-        return [GroupBroken(order, Progress().after(step), "rank 0 is gone")]
+        return [GroupBroken(order, progress_of(step), "rank 0 is gone")]
 
     with launched(answers) as launcher:
         *outputs, report = launcher.run(REQUEST)
@@ -191,7 +198,7 @@ def test_request_continues_without_unreachable_replicas(presence, kept):
         if group == 0:
             return [GroupBroken(order, Progress(), "no answer within 7 s")]
         output = StepOutput([5])
-        finished = Finished(order, Progress().after(output), REPORT)
+        finished = Finished(order, progress_of(output), REPORT)
         return [Streamed(order, output), finished] if index == min(kept) else [finished]
 
     with launched(answers, len(presence), presence) as launcher:
@@ -211,7 +218,7 @@ def test_replicas_of_a_machine_that_cannot_exchange_go_on_alone(caplog, monkeypa
         if group == 0:
             return [GroupBroken(order, Progress(), "no answer within 7 s")]
         output = StepOutput([5])
-        return [Streamed(order, output), Finished(order, Progress().after(output), REPORT)]
+        return [Streamed(order, output), Finished(order, progress_of(output), REPORT)]
 
     def refuse(host: AnsweringHost, members: Sequence[int]) -> ReplicaContext:
         raise LaunchError(FULL)
