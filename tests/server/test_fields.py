@@ -11,7 +11,9 @@ from support.serving import served
 import lp_runtime.model.tokenizer
 from lp_runtime import LookaheadConfig, LookaheadRuntime, SamplingConfig
 from lp_runtime.model.loading.loader import load_tokenizer
-from lp_runtime.server.openai.protocol import Completion
+from lp_runtime.server.anthropic.messages_api import Messages
+from lp_runtime.server.openai.protocol import Chat, Completion
+from lp_runtime.server.openai.responses_api import Responses
 
 PROMPT = "def binary_search(items, target):\n"
 TEMPLATE = (
@@ -246,3 +248,17 @@ def test_penalties_of_the_server_count_if_a_request_has_none():
 def test_top_k_of_minus_one_is_off():
     sampling = Completion.model_validate({"prompt": "x", "top_k": -1, "temperature": 1.0})
     assert sampling.options(SamplingConfig(top_k=5), {"do_sample": True})["sampling"].top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        (Completion, {"prompt": "x", "max_tokens": 5.0, "seed": 3.0, "n": 2.0, "lookahead": {"W": 7.0}}),
+        (Chat, {"messages": MESSAGES, "max_completion_tokens": 5.0, "top_logprobs": 1.0}),
+        (Responses, {"input": "x", "max_output_tokens": 5.0}),
+        (Messages, {"messages": MESSAGES, "thinking": {"type": "enabled", "budget_tokens": 5.0}}),
+    ],
+)
+def test_numbers_without_a_fraction_are_integers(kind, fields):
+    body = kind.model_validate(fields).model_dump_json(include=fields.keys())
+    assert ".0" not in body and kind.model_validate_json(body) == kind.model_validate(fields)

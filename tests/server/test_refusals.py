@@ -120,6 +120,7 @@ def test_refusal_names_the_text_that_is_not_valid_unicode(url, path, fields, wha
     ("path", "fields", "message"),
     [
         ("completions", {"prompt": "x", "max_tokens": -1}, "max_tokens=-1: must be an integer >= 1"),
+        ("completions", {"prompt": "x", "max_tokens": 5.5}, "max_tokens=5.5: must be an integer"),
         ("chat/completions", CHAT | {"max_completion_tokens": 0}, "max_completion_tokens=0: must be an integer >= 1"),
         ("responses", {"input": "x", "max_output_tokens": -1}, "max_output_tokens=-1: must be an integer >= 1"),
         ("messages", CHAT | {"max_tokens": 0}, "max_tokens=0: must be an integer >= 1"),

@@ -21,6 +21,7 @@ from lp_runtime.request.request_options import RequestOptions
 from lp_runtime.sampling.request_processors import AllowedTokens
 from lp_runtime.server.openai.parts import (
     ContentPart,
+    Int,
     NamedPart,
     ResponseFormat,
     StrictPart,
@@ -58,12 +59,12 @@ class StreamOptions(NamedPart):
 class Lookahead(StrictPart):
     """Drafting settings of one request; the text does not depend on them."""
 
-    W: int | None = Field(default=None, le=MAX_COLUMNS)
-    N: int | None = Field(default=None, le=MAX_NGRAM_SIZE)
-    G: int | None = Field(default=None, le=MAX_COLUMNS)
+    W: Int | None = Field(default=None, le=MAX_COLUMNS)
+    N: Int | None = Field(default=None, le=MAX_NGRAM_SIZE)
+    G: Int | None = Field(default=None, le=MAX_COLUMNS)
     drafter: str | None = None
-    budget: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
-    tokens: int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
+    budget: Int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
+    tokens: Int | None = Field(default=None, le=MAX_BUDGET_TOKENS)
 
     def resolve(self) -> LookaheadConfig:
         return LookaheadConfig(**self.model_dump(exclude_none=True))
@@ -91,14 +92,14 @@ class Common(StrictPart):
     caps_length: ClassVar[bool] = False  # whether a length above the context is shortened
 
     model: str | None = None
-    max_tokens: int | None = None
+    max_tokens: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    n: int = Field(default=1, ge=1, le=MAX_CHOICES)
+    n: Int = Field(default=1, ge=1, le=MAX_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Int | None = None
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -112,23 +113,23 @@ class Common(StrictPart):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     prediction: Prediction | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool = False
     stop_token_ids: list[int] = Field(default=[], max_length=MAX_TOKEN_LIST)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
     bad_words: list[str] = Field(default=[], max_length=MAX_TOKEN_LIST)
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1)
+    truncate_prompt_tokens: Int | None = Field(default=None, ge=-1)
     truncation_side: Literal["left", "right"] = "left"
     split_special_tokens: bool = False
     max_time: float | None = None
     cache_salt: str = Field(default="", max_length=MAX_SALT_CHARS)
     lookahead: Lookahead | None = None
-    gpus: int | None = None
+    gpus: Int | None = None
     trace: bool = False
 
     def unknown_fields(self) -> list[str]:

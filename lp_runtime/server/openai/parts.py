@@ -6,9 +6,9 @@ Tags of unions are in brackets, by which http/errors.py keeps them out of messag
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
@@ -19,6 +19,16 @@ NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 ANY_OBJECT = {"type": "object"}
 TextType = Literal["text", "input_text", "output_text", "refusal"]
 TEXT_TYPES = get_args(TextType)
+
+
+def _whole(value: object) -> object:
+    """Return a number without a fraction as an integer: some clients write 5 as 5.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:  # larger ones may be rounded
+        return int(value)
+    return value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 
 
 class StrictPart(BaseModel):

@@ -12,6 +12,7 @@ from lp_runtime.errors import RequestError
 from lp_runtime.server.openai.common import MAX_CHOICES, Common
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
+    Int,
     Message,
     NamedPart,
     NamedTool,
@@ -29,10 +30,10 @@ class Completion(Common):
     """The body of POST /v1/completions."""
 
     prompt: str | list[int] | list[str] | list[list[int]]
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
+    logprobs: Int | None = Field(default=None, ge=0, le=MAX_COMPLETION_LOGPROBS)
     echo: bool = False
     suffix: str | None = None
-    best_of: int | None = None
+    best_of: Int | None = None
     add_special_tokens: bool = True  # whether the tokenizer adds some to a prompt that is text
 
     def prompts(self) -> Sequence[str | list[int]]:
@@ -67,7 +68,7 @@ class Thinking(NamedPart):
     """Anthropic's and z.ai's switch of the reasoning part; `budget_tokens` bounds it."""
 
     type: Literal["enabled", "adaptive", "auto", "between_tools", "disabled"]
-    budget_tokens: int | None = Field(default=None, ge=0)
+    budget_tokens: Int | None = Field(default=None, ge=0)
 
 
 def _with_type(thinking: object) -> object:
@@ -138,7 +139,7 @@ class Conversation(Rendered, Common):
 
     fills_context: ClassVar[bool] = True
 
-    thinking_token_budget: int | None = Field(default=None, ge=-1)
+    thinking_token_budget: Int | None = Field(default=None, ge=-1)
 
     def reasoning_budget(self) -> int | None:
         """Return how many tokens the reasoning part may have; None for no limit, which -1 is, too."""
@@ -151,12 +152,12 @@ class Chat(Conversation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
+    top_logprobs: Int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
     reasoning_effort: str | None = None
 
     def effort(self) -> str | None:

@@ -11,6 +11,7 @@ from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.server.openai.input_items import InputItem, messages_of, other_types
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
+    Int,
     Message,
     NamedFunction,
     NamedPart,
@@ -60,8 +61,8 @@ class Responses(Conversation):
     tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
     parallel_tool_calls: bool = True
     instructions: str | None = None
-    max_output_tokens: int | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=0)
+    max_output_tokens: Int | None = None
+    top_logprobs: Int | None = Field(default=None, ge=0, le=0)
     previous_response_id: str | None = None
     conversation_: object = Field(default=None, alias="conversation")
     prompt: object = None
