@@ -14,7 +14,7 @@ from lp_runtime.server.openai.common import check_stops
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     NAME_PATTERN,
-    NamedFunction,
+    Mode,
     NamedPart,
     ResponseFormat,
     choose_tools,
@@ -23,7 +23,7 @@ from lp_runtime.server.openai.parts import (
 )
 from lp_runtime.server.openai.protocol import Conversation
 
-CHOICES: dict[str, Literal["auto", "required", "none"]] = {"auto": "auto", "any": "required", "none": "none"}
+CHOICES: dict[str, Mode] = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class AnthropicTool(NamedPart):
@@ -124,5 +124,6 @@ class Messages(Conversation):
         asked, tools = self.tool_choice, [tool.plain() for tool in self.tools if tool.is_own]
         if asked.type == "any" and not tools:
             raise RequestError("tool_choice=any: there are no tools")
-        choice = NamedFunction(name=asked.name or "") if asked.type == "tool" else CHOICES[asked.type]
-        return choose_tools(tools, choice, not asked.disable_parallel_tool_use)
+        if asked.type == "tool":
+            return choose_tools(tools, "required", False, [asked.name or ""])
+        return choose_tools(tools, CHOICES[asked.type], not asked.disable_parallel_tool_use)

@@ -157,22 +157,24 @@ class NamedTool(NamedPart):
     function: NamedFunction
 
 
+Mode = Literal["none", "auto", "required"]
+
+
 def choose_tools(
-    tools: Sequence[Mapping[str, Any]],
-    choice: Literal["none", "auto", "required"] | NamedFunction,
-    is_parallel: bool,
+    tools: Sequence[Mapping[str, Any]], mode: Mode, is_parallel: bool, names: Sequence[str] | None = None
 ) -> ToolUse:
-    """Return which tools an answer may or must call; a named `choice` requires one call of that tool."""
-    if choice == "none":
+    """Return which tools an answer may or must call; with `names` only those."""
+    if mode == "none":
         return ToolUse((), False, is_parallel)
-    if isinstance(choice, NamedFunction):
-        named = [tool for tool in tools if tool["function"]["name"] == choice.name]
-        if not named:
-            raise RequestError(f"tool_choice: {choice.name!r} is not the name of any of the tools")
-        return ToolUse(named, True, False)
-    if choice == "required" and not tools:
+    if names is not None:
+        named = {tool["function"]["name"]: tool for tool in tools}
+        for name in names:
+            if name not in named:
+                raise RequestError(f"tool_choice: {name!r} is not the name of any of the tools")
+        tools = [tool for name, tool in named.items() if name in names]
+    if mode == "required" and not tools:
         raise RequestError("tool_choice=required: there are no tools")
-    return ToolUse(tools, choice == "required", is_parallel)
+    return ToolUse(tools, mode == "required", is_parallel)
 
 
 def refuse(refused: dict[str, bool]) -> None:

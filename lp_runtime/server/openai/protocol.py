@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.errors import RequestError
@@ -148,13 +148,41 @@ class Conversation(Rendered, Common):
         return self.thinking_token_budget
 
 
+class AllowedTools(NamedPart):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedToolsChoice(NamedPart):
+    """A tool_choice that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def choice_tag(choice: Any) -> str:
+    """Return which form of a tool_choice is meant; in brackets: see parts.py."""
+    if isinstance(choice, str):
+        return "[mode]"
+    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
+    return "[allowed]" if kind == "allowed_tools" else "[named]"
+
+
+ChatToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required", "any"], Tag("[mode]")]
+    | Annotated[NamedTool, Tag("[named]")]
+    | Annotated[AllowedToolsChoice, Tag("[allowed]")],
+    Discriminator(choice_tag),
+]
+
+
 class Chat(Conversation):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: Int | None = None
     tools: list[Tool] = Field(default=[], max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    tool_choice: ChatToolChoice = "auto"
     parallel_tool_calls: bool = True
     logprobs: bool = False
     top_logprobs: Int | None = Field(default=None, ge=0, le=MAX_CHAT_LOGPROBS)
@@ -177,8 +205,14 @@ class Chat(Conversation):
         return self.top_logprobs or 0 if self.logprobs else None
 
     def tool_use(self) -> ToolUse:
-        choice = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        return choose_tools([tool.plain() for tool in self.tools], choice, self.parallel_tool_calls)
+        tools, choice = [tool.plain() for tool in self.tools], self.tool_choice
+        if isinstance(choice, NamedTool):
+            return choose_tools(tools, "required", False, [choice.function.name])
+        if isinstance(choice, AllowedToolsChoice):
+            allowed = choice.allowed_tools
+            names = [tool.function.name for tool in allowed.tools]
+            return choose_tools(tools, allowed.mode, self.parallel_tool_calls, names)
+        return choose_tools(tools, "required" if choice == "any" else choice, self.parallel_tool_calls)
 
     def conversation(self) -> list[dict[str, object]]:
         return [message.plain() for message in self.messages]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
 from lp_runtime.chat.chat_format import ToolUse
@@ -13,7 +11,6 @@ from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     Int,
     Message,
-    NamedFunction,
     NamedPart,
     OpenPart,
     ResponseFormat,
@@ -25,6 +22,7 @@ from lp_runtime.server.openai.protocol import Conversation
 from lp_runtime.server.openai.responses_tools import (
     NamedFunctionTool,
     ResponsesTool,
+    ResponsesToolChoice,
     functions_of,
     hosted_types,
     shown_names,
@@ -58,7 +56,7 @@ class Responses(Conversation):
 
     input: str | list[InputItem]
     tools: list[ResponsesTool] = Field(default=[], max_length=MAX_TOOLS)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    tool_choice: ResponsesToolChoice = "auto"
     parallel_tool_calls: bool = True
     instructions: str | None = None
     max_output_tokens: Int | None = None
@@ -110,14 +108,16 @@ class Responses(Conversation):
         return [message.plain() for message in given]
 
     def tool_use(self) -> ToolUse:
-        names, choice = shown_names(self.tools), self.tool_choice
-        named: NamedFunction | Literal["none", "auto", "required"]
+        shown, choice = shown_names(self.tools), self.tool_choice
+        tools = [function.shown(shown[path]) for path, function in functions_of(self.tools)]
+        if isinstance(choice, str):
+            return choose_tools(tools, choice, self.parallel_tool_calls)
         if isinstance(choice, NamedFunctionTool):
-            named = NamedFunction(name=names.get((choice.namespace, choice.name), choice.name))
-        else:
-            named = choice
-        tools = [function.shown(names[path]) for path, function in functions_of(self.tools)]
-        return choose_tools(tools, named, self.parallel_tool_calls)
+            name = shown.get((choice.namespace, choice.name), choice.name)
+            return choose_tools(tools, "required", False, [name])
+        allowed = [tool for tool in choice.tools if tool.type == "function"]
+        names = [shown.get((tool.namespace, tool.name), tool.name) for tool in allowed]
+        return choose_tools(tools, choice.mode, self.parallel_tool_calls, names)
 
     def length(self) -> int | None:
         return self.max_output_tokens

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from lp_runtime.server.openai.parts import MAX_TOOLS, NAME_PATTERN, Function, NamedFunction, NamedPart
+from lp_runtime.server.openai.parts import MAX_TOOLS, NAME_PATTERN, Function, Mode, NamedFunction, NamedPart
+from lp_runtime.server.openai.protocol import choice_tag
 
 FunctionPath = tuple[str | None, str]  # a function's namespace, None without one, and its name in that
 
@@ -58,6 +59,30 @@ class NamedFunctionTool(NamedFunction, _Typed):
     """A tool_choice that names a function."""
 
     namespace: str | None = None
+
+
+class AllowedTool(NamedPart):
+    """A tool that an AllowedToolsChoice names; only functions have an effect, as in `tools`."""
+
+    type: str
+    name: str = ""
+    namespace: str | None = None
+
+
+class AllowedToolsChoice(NamedPart):
+    """A tool_choice that allows some of the tools."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+ResponsesToolChoice = Annotated[
+    Annotated[Mode, Tag("[mode]")]
+    | Annotated[NamedFunctionTool, Tag("[named]")]
+    | Annotated[AllowedToolsChoice, Tag("[allowed]")],
+    Discriminator(choice_tag),
+]
 
 
 def functions_of(

@@ -108,6 +108,31 @@ def test_required_and_named_tools_are_called(client):
     assert parts[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_allowed_tools_are_those_that_an_answer_may_or_must_call(client):
+    """The model sees the allowed tools only, so an answer is the same as with these alone."""
+    named = {"type": "function", "function": {"name": "clock"}}
+    asked = {"tools": [WEATHER, CLOCK], "parallel_tool_calls": False}
+    for mode in ("required", "auto"):
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [named]}}
+        allowed, alone = (chat(client, **asked | each) for each in ({"tool_choice": choice}, {"tools": [CLOCK]}))
+        assert allowed.usage.prompt_tokens == alone.usage.prompt_tokens
+        if mode == "auto":
+            assert allowed.choices[0].message == alone.choices[0].message
+            continue
+        (call,) = allowed.choices[0].message.tool_calls
+        assert call.function.name == "clock" and allowed.choices[0].finish_reason == "tool_calls"
+        tools = [{"type": "mcp", "server_label": "x"}, {"type": "function", "name": "clock"}]
+        choice = {"type": "allowed_tools", "mode": mode, "tools": tools}
+        done = respond(client, tools=[FLAT_CLOCK, WEATHER["function"] | {"type": "function"}], tool_choice=choice)
+        assert done.output[0].name == "clock" and done.tool_choice.mode == mode
+
+
+def test_tool_choice_any_of_mistral_requires_a_call(client):
+    asked = {"tools": [CLOCK], "parallel_tool_calls": False}
+    one, other = (chat(client, **asked, tool_choice=each).choices[0].message for each in ("any", "required"))
+    assert one.tool_calls[0].function == other.tool_calls[0].function
+
+
 def test_stop_string_inside_a_call_ends_no_call(client):
     """A client runs the calls of an answer that ends with `tool_calls`; only whole ones may end with it."""
     named = {"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "clock"}}}
@@ -309,6 +334,11 @@ def test_calls_in_history_are_read_outside_of_the_event_loop(client, monkeypatch
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b': must match ^["),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
         ({"tool_choice": "required"}, "there are no tools"),
+        (
+            {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}},
+            "tool_choice.allowed_tools.mode='all': must be 'auto' or 'required'",
+        ),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools.0.type='custom': must be 'function'"),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "schema"),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objct"}}}},
