@@ -71,7 +71,11 @@ KINDS = "must be 'text', 'input_text', 'output_text' or 'refusal'"
         ),
         ("chat/completions", CHAT | {"stop": ["a", 5]}, "stop.1=5: must be a string"),
         ("chat/completions", CHAT | {"tool_choice": {"type": "function"}}, "tool_choice.function: must be given"),
-        ("chat/completions", CHAT | {"tool_choice": "x"}, "tool_choice='x': must be 'none', 'auto', 'required' or 'any'"),
+        (
+            "chat/completions",
+            CHAT | {"tool_choice": "x"},
+            "tool_choice='x': must be 'none', 'auto', 'required' or 'any'",
+        ),
         ("responses", {"input": [{"role": "user", "content": IMAGE}]}, f"input.0.content.1.type='image_url': {KINDS}"),
         ("completions", {"prompt": ["a", 5]}, "prompt.1=5: must be a string"),
         ("completions", {"prompt": [[1], [2, "a"]]}, "prompt.1.1='a': must be an integer"),

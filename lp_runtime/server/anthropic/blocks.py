@@ -164,11 +164,14 @@ def _answer_of(blocks: Sequence[Block]) -> dict[str, Any]:
 
 
 def _result_of(block: ToolResultBlock, names: dict[str, str], place: str) -> dict[str, Any]:
-    """Return the message of a call's result; `names` has the tool's name by the call's id."""
-    if block.tool_use_id not in names:
-        raise RequestError(f"{place}: tool_result of tool_use_id={block.tool_use_id!r}: there is no such tool_use")
-    text = _text_of(_checked(block.content or "", "tool_result", place, is_typed=False))
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "name": names[block.tool_use_id], "content": text}
+    """Return the message of a call's result; `names` has the tool's name by the call's id.
+
+    It may be unknown: clients cut off the beginning of long conversations.
+    """
+    message = {"role": "tool", "tool_call_id": block.tool_use_id}
+    if block.tool_use_id in names:
+        message["name"] = names[block.tool_use_id]
+    return message | {"content": _text_of(_checked(block.content or "", "tool_result", place, is_typed=False))}
 
 
 def _append(messages: list[dict[str, Any]], message: dict[str, Any]) -> None:

@@ -105,13 +105,15 @@ def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> lis
 
 
 def _result_of(item: FunctionCallOutput, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the message of a call's result; `names` has the tool's name by the call's id."""
+    """Return the message of a call's result; `names` has the tool's name by the call's id.
+
+    It may be unknown: clients cut off the beginning of long conversations.
+    """
     content = joined(item.output)
     if item.call_id is None:
         return {"role": "user", "content": f"{item.name}: {content}" if item.name else content}
-    if item.call_id not in names:
-        raise RequestError(f"input: function_call_output of call_id={item.call_id!r}: there is no such call")
-    return {"role": "tool", "tool_call_id": item.call_id, "name": names[item.call_id], "content": content}
+    name = names.get(item.call_id, item.name)
+    return {"role": "tool", "tool_call_id": item.call_id, "content": content} | ({"name": name} if name else {})
 
 
 def _add_to_answer(
