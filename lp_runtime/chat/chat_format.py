@@ -167,14 +167,15 @@ class ChatFormat:
     def is_thinking(self, prompt_end: str) -> bool:
         return self.reasoning is not None and self.reasoning.is_opened_by(prompt_end)
 
-    def reasoning_marks(self, prompt_end: str) -> Reasoning | None:
-        """Return the marks of an answer's reasoning part; None without one."""
+    def reasoning_marks(self, prompt_end: str, text: ConstraintConfig | None = None) -> Reasoning | None:
+        """Return the marks of an answer's reasoning part; None without one. `text` is the constraint of its text."""
         if self.is_harmony:
             return None if _continues_text(prompt_end) else Reasoning("", MESSAGE)
-        if self.reasoning is None:
+        reasoning = self._reasoning_before(text)
+        if reasoning is None:
             return None
-        begin = None if self.is_thinking(prompt_end) else self.reasoning.begin
-        return Reasoning(begin, self.reasoning.end, tuple(mark for mark, _ in self.reasoning.content))
+        begin = None if self.is_thinking(prompt_end) else reasoning.begin
+        return Reasoning(begin, reasoning.end, tuple(mark for mark, _ in reasoning.content), reasoning.hides_space)
 
     def shows_special_tokens(self, tools: object) -> bool:
         has_calls = bool(tools) and self.tool_format is not None

@@ -197,7 +197,7 @@ class Server:
         options["constraint"] = chat_format.constraint(use, text_constraint, prompt_end)
         options["is_answer"] = not body.continues_message
         options["skip_special_tokens"] &= not chat_format.shows_special_tokens(has_tools)
-        options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end)
+        options["reasoning"] = marks = chat_format.reasoning_marks(prompt_end, text_constraint)
         if (num_tokens := body.reasoning_budget()) is not None and marks is not None:
             budget = await self._submitter.reasoning_budget(marks, len(ids), num_tokens)
             options["processors"] = [*options.get("processors", ()), budget]

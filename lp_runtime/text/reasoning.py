@@ -15,6 +15,7 @@ class Reasoning(NamedTuple):
     begin: str | None
     end: str
     content_marks: tuple[str, ...] = ()  # one of them may begin the content, which follows it
+    hides_space: bool = True  # whether white space after the part is not content
 
     def content_start(self, text: str, is_whole: bool = False) -> int | None:
         """Return where the content begins in the text of an answer; None if the text does not show it yet.
@@ -30,9 +31,9 @@ class Reasoning(NamedTuple):
         mark = next((mark for mark in self.content_marks if rest.startswith(mark)), "")
         if mark:
             return len(text) - len(rest) + len(mark)
-        if not start:
-            return 0
-        return len(text) - len(rest) if rest else None  # white space after the reasoning is not shown
+        if not start or not self.hides_space:
+            return start
+        return len(text) - len(rest) if rest else None
 
     def is_undecided(self, text: str) -> bool:
         """Return whether the end of an answer's text may be content or the beginning of a mark."""

@@ -195,6 +195,13 @@ def test_stop_strings_do_not_apply_to_reasoning(client):
     assert message.content == whole.content.partition(stop)[0]
 
 
+def test_stop_strings_apply_to_white_space_that_begins_a_constrained_text(client):
+    asked = {"max_tokens": 32, "thinking_token_budget": 4, "structured_outputs": {"regex": " \n+ab"}}
+    assert chat(client, **asked).message.content.strip() == "ab"
+    stopped = chat(client, **asked, stop=["\n"])
+    assert (stopped.message.content, stopped.finish_reason) == (" ", "stop")
+
+
 def test_continue_final_message_continues_the_last_message(client, tokenizer):
     messages = [*MESSAGES, {"role": "assistant", "content": "for i in"}]
     fields = {"continue_final_message": True, "chat_template_kwargs": {"enable_thinking": False}}
