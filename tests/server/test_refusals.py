@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import urllib.error
 import urllib.request
 
@@ -12,7 +13,7 @@ from support.serving import served
 
 from lp_runtime import ConfigError, LookaheadConfig, LookaheadRuntime
 from lp_runtime.config.serving import ServeConfig
-from lp_runtime.server.http.settings import check_serve
+from lp_runtime.server.http.settings import check_serve, max_connections
 
 CHAT = {"messages": [{"role": "user", "content": "Write a loop."}], "max_tokens": 4}
 
@@ -52,6 +53,16 @@ def test_arguments_of_rendering_are_fields_and_no_variables(url, path, name):
 def test_setting_of_a_template_variable_that_is_none_is_refused_at_the_start(runtime, name):
     config = ServeConfig(model=runtime.config.model, chat_template_kwargs={name: False})
     with pytest.raises(ConfigError, match=f"chat_template_kwargs: '{name}' is no variable of the chat template"):
+        check_serve(config)
+
+
+@pytest.mark.parametrize(("max_files", "num"), [(resource.RLIM_INFINITY, 1024), (8192, 1024), (1024, 480), (128, 32)])
+def test_limit_of_open_files_bounds_connections(runtime, monkeypatch, max_files, num):
+    config = ServeConfig(model=runtime.config.model)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (max_files, max_files))
+    assert max_connections(config) == num
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
+    with pytest.raises(ConfigError, match=r"the limit of open files is 40: must be at least 128 \(ulimit -n\)"):
         check_serve(config)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import resource
+import logging
 from typing import Any
 
 import uvicorn
@@ -14,15 +14,19 @@ from uvicorn.server import ServerState
 
 from lp_runtime.config.serving import ServeConfig
 from lp_runtime.server.http.errors import ApiError
+from lp_runtime.server.http.settings import max_connections
+
+log = logging.getLogger(__name__)
 
 ABORT_SECONDS = 5.0  # to send errors to the clients of aborted requests
-MIN_CONNECTIONS = 8  # allowed even if the limit of open files is tiny
+REFUSAL_SECONDS = 1.0  # for a refused client to read its answer and close
 
 
 class LimitedConfig(uvicorn.Config):
     """uvicorn's settings, plus limits that uvicorn does not have.
 
-    `turns` numbers the waits of all connections for a request.
+    `turns` numbers the waits of all connections for a request. `refused` has the connections that are being refused,
+    at most `max_connections`, so that both together stay below the limit of open files.
     """
 
     def __init__(self, app: Any, config: ServeConfig):
@@ -41,10 +45,9 @@ class LimitedConfig(uvicorn.Config):
         )
         self.header_timeout = config.header_timeout
         self.turns = itertools.count()
-        max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        self.max_connections = config.max_connections
-        if max_files != resource.RLIM_INFINITY:
-            self.max_connections = min(config.max_connections, max(MIN_CONNECTIONS, max_files // 2))
+        self.refused: set[LimitedProtocol] = set()
+        self.is_overload_logged = False
+        self.max_connections = max_connections(config)
 
 
 class LimitedProtocol(H11Protocol):
@@ -74,8 +77,8 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, within the limit.
 
-        If there are too many, close the one that has waited longest for a request; if all others are being answered,
-        refuse this one with status 503.
+        If there are too many, close the one that has waited longest for a further request. If there is none, refuse
+        the one that has waited longest for its first request, or this one.
         """
         super().connection_made(transport)
         self._expect_head()
@@ -83,13 +86,16 @@ class LimitedProtocol(H11Protocol):
             return
         others = [each for each in self.connections if isinstance(each, LimitedProtocol) and each is not self]
         idle = [each for each in others if each.is_idle]
-        if idle:
-            min(idle, key=lambda each: each.turn).close()
+        chosen = min(idle, key=lambda each: (each.cycle is None, each.turn), default=self)
+        if chosen.cycle is None:
+            chosen.refuse()
         else:
-            self._refuse()
+            chosen.close()
 
     def data_received(self, data: bytes) -> None:
         """Read received bytes; the first byte of a request's headers starts the header timeout."""
+        if self in self._settings.refused:
+            return
         super().data_received(data)
         if not self.is_idle:
             self._forget_timer()
@@ -101,6 +107,7 @@ class LimitedProtocol(H11Protocol):
         super().on_response_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._settings.refused.discard(self)
         self._forget_timer()
         super().connection_lost(exc)
 
@@ -118,8 +125,13 @@ class LimitedProtocol(H11Protocol):
             self._head_timer.cancel()
             self._head_timer = None
 
-    def _refuse(self) -> None:
-        message = f"too many connections: {self._settings.max_connections} are open; try later"
+    def refuse(self) -> None:
+        """Answer with status 503, then discard what the client sends: closing with unread data loses the answer."""
+        settings = self._settings
+        message = f"too many connections: {settings.max_connections} are open; try later"
+        if not settings.is_overload_logged:
+            settings.is_overload_logged = True
+            log.warning("%s (see max_connections and the limit of open files); this is logged once", message)
         # The path is not known yet: the body is an error of both APIs.
         body = json.dumps({**ApiError(503, message, "overloaded_error").body, "type": "error"}).encode()
         head = [
@@ -130,4 +142,10 @@ class LimitedProtocol(H11Protocol):
             b"Connection: close",
         ]
         self.transport.write(b"\r\n".join(head) + b"\r\n\r\n" + body)
-        self.close()
+        self._forget_timer()
+        self.connections.discard(self)
+        if len(settings.refused) < settings.max_connections:
+            settings.refused.add(self)
+            self._head_timer = self.loop.call_later(REFUSAL_SECONDS, self.close)
+        else:
+            self.close()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import resource
 import socket
 import ssl
 from pathlib import Path
@@ -17,6 +18,9 @@ from lp_runtime.errors import ConfigError, LaunchError, first_line
 from lp_runtime.model.loading.loader import load_tokenizer
 from lp_runtime.model.tokenizer import check_variables
 from lp_runtime.utils.files import read_ascii
+
+OTHER_FILES = 64  # open files of a server that are no connections: 17 with one replica on a CPU
+MIN_FILES = 128  # limit of open files; gives 32 connections
 
 
 def check_serve(config: ServeConfig) -> None:
@@ -34,6 +38,8 @@ def check_serve(config: ServeConfig) -> None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"ssl_certfile={config.ssl_certfile}: {_reason(error)}") from error
+    if config.server == "uvicorn":
+        max_connections(config)
     if config.otlp_endpoint is not None:
         _check_tracing()
     if config.server == "ray_serve" and started_by_torchrun():
@@ -91,6 +97,19 @@ def served_name(config: ServeConfig) -> str:
     """Return the model's name for clients."""
     location = config.model.location
     return config.served_name or Path(os.path.abspath(location) if Path(location).is_dir() else location).name
+
+
+def max_connections(config: ServeConfig) -> int:
+    """Return how many connections the server keeps open: half of the open files that are left for them.
+
+    The other half is for connections that are being refused.
+    """
+    max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if max_files == resource.RLIM_INFINITY:
+        return config.max_connections
+    if max_files < MIN_FILES:
+        raise ConfigError(f"the limit of open files is {max_files}: must be at least {MIN_FILES} (ulimit -n)")
+    return min(config.max_connections, (max_files - OTHER_FILES) // 2)
 
 
 def listen(config: ServeConfig) -> socket.socket:

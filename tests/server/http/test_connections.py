@@ -18,6 +18,7 @@ from support import reference
 from support.processes import PATIENCE, wait_until
 from support.serving import served
 
+import lp_runtime.server.http.connections
 from lp_runtime import LookaheadConfig, LookaheadRuntime
 
 PROMPT = reference.PROMPTS[1]
@@ -87,15 +88,27 @@ def test_stream_sends_comments_while_there_is_no_text(runtime):
             assert text == client.completions.create(**options).choices[0].text
 
 
-def test_longest_idle_connections_are_closed_at_the_limit(runtime):
+GET = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def test_connections_that_wait_longest_end_at_the_limit(runtime, caplog, monkeypatch):
+    """One that has been answered is closed; one that has not sent a request yet gets an answer first."""
+    monkeypatch.setattr(lp_runtime.server.http.connections, "REFUSAL_SECONDS", NEVER)
     with served(runtime, max_connections=4, header_timeout=NEVER, keep_alive_timeout=NEVER) as (url, _):
-        idle = [connect(url) for _ in range(12)]
-        for _ in range(3):
-            assert is_healthy(url)
-        for connection in idle[:8]:
-            connection.settimeout(5)
-        closed = [connection for connection in idle[:8] if connection.recv(1) == b""]
-        assert len(closed) == 8, "those that have waited longest"
+        silent, answered = connect(url), connect(url)
+        answered.sendall(GET)
+        assert answered.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        others = [connect(url) for _ in range(6)]
+        assert answered.recv(1) == b""
+        for connection in (silent, *others[:2]):
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 503")
+            connection.close()
+        for connection in others[2:]:
+            connection.sendall(GET)
+            assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            connection.close()
+        assert is_healthy(url)
+    assert caplog.text.count("too many connections: 4 are open") == 1
 
 
 def test_connections_beyond_the_limit_get_503(runtime):
