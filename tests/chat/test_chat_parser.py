@@ -11,6 +11,7 @@ import pytest
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.text_reader import MAX_MATCH_CHARS, TextReader
 from lp_runtime.config.constraint import ConstraintConfig
+from lp_runtime.text.reasoning import Reasoning
 
 CONSTRAINT = ConstraintConfig(regex=r"\S.*")  # of the text of an answer that is either only calls or only text
 ARGUMENTS = ['{"city": "R}om\\"e", "n": [1, {"a": "]"}]}', "{}"]
@@ -556,4 +557,5 @@ def test_many_drafted_calls_are_read_in_proportion_to_the_text(monkeypatch, end)
     ],
 )
 def test_reasoning_marks_depend_on_format_and_prompt_end(tool_format, reasoning, prompt_end, marks):
-    assert ChatFormat("", tool_format, reasoning).reasoning_marks(prompt_end) == marks
+    found = ChatFormat("", tool_format, reasoning).reasoning_marks(prompt_end)
+    assert found == (None if marks is None else Reasoning(*marks))
