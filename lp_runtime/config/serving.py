@@ -74,8 +74,8 @@ class ServeConfig(RuntimeConfig):
     keep_alive_timeout: float = 15.0
     """Seconds that a connection stays open between two requests (uvicorn only)."""
     max_connections: int = 1024
-    """Largest number of open connections, >= 1, and at most half of the limit of open files. Beyond it, the connection
-    that has been idle longest is closed; if none is idle, the new one is refused with status 503 (uvicorn only)."""
+    """Largest number of open connections, >= 1, and less than half of the limit of open files. Beyond it, a connection
+    that idles after an answer is closed; if there is none, one that waits gets status 503 (uvicorn only)."""
     shutdown_timeout: float = 5.0
     """Seconds for answers to finish after SIGINT or SIGTERM; the rest are then ended with an error that clients
     receive."""

@@ -56,14 +56,12 @@ def test_setting_of_a_template_variable_that_is_none_is_refused_at_the_start(run
         check_serve(config)
 
 
-@pytest.mark.parametrize(("max_files", "num"), [(resource.RLIM_INFINITY, 1024), (8192, 1024), (1024, 480), (128, 32)])
-def test_limit_of_open_files_bounds_connections(runtime, monkeypatch, max_files, num):
-    config = ServeConfig(model=runtime.config.model)
+@pytest.mark.parametrize(
+    ("max_files", "num"), [(resource.RLIM_INFINITY, 1024), (8192, 1024), (1024, 480), (128, 32), (40, 8)]
+)
+def test_limit_of_open_files_bounds_connections(monkeypatch, max_files, num):
     monkeypatch.setattr(resource, "getrlimit", lambda _: (max_files, max_files))
-    assert max_connections(config) == num
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (40, 40))
-    with pytest.raises(ConfigError, match=r"the limit of open files is 40: must be at least 128 \(ulimit -n\)"):
-        check_serve(config)
+    assert max_connections(ServeConfig()) == num
 
 
 IMAGE = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": {"url": "https://x.org/x.png"}}]

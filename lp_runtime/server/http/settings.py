@@ -20,7 +20,7 @@ from lp_runtime.model.tokenizer import check_variables
 from lp_runtime.utils.files import read_ascii
 
 OTHER_FILES = 64  # open files of a server that are no connections: 17 with one replica on a CPU
-MIN_FILES = 128  # limit of open files; gives 32 connections
+MIN_CONNECTIONS = 8  # even if the limit of open files is tiny: with 40, these and 8 refused ones fit
 
 
 def check_serve(config: ServeConfig) -> None:
@@ -38,8 +38,6 @@ def check_serve(config: ServeConfig) -> None:
             ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except (OSError, ssl.SSLError) as error:
             raise ConfigError(f"ssl_certfile={config.ssl_certfile}: {_reason(error)}") from error
-    if config.server == "uvicorn":
-        max_connections(config)
     if config.otlp_endpoint is not None:
         _check_tracing()
     if config.server == "ray_serve" and started_by_torchrun():
@@ -107,9 +105,7 @@ def max_connections(config: ServeConfig) -> int:
     max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if max_files == resource.RLIM_INFINITY:
         return config.max_connections
-    if max_files < MIN_FILES:
-        raise ConfigError(f"the limit of open files is {max_files}: must be at least {MIN_FILES} (ulimit -n)")
-    return min(config.max_connections, (max_files - OTHER_FILES) // 2)
+    return min(config.max_connections, max(MIN_CONNECTIONS, (max_files - OTHER_FILES) // 2))
 
 
 def listen(config: ServeConfig) -> socket.socket:
