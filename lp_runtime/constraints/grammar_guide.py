@@ -177,21 +177,20 @@ class GrammarGuide:
     def advance(self, committed: Sequence[int]) -> None:
         for number, token in enumerate(committed):
             if not self._accept(token, is_first=number == 0):
-                if self._is_at_dead_end():
-                    raise ConstraintError("the constraint has reached a dead end: no token can follow the text so far")
+                self.check_dead_end()
                 raise ConstraintError(
                     f"token {token} was chosen, which the constraint forbids: do the logits contain NaN?"
                 )
         if committed:
             self._at_start = None
 
-    def _is_at_dead_end(self) -> bool:
-        """Whether no token may follow at the matcher's state, although the text has not ended."""
+    def check_dead_end(self) -> None:
         if self._matcher.is_terminated():
-            return False
+            return
         mask = np.zeros((1, self._num_words), np.int32)
         self._matcher.fill_next_token_bitmask(torch.from_numpy(mask))
-        return not mask.any()
+        if not mask.any():
+            raise ConstraintError("the constraint has reached a dead end: no token can follow the text so far")
 
 
 @compiled

@@ -275,24 +275,26 @@ class RunningRequest:
         return self.unpack(step, samples, outcome)
 
     def advance(self, step: Step, gathered: Gathered) -> StepOutput:
-        """Accept, commit, and learn from a step; commit the cells of accepted tokens that need not be fed again."""
-        output, state, slot = self.decoder.advance(step, gathered), self.decoder.state, self.slot
+        """Accept, commit, and learn from a step; commit the cells of accepted tokens that need not be fed again.
+
+        Raises RequestError, equal on all replicas, if no token can follow the committed ones.
+        """
+        state, slot = self.decoder.state, self.slot
+        if gathered.result.successors[step.tree.root] < 0:
+            state.check_dead_end()
+            num_new = len(state.new_tokens)
+            raise RequestError(
+                f"sampling: no token can follow {num_new} new tokens: logits processors left all scores at -inf, or NaN"
+            )
+        output = self.decoder.advance(step, gathered)
         if not self._model.feeds_chains and len(slot.tokens) < state.num_cached:
             slot.commit(state.tokens[len(slot.tokens) : state.num_cached])
         return output
 
-    def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered | LookaheadError:
-        """Unpack an exchange's outcome, show the step to the observer, and count what was fed.
-
-        Return an error, equal on all replicas, if no token can follow the committed ones.
-        """
+    def unpack(self, step: Step, samples: Samples, outcome: Outcome) -> Gathered:
+        """Unpack an exchange's outcome, show the step to the observer, and count what was fed."""
         times = StepTimer.unpacked(outcome.clocks)
         gathered = self.decoder.unpack(step, outcome.values, *times)
-        if gathered.result.successors[step.tree.root] < 0:
-            num_new = len(self.decoder.state.new_tokens)
-            return RequestError(
-                f"sampling: no token can follow {num_new} new tokens: logits processors left all scores at -inf, or NaN"
-            )
         if self._callbacks.observe:
             self._callbacks.observe(self.decoder.accepted_nodes(step, gathered), step, self._group.rank, samples)
         if not step.is_prefill:

@@ -61,6 +61,9 @@ class Guide(Protocol):
     def advance(self, committed: Sequence[int]) -> None:
         """Advance by committed tokens. Raises ConstraintError if one is not allowed."""
 
+    def check_dead_end(self) -> None:
+        """Raise ConstraintError if no token may follow the text, although it has not ended."""
+
 
 @compiled
 def is_allowed(masks: np.ndarray, row: int, token: int) -> bool:

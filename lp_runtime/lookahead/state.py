@@ -203,6 +203,11 @@ class DecodingState:
         self.drafter.advance(self.tokens, tree, result, committed, path[: len(committed)])
         return committed, [tree.root, *path][: len(committed)]
 
+    def check_dead_end(self) -> None:
+        """Raise ConstraintError if the constraint allows no token to follow the committed ones."""
+        if self._guide is not None:
+            self._guide.check_dead_end()
+
     def accept(self, tree: TokenTree, result: VerificationResult) -> tuple[list[int], list[int]]:
         """Return (accepted, path) of the tree proposed last, without a last node that has no successor."""
         accepted, path = self.drafter.accept(tree, result)
