@@ -119,7 +119,8 @@ def _attend_part(
         used = tl.cdiv(num_blocks, part_blocks)
         if HAS_PARTS:
             used_places = token.to(tl.int64) * num_heads * GROUPS + query_head
-            tl.store(num_used + used_places, used, mask=is_row & (part == 0))
+            if part == 0:
+                tl.store(num_used + used_places, used, mask=is_row)
         else:
             used = 1  # without a merge, this program also writes rows that see no keys
         if part < used:

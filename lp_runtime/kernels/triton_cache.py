@@ -69,7 +69,8 @@ def _rotate_and_write(
             source = value + token * value_stride
         head = block * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)[:, None]
         inside = (head < KEY_HEADS) & (pairs < SIZE // 2)
-        is_kept = inside & (capacity > 0)  # padding has no cache
+        # Padding has no cache. Triton's interpreter takes no mask that is a comparison of scalars in part.
+        is_kept = inside & (pairs < tl.where(capacity > 0, SIZE // 2, 0))
         cache = tl.load(row + column + is_value.to(tl.int32)).to(tl.pointer_type(rotated.dtype.element_ty))
         slot = tl.load(row + 2) + token - tl.load(row)
         target = tl.multiple_of(cache, 16) + (head * capacity + slot) * SIZE
@@ -152,7 +153,7 @@ def _write(
     cache = tl.multiple_of(tl.load(row + column).to(tl.pointer_type(states.dtype.element_ty)), 16)
     slot = tl.load(row + 2) + token - tl.load(row)
     state = tl.load(states + token * token_stride + head * head_stride + dims, mask=dims < SIZE)
-    tl.store(cache + (head * capacity + slot) * SIZE + dims, state, mask=(dims < SIZE) & (capacity > 0))
+    tl.store(cache + (head * capacity + slot) * SIZE + dims, state, mask=dims < tl.where(capacity > 0, SIZE, 0))
 
 
 def write(key: torch.Tensor, value: torch.Tensor, owners: torch.Tensor, table: torch.Tensor, layer: int) -> None:
