@@ -70,12 +70,18 @@ case "$extras" in
     *) enough=("$extras") ;;
 esac
 
+has_extras() {
+    local set
+    for set in "${enough[@]}"; do
+        if is_done "$set"; then return 0; fi
+    done
+    return 1
+}
+if has_extras; then exit 0; fi
 # Jobs of several machines may share one checkout. A file system without locks goes on without one.
 exec 9<"$root"
 flock --nonblock 9 2>/dev/null || [[ $? != 1 ]] || { say "waiting until another scripts/setup.sh has made $venv"; flock 9; }
-for set in "${enough[@]}"; do
-    if is_done "$set"; then exit 0; fi
-done
+if has_extras; then exit 0; fi
 
 if ! suits "$python"; then
     base=""

@@ -129,3 +129,6 @@ def test_waits_for_another_set_up_of_the_checkout(machine):
     os.close(lock)
     process.communicate(timeout=60)
     assert process.returncode == 0 and (machine.root / ".venv" / "bin" / "python").exists()
+    fcntl.flock(lock := os.open(machine.root, os.O_RDONLY), fcntl.LOCK_EX)
+    assert machine.set_up().stderr == ""  # the environment exists already
+    os.close(lock)
