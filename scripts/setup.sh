@@ -80,7 +80,10 @@ has_extras() {
 if has_extras; then exit 0; fi
 # Jobs of several machines may share one checkout. A file system without locks goes on without one.
 exec 9<"$root"
-flock --nonblock 9 2>/dev/null || [[ $? != 1 ]] || { say "waiting until another scripts/setup.sh has made $venv"; flock 9; }
+flock --nonblock 9 2>/dev/null || [[ $? != 1 ]] || {
+    say "waiting until another scripts/setup.sh has made $venv"
+    flock 9
+}
 if has_extras; then exit 0; fi
 
 if ! suits "$python"; then
