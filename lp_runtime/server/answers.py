@@ -17,7 +17,7 @@ from lp_runtime.request.generation import Delta
 from lp_runtime.scheduler.job import Job, JobState
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
-from lp_runtime.server.openai.common import Common, StreamOptions
+from lp_runtime.server.openai.common import Common
 from lp_runtime.server.openai.forms import Choice, Form
 from lp_runtime.server.tracing import Tracing
 from lp_runtime.utils.json_line import to_json
@@ -74,13 +74,10 @@ class Answers:
         if self._tracing is not None:
             texts = self._tracing.traced(texts, request, body, choices)
         if body.stream:
-            stream_options = body.stream_options or StreamOptions()
-            with_usage = stream_options.include_usage
-            form.has_usage, form.counts_each = with_usage, with_usage and stream_options.continuous_usage_stats
             first: asyncio.Future[Any] = asyncio.ensure_future(anext(texts))
             if choices[0].job.deadline is not None:  # a request that waits too long gets an HTTP status, not an event
                 await self._wait(first, request, choices, lambda: any(map(_is_running, choices)))
-            events = self.events(_with_waits(first, texts, self._ping_seconds), choices, form, with_usage)
+            events = self.events(_with_waits(first, texts, self._ping_seconds), choices, form)
             return EventStream(events, lambda: self._close(choices))
 
         async def collect() -> None:
@@ -151,7 +148,7 @@ class Answers:
             self._running.discard(choice.job)
 
     async def events(
-        self, texts: AsyncIterator[tuple[Choice, str] | None], choices: list[Choice], form: Form, with_usage: bool
+        self, texts: AsyncIterator[tuple[Choice, str] | None], choices: list[Choice], form: Form
     ) -> AsyncGenerator[str, None]:
         """Yield the answer as server-sent events; None among `texts` and an error become events, too."""
         try:
@@ -160,7 +157,7 @@ class Answers:
             async for grown in texts:
                 for each in (form.waiting(),) if grown is None else _grown(form, *grown):
                     yield each
-            for each in form.closing(choices, with_usage):
+            for each in form.closing(choices):
                 yield each
         except Exception as error:  # the HTTP status has already been sent
             if not isinstance(error, LookaheadError):
@@ -181,11 +178,11 @@ async def _read(choice: Choice, items: asyncio.Queue[Item]) -> None:
 
 
 def _grown(form: Form, choice: Choice, text: str) -> Iterator[str]:
-    """Yield the events for new text of a choice, for its end, and for new tokens if the form shows them."""
+    """Yield the events for new text of a choice, for its end, and for new tokens if the request asks for them."""
     new = slice(choice.num_shown, choice.num_final)
     choice.num_shown = choice.num_final
-    has_tokens = new.start < new.stop and (form.shows_tokens or choice.job.request.trace)
-    if text or choice.reason or has_tokens:
+    request, has_tokens = choice.job.request, new.start < new.stop
+    if text or choice.reason or (has_tokens and (request.logprobs or request.trace)):
         yield from form.grown(choice, text, new)
 
 

@@ -123,13 +123,13 @@ class Server:
                 choice.prefix, choice.prefix_texts = text, texts
         for choice in choices:
             choice.shows_new = body.shows_new
-        form = CompletionForm(self._name, self._token_texts, body.logprobs)
+        form = CompletionForm(self._name, self._token_texts, body.logprobs, body.stream_options)
         return await self._answers.respond(body, request, choices, form)
 
     async def chat(self, body: Chat, request: Request) -> Response:
         num_top = body.num_top_logprobs()
         choices = await self._converse(body, request, num_top)
-        form = ChatForm(self._name, self._token_texts, num_top)
+        form = ChatForm(self._name, self._token_texts, num_top, body.stream_options)
         return await self._answers.respond(body, request, choices, form)
 
     async def respond(self, body: Responses, request: Request) -> Response:

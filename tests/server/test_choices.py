@@ -40,7 +40,7 @@ def events(texts, choice, form):
 
     async def collect():
         answers = Answers(None, set())
-        return [each async for each in answers.events(grown(), [choice], form, False)]
+        return [each async for each in answers.events(grown(), [choice], form)]
 
     return asyncio.run(collect())
 

@@ -83,7 +83,7 @@ class MessagesForm(Form):
                 block.texts.append(piece.text)
                 yield self._block_event("content_block_delta", delta=block.delta(piece.text))
 
-    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+    def closing(self, choices: list[Choice]) -> Iterator[str]:
         (choice,) = choices
         yield from self._end_block()
         end = self._end(choice)

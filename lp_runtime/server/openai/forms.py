@@ -18,6 +18,7 @@ from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.scheduler.job import Job
 from lp_runtime.server.http.errors import ApiError
+from lp_runtime.server.openai.common import StreamOptions
 from lp_runtime.text.token_text import TokenTexts
 from lp_runtime.utils.json_line import to_json
 
@@ -34,10 +35,9 @@ class Choice:
     index: int
     job: Job
     trimmer: StopTrimmer
-    prefix: str = ""  # shown before the new text: the prompt with `echo`
+    prefix: str = ""  # still to be shown before the new text: the prompt with `echo`
     prefix_texts: Sequence[str] = ()  # of the prompt's tokens; only with `echo` and log-probabilities
-    is_prefix_shown: bool = False  # streamed answers show the prefix once, with the first text
-    offset: int | None = None  # characters of the tokens shown with log-probabilities so far; None before the first
+    offset: int = 0  # characters of the tokens shown with log-probabilities so far
     text: str = ""  # only in answers that are not streamed
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # of the new tokens, as the next two; if asked for
@@ -158,11 +158,8 @@ def acceptance_of(choices: list[Choice]) -> dict[str, object]:
 class Form(ABC):
     """The format of an answer."""
 
-    def __init__(self, model: str, texts: TokenTexts, shows_tokens: bool = False):
+    def __init__(self, model: str, texts: TokenTexts):
         self.model, self.texts = model, texts
-        # In forms that have chunks: whether streams have usage, which is null before the last chunk, or that so far.
-        self.has_usage = self.counts_each = False
-        self.shows_tokens = shows_tokens  # whether new tokens make an event even if they add no text
 
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:
@@ -177,7 +174,7 @@ class Form(ABC):
         """Yield the events for new text of a choice or its end; `new` slices the new ones of `choice.tokens`."""
 
     @abstractmethod
-    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+    def closing(self, choices: list[Choice]) -> Iterator[str]:
         """Yield the events of a streamed answer that come after all text, once all choices have ended."""
 
     def waiting(self) -> str:
@@ -200,18 +197,20 @@ class ChoicesForm(Form):
     kind: str  # `object` of an answer that is not streamed
     chunk_kind: str  # `object` of a chunk of a streamed answer
 
-    def __init__(self, model: str, texts: TokenTexts, num_top: int | None):
-        super().__init__(model, texts, num_top is not None)
+    def __init__(self, model: str, texts: TokenTexts, num_top: int | None, stream_options: StreamOptions | None = None):
+        super().__init__(model, texts)
         self._head = {"id": f"{self.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self.num_top = num_top
+        self._options = stream_options or StreamOptions()
 
     def chunk(self, *choices: Mapping[str, object], **more: object) -> str:
         return event({**self._head, "object": self.chunk_kind, "choices": list(choices), **more})
 
     def chunk_of(self, choice: Choice, body: Mapping[str, object]) -> str:
-        """Return the chunk of a choice before the end of the answer."""
-        usage = usage_of([choice]) if self.counts_each else None
-        return self.chunk(body, **({"usage": usage} if self.has_usage else {}))
+        """Return the chunk of a choice before the end of the answer; its usage is that so far, or null."""
+        if not self._options.include_usage:
+            return self.chunk(body)
+        return self.chunk(body, usage=usage_of([choice]) if self._options.continuous_usage_stats else None)
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:
         bodies = [self.choice(choice) for choice in choices]
@@ -225,8 +224,8 @@ class ChoicesForm(Form):
             delta["lookahead"] = {"tokens": len(choice.tokens[new]), **traced}
         yield self.chunk_of(choice, delta)
 
-    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
-        if with_usage:
+    def closing(self, choices: list[Choice]) -> Iterator[str]:
+        if self._options.include_usage:
             yield self.chunk(usage=usage_of(choices), metrics=acceptance_of(choices))
         yield LAST_EVENT
 
@@ -251,20 +250,18 @@ class CompletionForm(ChoicesForm):
         return self.delta(choice, choice.text, slice(None))
 
     def delta(self, choice: Choice, text: str, new: slice) -> dict[str, object]:
-        shows_prefix, choice.is_prefix_shown = bool(choice.prefix) and not choice.is_prefix_shown, True
         new_tokens = zip(choice.tokens[new], choice.token_texts[new], choice.logprobs[new], strict=False)
         tokens: list[tuple[int, str, float | None]] = list(new_tokens)
         if not choice.shows_new:
             tokens, text = [], ""
-        if shows_prefix:
-            text = choice.prefix + text
+        text, choice.prefix = choice.prefix + text, ""
         logprobs = None
         if self.num_top is not None:
-            if choice.prefix_texts and choice.offset is None and choice.logprobs:
+            if choice.prefix_texts and choice.logprobs:
                 first = choice.logprobs[0]
                 values = [None, *(first.prompt if isinstance(first, Logprob) else ())]
                 prompt = zip(choice.job.request.prompt_ids, choice.prefix_texts, values, strict=True)
-                tokens = [*prompt, *tokens]
+                tokens, choice.prefix_texts = [*prompt, *tokens], ()
             logprobs = self._logprobs(choice, tokens)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": choice.reason}
 
@@ -273,9 +270,8 @@ class CompletionForm(ChoicesForm):
 
         With `echo` they begin with the prompt's tokens, the first without a log-probability.
         """
-        ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset or 0))
-        if tokens:
-            choice.offset = ends[-1]
+        ends = list(itertools.accumulate((len(text) for _, text, _ in tokens), initial=choice.offset))
+        choice.offset = ends[-1]
         return {
             "tokens": [text for _, text, _ in tokens],
             "token_logprobs": [value for *_, value in tokens],

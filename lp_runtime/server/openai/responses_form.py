@@ -97,7 +97,7 @@ class ResponsesForm(Form):
                 more: dict[str, object] = {"logprobs": []} if piece.kind == "content" else {}
                 yield self._event(f"response.{item.events}.delta", **self._place(), delta=piece.text, **more)
 
-    def closing(self, choices: list[Choice], with_usage: bool) -> Iterator[str]:
+    def closing(self, choices: list[Choice]) -> Iterator[str]:
         (choice,) = choices
         yield from self._end(choice)
         response = self._ended(choice)

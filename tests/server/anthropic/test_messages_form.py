@@ -69,7 +69,7 @@ def test_client_assembles_stream_events_into_the_answer():
         lines += form.grown(choice, TEXT[place : place + 5], slice(0))
     choice.reason = "stop"
     lines += form.grown(choice, "", slice(0))
-    lines += form.closing([choice], False)
+    lines += form.closing([choice])
     events = [line.split("\n", 1) for line in lines]
     bodies = [json.loads(data.removeprefix("data: ")) for _, data in events]
     assert [f"event: {body['type']}" for body in bodies] == [name for name, _ in events]

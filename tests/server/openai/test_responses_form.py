@@ -67,7 +67,7 @@ def test_item_at_the_limit_is_incomplete_unless_it_is_a_whole_call(num_cut, last
     *others, item = answer["output"]
     assert (item["type"], item["status"]) == last and all(other["status"] == "completed" for other in others)
     form, choice = answered(reason="length")
-    lines = [*form.grown(choice, TEXT[: len(TEXT) - num_cut], slice(0)), *form.closing([choice], False)]
+    lines = [*form.grown(choice, TEXT[: len(TEXT) - num_cut], slice(0)), *form.closing([choice])]
     *_, done, ended = [json.loads(line.split("data: ", 1)[1]) for line in lines]
     assert (done["item"]["type"], done["item"]["status"]) == last and ended["type"] == "response.incomplete"
     assert ended["response"]["output"][-1] == done["item"]
@@ -98,7 +98,7 @@ def test_client_assembles_stream_events_into_the_answer():
         lines += form.grown(choice, TEXT[place : place + 5], slice(0))
     choice.reason = "stop"
     lines += form.grown(choice, "", slice(0))
-    lines += form.closing([choice], False)
+    lines += form.closing([choice])
     bodies = [json.loads(line.split("data: ", 1)[1]) for line in lines]
     assert [body["sequence_number"] for body in bodies] == list(range(len(bodies)))
     with answering("".join(lines)) as url:
