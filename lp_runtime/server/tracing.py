@@ -82,7 +82,7 @@ class Tracing:
         """Return the attributes that describe the client's request; fields that it leaves out have none."""
         asked = {
             "model": self._model,
-            "max_tokens": body.max_tokens,
+            "max_tokens": body.length(),
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": body.top_k,

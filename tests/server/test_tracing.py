@@ -60,7 +60,8 @@ def ended(exporter, number: int) -> list:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_span_has_queue_prefill_and_decode_children(runtime, exporter, tracing, stream):
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9, "temperature": 0, "stream": stream}
+    limit = "max_completion_tokens" if stream else "max_tokens"
+    body = {"messages": [{"role": "user", "content": "Hi"}], limit: 9, "temperature": 0, "stream": stream}
     with served(runtime, tracing=tracing) as (url, scheduler):
         submitted, submit_all = [], scheduler.submit_all
 
