@@ -70,15 +70,18 @@ class Submitter:
 
     def check_fields(self, body: Common, request_id: str) -> None:
         """Check `allowed_token_ids`. Log each unknown field once; with `strict_fields`, refuse it."""
-        last = self._vocabulary_size - 1
-        for token in body.allowed_token_ids or ():
-            if not 0 <= token <= last:
-                raise RequestError(f"token id {token} in allowed_token_ids: must be an integer 0 to {last}")
+        self._check_tokens(body.allowed_token_ids or (), " in allowed_token_ids")
         unknown = body.unknown_fields()
         if unknown and self._config.strict_fields:
             raise RequestError(f"{unknown[0]}: is not a known field")
         for name in unknown:
             self._log_once("request %s has an unknown field, which has no effect: %s", request_id, name)
+
+    def _check_tokens(self, token_ids: Sequence[int], where: str = "") -> None:
+        last = self._vocabulary_size - 1
+        for token in token_ids:
+            if not 0 <= token <= last:
+                raise RequestError(f"token id {token}{where}: must be an integer 0 to {last}")
 
     def _log_once(self, message: str, *texts: str) -> None:
         """Log a message about texts that clients sent, once for each of the first MAX_NAMED_FIELDS last ones."""
@@ -95,14 +98,13 @@ class Submitter:
         With a suffix the prompt asks for the text between both.
         """
         if suffix:
-            texts = prompt, suffix
-            return await self._in_thread(
-                encode_infilling, self._encoder, *texts, split_special_tokens, add_special_tokens
-            )
+            arguments = prompt, suffix, split_special_tokens, add_special_tokens
+            return await self._in_thread(encode_infilling, self._encoder, *arguments)
         return await self._in_thread(encode, self._encoder, prompt, add_special_tokens, split_special_tokens)
 
     async def decode(self, token_ids: list[int]) -> str:
         """Return the text of token ids, special tokens included."""
+        self._check_tokens(token_ids)
         return cast(str, await self._in_thread(self._encoder.decode, token_ids))
 
     async def spellings(self, token_ids: list[int]) -> list[str]:
@@ -197,7 +199,7 @@ class Submitter:
             is_sampled = first.sampling.seed is not None
             requests += [replace(first, sample=sample if is_sampled else 0) for sample in range(body.n)]
         jobs = self._scheduler.submit_all(requests, self._config.queue_timeout, body.gpus)
-        hidden = self._special_tokens if options.get("skip_special_tokens", True) else ()
+        hidden = self._special_tokens if jobs[0].request.skip_special_tokens else ()
         stops = () if body.include_stop_str_in_output else jobs[0].request.stop
         return [Choice(index, job, StopTrimmer(stops, hidden)) for index, job in enumerate(jobs)]
 
@@ -206,12 +208,12 @@ class Submitter:
 
         The server's limit shortens answers and refuses none: Qwen Code and Open WebUI ask for fixed lengths.
         """
-        max_new_tokens = body.length()
-        limits = [max_new_tokens, self._config.max_new_tokens]
-        if body.caps_length if max_new_tokens is not None else body.fills_context and self._fills_context:
-            limits.append(self._builder.max_new_tokens_after(num_prompt))
-        elif max_new_tokens is None:
+        asked = body.length()
+        if asked is None and not (body.fills_context and self._fills_context):
             return None
+        limits = [asked, self._config.max_new_tokens]
+        if asked is None or body.caps_length:
+            limits.append(self._builder.max_new_tokens_after(num_prompt))
         return min(limit for limit in limits if limit is not None)
 
     def _request(self, prompt: list[int], max_new_tokens: int | None, options: RequestOptions) -> DecodingRequest:

@@ -9,7 +9,7 @@ from pydantic import Discriminator, Tag
 
 from lp_runtime.chat.conversation import REMINDER
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.parts import OpenPart, not_shown
+from lp_runtime.server.openai.parts import OpenPart, not_shown, type_of
 
 BILLING_HEADER = "x-anthropic-billing-header:"  # begins a system block of Claude Code that is not for the model
 REDACTED = "redacted_thinking"  # has no readable text, and is ignored
@@ -63,7 +63,7 @@ class OtherBlock(OpenPart):
 
 
 def _tag(block: Any) -> str:
-    kind = block.get("type") if isinstance(block, dict) else getattr(block, "type", None)
+    kind = type_of(block)
     known = ("text", "thinking", "tool_use", "tool_result")
     return f"[{kind}]" if kind in known else "[other]"  # in brackets: see openai/parts.py
 

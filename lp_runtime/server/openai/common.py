@@ -142,11 +142,11 @@ class Common(StrictPart):
 
     def length(self) -> int | None:
         """Return how many tokens to generate at most; None for the default."""
-        return self.max_tokens
+        return getattr(self, self.length_field)
 
     @property
     def length_field(self) -> str:
-        """Name of the field that `length` returns."""
+        """Name of the field of the number of new tokens."""
         return "max_tokens"
 
     def truncated(self, ids: list[int], context_length: int | None) -> list[int]:

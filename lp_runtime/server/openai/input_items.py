@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag
 
 from lp_runtime.errors import RequestError
-from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined, not_shown, with_notes
+from lp_runtime.server.openai.parts import ContentPart, Message, OpenPart, joined, not_shown, type_of, with_notes
 from lp_runtime.server.openai.responses_tools import FunctionPath
 
 REFERENCES = ("item_reference",)  # types of items whose content OpenAI's servers keep
@@ -54,8 +54,8 @@ TAGS |= {"custom_tool_call": "function_call", "custom_tool_call_output": "functi
 
 
 def _tag(item: Any) -> str:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", "message")
-    return f"[{TAGS.get(kind, 'other') if isinstance(kind, str) else 'other'}]"  # in brackets: see parts.py
+    kind = type_of(item)
+    return f"[{TAGS.get('message' if kind is None else str(kind), 'other')}]"  # in brackets: see parts.py
 
 
 InputItem = Annotated[
@@ -76,13 +76,13 @@ def other_types(items: Sequence[Item]) -> Iterator[str]:
     return (item.type for item in items if isinstance(item, OtherItem))
 
 
-def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> list[Message]:
+def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> list[dict[str, Any]]:
     """Convert input items to the messages of a conversation.
 
     Text and calls of one answer become one message of the assistant. Its reasoning becomes that message's
     `reasoning_content`, which templates may show or leave out. `shown` has the names that the model sees of functions.
     """
-    answers: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     names: dict[str, str] = {}
     for item in items:
         if isinstance(item, OtherItem) and item.type in REFERENCES:
@@ -91,14 +91,14 @@ def messages_of(items: Sequence[Item], shown: Mapping[FunctionPath, str]) -> lis
                 " themselves, as clients do with store=false"
             )
         if isinstance(item, FunctionCallOutput):
-            answers.append(_result_of(item, names))
+            messages.append(_result_of(item, names))
         elif isinstance(item, Message):
-            _add_message(answers, item)
+            _add_message(messages, item)
         else:
             if isinstance(item, FunctionCall):
                 names[item.call_id] = shown.get((item.namespace, item.name), item.name)
-            _add_to_answer(answers, item, names)
-    messages = [Message(**each) for each in answers if each.keys() > {"role"}]
+            _add_to_answer(messages, item, names)
+    messages = [{"content": "", **each} for each in messages if each.keys() > {"role"}]
     if not messages:
         raise RequestError("input: is empty")
     return messages
@@ -136,7 +136,7 @@ def _add_to_answer(
 
 def _add_message(messages: list[dict[str, Any]], item: Message) -> None:
     """Append a message; text of the assistant joins the text, notes and reasoning that come before it."""
-    given = item.model_dump(exclude={"type", "id", "status", "phase"}) | {"content": joined(item.content or "")}
+    given = {name: value for name, value in item.plain().items() if name not in ("type", "id", "status", "phase")}
     last = messages[-1] if messages else {}
     if given["role"] == last.get("role") == "assistant" and "tool_calls" not in last:
         messages[-1] = {**last, **given, "content": _paragraphs(last.get("content"), given["content"])}

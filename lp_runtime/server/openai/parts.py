@@ -65,6 +65,11 @@ def unknown_in(body: BaseModel, place: str = "") -> Iterator[str]:
                 yield from unknown_in(part, f"{place}{name}.")
 
 
+def type_of(part: Any) -> Any:
+    """Return the field `type` of a part, which is JSON or read already; None without one."""
+    return part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+
+
 class ContentPart(NamedPart):
     """A part of a message's content; only text is supported, which a refusal is, too."""
 
@@ -90,7 +95,7 @@ def with_notes(content: object) -> object:
 
 
 def _with_note(part: object) -> object:
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = type_of(part)
     if not isinstance(kind, str) or kind in TEXT_TYPES:
         return part
     return {"type": "text", "text": not_shown(kind), kind: True}
@@ -112,7 +117,7 @@ class Message(BaseModel):
             return data | {"content": with_notes(data.get("content"))}
         return data
 
-    def plain(self) -> dict[str, object]:
+    def plain(self) -> dict[str, Any]:
         """Convert the message to the dict that chat templates expect, with its content as one string."""
         more = {name: value for name, value in (self.model_extra or {}).items() if value is not None}
         return {**more, "role": self.role, "content": joined(self.content or self.refusal or "")}

@@ -20,6 +20,7 @@ from lp_runtime.server.openai.parts import (
     StrictPart,
     Tool,
     choose_tools,
+    type_of,
 )
 
 MAX_COMPLETION_LOGPROBS = 5
@@ -164,8 +165,7 @@ def choice_tag(choice: Any) -> str:
     """Return which form of a tool_choice is meant; in brackets: see parts.py."""
     if isinstance(choice, str):
         return "[mode]"
-    kind = choice.get("type") if isinstance(choice, dict) else getattr(choice, "type", None)
-    return "[allowed]" if kind == "allowed_tools" else "[named]"
+    return "[allowed]" if type_of(choice) == "allowed_tools" else "[named]"
 
 
 ChatToolChoice = Annotated[
@@ -190,9 +190,6 @@ class Chat(Conversation):
 
     def effort(self) -> str | None:
         return self.reasoning_effort
-
-    def length(self) -> int | None:
-        return getattr(self, self.length_field)
 
     @property
     def length_field(self) -> str:

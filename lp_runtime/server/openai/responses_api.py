@@ -10,7 +10,6 @@ from lp_runtime.server.openai.input_items import InputItem, messages_of, other_t
 from lp_runtime.server.openai.parts import (
     MAX_TOOLS,
     Int,
-    Message,
     NamedPart,
     OpenPart,
     ResponseFormat,
@@ -100,12 +99,12 @@ class Responses(Conversation):
                 "input: is empty": not self.input,
             }
         )
-        given = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        messages: list[dict[str, object]] = []
+        if self.instructions is not None:
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            given.append(Message(role="user", content=self.input))
-        else:
-            given += messages_of(self.input, shown_names(self.tools))
-        return [message.plain() for message in given]
+            return [*messages, {"role": "user", "content": self.input}]
+        return messages + messages_of(self.input, shown_names(self.tools))
 
     def tool_use(self) -> ToolUse:
         shown, choice = shown_names(self.tools), self.tool_choice
@@ -118,9 +117,6 @@ class Responses(Conversation):
         allowed = [tool for tool in choice.tools if tool.type == "function"]
         names = [shown.get((tool.namespace, tool.name), tool.name) for tool in allowed]
         return choose_tools(tools, choice.mode, self.parallel_tool_calls, names)
-
-    def length(self) -> int | None:
-        return self.max_output_tokens
 
     @property
     def length_field(self) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from lp_runtime.server.openai.parts import MAX_TOOLS, NAME_PATTERN, Function, Mode, NamedFunction, NamedPart
+from lp_runtime.server.openai.parts import MAX_TOOLS, NAME_PATTERN, Function, Mode, NamedFunction, NamedPart, type_of
 from lp_runtime.server.openai.protocol import choice_tag
 
 FunctionPath = tuple[str | None, str]  # a function's namespace, None without one, and its name in that
@@ -32,7 +32,7 @@ class HostedTool(BaseModel):
 
 
 def _tag(tool: Any) -> str:
-    kind = tool.get("type") if isinstance(tool, dict) else getattr(tool, "type", None)
+    kind = type_of(tool)
     if not isinstance(kind, str) or kind == "function":
         return "[function]"
     return "[namespace]" if kind == "namespace" else "[hosted]"
@@ -85,9 +85,10 @@ ResponsesToolChoice = Annotated[
 ]
 
 
-def functions_of(
-    tools: Sequence[FunctionTool | NamespaceTool | HostedTool], namespace: str | None = None
-) -> Iterator[tuple[FunctionPath, FunctionTool]]:
+AnyTool = FunctionTool | NamespaceTool | HostedTool
+
+
+def functions_of(tools: Sequence[AnyTool], namespace: str | None = None) -> Iterator[tuple[FunctionPath, FunctionTool]]:
     """Yield all functions with their paths."""
     for tool in tools:
         if isinstance(tool, FunctionTool):
@@ -96,7 +97,7 @@ def functions_of(
             yield from functions_of(tool.tools, tool.name)
 
 
-def hosted_types(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> Iterator[str]:
+def hosted_types(tools: Sequence[AnyTool]) -> Iterator[str]:
     """Yield the types of tools that the model does not see."""
     for tool in tools:
         if isinstance(tool, HostedTool):
@@ -105,7 +106,7 @@ def hosted_types(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> 
             yield from hosted_types(tool.tools)
 
 
-def shown_names(tools: Sequence[FunctionTool | NamespaceTool | HostedTool]) -> dict[FunctionPath, str]:
+def shown_names(tools: Sequence[AnyTool]) -> dict[FunctionPath, str]:
     """Return the name under which the model sees each function, by its path; no two are equal.
 
     Functions of a namespace have it in front if others have the same name, and a number after if that name exists, too.
