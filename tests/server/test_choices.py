@@ -13,6 +13,7 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.answers import Answers
+from lp_runtime.server.openai.common import StreamOptions
 from lp_runtime.server.openai.forms import ChatForm, Choice, CompletionForm
 from lp_runtime.server.openai.parts import Message
 
@@ -20,6 +21,7 @@ from lp_runtime.server.openai.parts import Message
 def choice_of(prefix=""):
     ids = [ord(each) for each in prefix]
     request = SimpleNamespace(prompt_ids=ids, stop=[")"], trace=False, eos_token_ids=(), logprobs=True)
+    request.prediction = None
     return Choice(0, SimpleNamespace(request=request, generation=None), StopTrimmer(request.stop), prefix, list(prefix))
 
 
@@ -111,6 +113,19 @@ def test_only_a_call_that_a_limit_or_a_stop_string_cuts_is_unfinished(finish_rea
     (call,) = body["delta"]["tool_calls"]
     assert call["function"]["arguments"] == ('{"a": 1}' if is_whole else '{"a": 1')
     assert body["finish_reason"] == {"eos": "tool_calls"}.get(finish_reason, finish_reason)
+
+
+def test_usage_of_a_chat_counts_its_reasoning_so_far_and_at_the_end():
+    text, options = "<think>so it is</think>ab", StreamOptions(include_usage=True, continuous_usage_stats=True)
+    choice, texts = choice_of(), SimpleNamespace(bytes_of=lambda token: chr(token).encode())
+    choice.parser = ChatFormat("</think>").parser([], "")
+    form = ChatForm("demo", texts, None, options)
+    parts = [(each, [ord(each)], None) for each in text]
+    usages = [body["usage"] for body in bodies(events([*parts, ("", [], "stop")], choice, form))]
+    counts = [usage["completion_tokens_details"]["reasoning_tokens"] for usage in usages]
+    assert counts == sorted(counts) and set(counts) == set(range(len("so it is") + 1))
+    choice.parser, choice.text, choice.num_reasoning = ChatFormat("</think>").parser([], ""), text, 0
+    assert form.whole([choice])["usage"] == usages[-1]
 
 
 @pytest.mark.parametrize("calls", [None, []])

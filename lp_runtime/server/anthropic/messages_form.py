@@ -107,7 +107,7 @@ class MessagesForm(Form):
     def _message(self, choice: Choice) -> dict[str, object]:
         """Return the answer without blocks."""
         head = {"id": self._id, "type": "message", "role": "assistant", "model": self.model, "content": []}
-        return {**head, "stop_reason": None, "stop_sequence": None, "usage": _usage_of(choice)}
+        return {**head, "stop_reason": None, "stop_sequence": None, "usage": self._usage(choice)}
 
     def _end(self, choice: Choice) -> dict[str, object]:
         """Return the fields that are known at the end of a choice."""
@@ -119,23 +119,23 @@ class MessagesForm(Form):
         else:
             has_calls = any(block.piece.kind == "arguments" for block in self._blocks)
             reason = "tool_use" if has_calls else "end_turn"
-        return {"stop_reason": reason, "stop_sequence": choice.stop, "usage": _usage_of(choice)}
+        return {"stop_reason": reason, "stop_sequence": choice.stop, "usage": self._usage(choice)}
+
+    def _usage(self, choice: Choice) -> dict[str, object]:
+        """Return Anthropic's `usage`; its input_tokens leave out cached ones, known at the end only."""
+        usage = self.usage([choice])
+        num_cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - num_cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": num_cached,
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"thinking_tokens": choice.num_reasoning},
+        }
 
 
 def _event(kind: str, **fields: object) -> str:
     return event({"type": kind, **fields}, kind)
-
-
-def _usage_of(choice: Choice) -> dict[str, object]:
-    """Return Anthropic's `usage`; its input_tokens leave out cached ones, known at the end only."""
-    num_prompt, generation = len(choice.job.request.prompt_ids), choice.job.generation
-    num_cached = 0 if generation is None else generation.cached_tokens
-    return {
-        "input_tokens": num_prompt - num_cached,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
-        "output_tokens": len(choice.tokens),
-    }
 
 
 def _object_of(text: str) -> dict[str, object]:

@@ -51,6 +51,8 @@ class Choice:
     shows_new: bool = True  # with `echo` a client may ask for the prompt only, and gets one token that is not counted
     num_shown: int = 0  # new tokens that events have shown
     arguments: list[str] = field(default_factory=list)  # of the last call, piece by piece; empty without calls
+    num_reasoning: int = 0  # tokens of the reasoning text
+    uncounted_bytes: int = 0  # of the reasoning text, after the tokens in `num_reasoning`; see Form.usage
 
     @property
     def num_final(self) -> int:
@@ -82,7 +84,9 @@ class Choice:
             pieces += self.parser.finish(self.reason == "length" or self.stop is not None)
         pieces = [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
         for piece in pieces:
-            if piece.kind == "arguments":
+            if piece.kind == "reasoning":
+                self.uncounted_bytes += len(piece.text.encode())
+            elif piece.kind == "arguments":
                 if piece.name is not None:
                     self.arguments = []
                 self.arguments.append(piece.text)
@@ -105,7 +109,7 @@ def event(body: Mapping[str, object], name: str | None = None) -> str:
 
 
 def usage_of(choices: list[Choice]) -> dict[str, Any]:
-    """Return OpenAI's `usage` of the choices; samples of one prompt count its tokens once."""
+    """Return OpenAI's `usage` of the choices, without reasoning; samples of one prompt count its tokens once."""
     prompts = {id(choice.job.request.prompt_ids): len(choice.job.request.prompt_ids) for choice in choices}
     num_new, num_prompt = sum(len(choice.tokens) for choice in choices if choice.shows_new), sum(prompts.values())
     num_fed, num_accepted = _num_drafted([choice for choice in choices if choice.job.request.prediction], COPIED)
@@ -161,6 +165,16 @@ class Form(ABC):
     def __init__(self, model: str, texts: TokenTexts):
         self.model, self.texts = model, texts
 
+    def usage(self, choices: list[Choice]) -> dict[str, Any]:
+        """Return OpenAI's `usage`. Tokens of the reasoning text are counted by its bytes, from the first token on."""
+        for choice in choices:
+            while choice.uncounted_bytes > 0 and choice.num_reasoning < len(choice.tokens):
+                choice.uncounted_bytes -= len(self.texts.bytes_of(choice.tokens[choice.num_reasoning]))
+                choice.num_reasoning += 1
+        usage = usage_of(choices)
+        usage["completion_tokens_details"]["reasoning_tokens"] = sum(choice.num_reasoning for choice in choices)
+        return usage
+
     @abstractmethod
     def whole(self, choices: list[Choice]) -> dict[str, object]:
         """Return the JSON body of an answer that is not streamed."""
@@ -210,11 +224,11 @@ class ChoicesForm(Form):
         """Return the chunk of a choice before the end of the answer; its usage is that so far, or null."""
         if not self._options.include_usage:
             return self.chunk(body)
-        return self.chunk(body, usage=usage_of([choice]) if self._options.continuous_usage_stats else None)
+        return self.chunk(body, usage=self.usage([choice]) if self._options.continuous_usage_stats else None)
 
     def whole(self, choices: list[Choice]) -> dict[str, object]:
         bodies = [self.choice(choice) for choice in choices]
-        usage, metrics = usage_of(choices), acceptance_of(choices)
+        usage, metrics = self.usage(choices), acceptance_of(choices)
         return {**self._head, "object": self.kind, "choices": bodies, "usage": usage, "metrics": metrics}
 
     def grown(self, choice: Choice, text: str, new: slice) -> Iterator[str]:
@@ -226,7 +240,7 @@ class ChoicesForm(Form):
 
     def closing(self, choices: list[Choice]) -> Iterator[str]:
         if self._options.include_usage:
-            yield self.chunk(usage=usage_of(choices), metrics=acceptance_of(choices))
+            yield self.chunk(usage=self.usage(choices), metrics=acceptance_of(choices))
         yield LAST_EVENT
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any
 
 from lp_runtime.chat.pieces import Piece
 from lp_runtime.server.http.errors import ApiError
-from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event, usage_of
+from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_tools import shown_names
 from lp_runtime.text.token_text import TokenTexts
@@ -146,7 +146,8 @@ class ResponsesForm(Form):
         return event({"type": kind, "sequence_number": number, **fields}, kind)
 
     def _ended(self, choice: Choice) -> dict[str, object]:
-        status, usage = _status(choice), usage_of([choice])
+        status, usage = _status(choice), self.usage([choice])
+        num_reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
         last = len(self._items) - 1
         bodies = [
             item.body(self._last_status(choice) if place == last else "completed")
@@ -160,7 +161,7 @@ class ResponsesForm(Form):
                 "input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": self._num_reasoning(choice)},
+                "output_tokens_details": {"reasoning_tokens": num_reasoning},
                 "total_tokens": usage["total_tokens"],
             },
             "metrics": acceptance_of([choice]),
@@ -171,15 +172,6 @@ class ResponsesForm(Form):
         if self._items[-1].piece.kind == "arguments":
             return "incomplete" if choice.is_call_cut else "completed"
         return _status(choice)
-
-    def _num_reasoning(self, choice: Choice) -> int:
-        """Return how many tokens the reasoning text has, counted by the bytes of the first tokens."""
-        num_bytes = sum(len(item.text.encode()) for item in self._items if item.piece.kind == "reasoning")
-        num = 0
-        while num_bytes > 0 and num < len(choice.tokens):
-            num_bytes -= len(self.texts.bytes_of(choice.tokens[num]))
-            num += 1
-        return num
 
     def _response(self, status: str) -> dict[str, object]:
         body = self._body

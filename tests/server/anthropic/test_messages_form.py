@@ -24,7 +24,7 @@ TEXTS = SimpleNamespace(bytes_of=lambda token: chr(token).encode())
 def answered(text=TEXT, max_calls=None, reason="stop"):
     """Return (form, choice) of an ended answer whose text is not parsed yet; each character is a token."""
     form = MessagesForm("demo", TEXTS, 1000)
-    request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000)
+    request = SimpleNamespace(prompt_ids=[1, 2, 3], max_new_tokens=1000, prediction=None)
     job = SimpleNamespace(request=request, generation=None)
     choice = Choice(0, job, StopTrimmer(()), max_calls=max_calls, reason=reason)
     choice.text, choice.tokens = text, [ord(each) for each in text]
@@ -40,6 +40,7 @@ def test_answer_has_thinking_text_and_tool_use_blocks():
     assert answer["content"][1] == {"type": "text", "text": "I look."}
     assert [block["input"] for block in answer["content"][2:]] == [INPUT] * 2
     assert answer["content"][2]["id"] != answer["content"][3]["id"] and answer["stop_reason"] == "tool_use"
+    assert answer["usage"]["output_tokens_details"] == {"thinking_tokens": len("so it is")}
     form, choice = answered(max_calls=1)
     assert len(form.whole([choice])["content"]) == 3
 
