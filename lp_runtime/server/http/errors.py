@@ -127,6 +127,7 @@ WORDS = {
     "greater_than_equal": "must be at least {ge}",
     "less_than_equal": "must be at most {le}",
     "too_short": "is empty",
+    "too_long": "must have at most {max_length} entries",
     "json_invalid": "is not valid JSON: {error}",
 }
 MAX_SHOWN_CHARS = 60  # a message leaves out longer values

@@ -14,7 +14,7 @@ from lp_runtime.chat.chat_format import ToolUse
 from lp_runtime.config.constraint import ConstraintConfig
 from lp_runtime.errors import ConstraintError, RequestError
 
-MAX_TOOLS = 128
+MAX_TOOLS = 1024  # OpenAI's API takes 128; clients of Anthropic's API send all tools of all their MCP servers
 NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 ANY_OBJECT = {"type": "object"}
 TextType = Literal["text", "input_text", "output_text", "refusal"]

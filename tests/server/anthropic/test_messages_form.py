@@ -117,6 +117,12 @@ def test_unknown_fields_of_tools_and_settings_are_named():
     assert set(body.tool_use().tools[0]["function"]) == {"name", "parameters"}
 
 
+def test_tools_of_many_mcp_servers_are_accepted():
+    tools = [{"name": f"mcp__server__{number}", "input_schema": {}} for number in range(400)]
+    body = Messages(messages=[{"role": "user", "content": "x"}], tools=tools)
+    assert len(body.tool_use().tools) == len(tools)
+
+
 def test_turns_are_converted_to_chat_messages():
     use = {"type": "tool_use", "id": "c", "name": "f", "input": INPUT, "caller": {"type": "direct"}}
     turns = [

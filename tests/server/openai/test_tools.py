@@ -333,6 +333,7 @@ def test_calls_in_history_are_read_outside_of_the_event_loop(client, monkeypatch
         ({"tools": [{"type": "function", "function": {"description": "x"}}]}, "name"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name='a b': must match ^["),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "nope"}}}, "nope"),
+        ({"tools": [CLOCK] * 1025}, "tools: must have at most 1024 entries"),
         ({"tool_choice": "required"}, "there are no tools"),
         (
             {"tools": [CLOCK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "all", "tools": []}}},
