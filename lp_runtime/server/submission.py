@@ -137,12 +137,12 @@ class Submitter:
         """
         variables = {**self._config.chat_template_kwargs, **template_kwargs}
         check_variables(variables)
-        if SWITCH in unknown_variables(self._tokenizer, variables) and not unknown_variables(
-            self._tokenizer, [OTHER_SWITCH]
-        ):
+        unknown = unknown_variables(self._tokenizer, [*variables, OTHER_SWITCH])
+        if SWITCH in unknown and OTHER_SWITCH not in unknown:
             variables = {OTHER_SWITCH: variables.pop(SWITCH), **variables}
-        for name in unknown_variables(self._tokenizer, variables):
-            self._log_once("the chat template has no variable %s: it has no effect", name)
+        for name in variables:
+            if name in unknown:
+                self._log_once("the chat template has no variable %s: it has no effect", name)
         messages = await self._in_thread(self.chat_format.history, messages)
         if rendering.get("continue_final_message") and messages[-1].get("tool_calls"):
             raise RequestError("messages: the last one has tool calls and cannot be continued; add their results")

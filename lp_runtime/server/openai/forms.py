@@ -85,7 +85,7 @@ class Choice:
         pieces = [each for each in pieces if self.max_calls is None or each.call < self.max_calls]
         for piece in pieces:
             if piece.kind == "reasoning":
-                self.uncounted_bytes += len(piece.text.encode())
+                self.uncounted_bytes += len(piece.text.encode(errors="replace"))  # as TokenTexts does
             elif piece.kind == "arguments":
                 if piece.name is not None:
                     self.arguments = []

@@ -39,7 +39,7 @@ class OutputItem:
         return "".join(self.texts)
 
     @property
-    def events(self) -> str:
+    def event_prefix(self) -> str:
         """Prefix of the names of the events that carry the item's text."""
         return "function_call_arguments" if self.piece.kind == "arguments" else PARTS[self.piece.kind]
 
@@ -95,7 +95,7 @@ class ResponsesForm(Form):
                 item = self._items[-1]
                 item.texts.append(piece.text)
                 more: dict[str, object] = {"logprobs": []} if piece.kind == "content" else {}
-                yield self._event(f"response.{item.events}.delta", **self._place(), delta=piece.text, **more)
+                yield self._event(f"response.{item.event_prefix}.delta", **self._place(), delta=piece.text, **more)
 
     def closing(self, choices: list[Choice]) -> Iterator[str]:
         (choice,) = choices
@@ -122,10 +122,10 @@ class ResponsesForm(Form):
         item, place = self._items[-1], self._place()
         if item.piece.kind == "arguments":
             name = item.piece.name
-            yield self._event(f"response.{item.events}.done", **place, name=name, arguments=item.text)
+            yield self._event(f"response.{item.event_prefix}.done", **place, name=name, arguments=item.text)
         else:
             more: dict[str, object] = {"logprobs": []} if item.piece.kind == "content" else {}
-            yield self._event(f"response.{item.events}.done", **place, text=item.text, **more)
+            yield self._event(f"response.{item.event_prefix}.done", **place, text=item.text, **more)
             yield self._event("response.content_part.done", **place, part=item.part())
         output_index = len(self._items) - 1
         yield self._event("response.output_item.done", output_index=output_index, item=item.body(status))
