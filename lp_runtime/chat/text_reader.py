@@ -110,15 +110,17 @@ class TextReader:
         """Whether the rest of the text may begin a match."""
         return pattern.fullmatch(self._text, self._at, partial=True) is not None
 
-    def until(self, pattern: Pattern, out: Out, last: Pattern | None = None) -> Steps[Any]:
+    def until(self, pattern: Pattern, out: Out, last: Pattern | None = None, hides_cut: bool = False) -> Steps[Any]:
         """Pass text to `out` up to a match, which is consumed and returned; None at the end of the text.
 
-        With `last`, text that is over is searched for that pattern.
+        With `last`, text that is over is searched for that pattern. With `hides_cut`, the beginning of a match at which
+        a limit has ended the text is not passed.
         """
         while True:
             if self._is_end:
                 pattern = last or pattern
-            match = pattern.search(self._text, self._at, partial=not self._is_end)
+            is_partial = not self._is_end or (hides_cut and self.is_end_cut)
+            match = pattern.search(self._text, self._at, partial=is_partial)
             start, self._at = self._at, len(self._text) if match is None else match.start()
             if self._at > start:
                 out(self._text[start : self._at])
@@ -126,6 +128,7 @@ class TextReader:
                 self._at = match.end()
                 return match
             if self._is_end:
+                self.skip_all()
                 return None
             yield
 
@@ -167,7 +170,7 @@ class TextReader:
         if is_streamed:
             out('"')
         write = (lambda text: out(dumped(text)[1:-1])) if is_streamed else raw.append
-        mark = yield from self.until(patterns.close, write, patterns.last)
+        mark = yield from self.until(patterns.close, write, patterns.last, hides_cut=True)
         if mark is not None or not self.is_cut:
             out('"' if is_streamed else json_of("".join(raw), parameter))
 
@@ -202,7 +205,7 @@ class TextReader:
             if quote == '"':  # most texts are JSON: pass on at once what need not be changed
                 start, self._at = self._at, JSON_TEXT.match(self._text, self._at).end()
                 out(self._text[start : self._at])
-            mark = yield from self.until(close, lambda text: out(dumped(text)[1:-1]))
+            mark = yield from self.until(close, lambda text: out(dumped(text)[1:-1]), hides_cut=True)
             if mark is None:
                 return
             if mark.group() not in patterns.quotes:

@@ -409,6 +409,23 @@ def test_arguments_that_are_cut_are_unfinished_json(text):
         assert parsed(hermes(), parts) == ("", "", [("f", expected)])
 
 
+@pytest.mark.parametrize(
+    ("form", "answer", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\\', '{"a": "x'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "x\\u00e', '{"a": "x'),
+        ("pythonic", "[f(a='x\\", '{"a": "x'),
+        ("gemma", '<|tool_call>call:f{a:<|"|>x<|"', '{"a": "x'),
+        ("qwen3_coder", f"{QWEN_CALL}x\n</param", '{"a": "x'),
+        ("glm", "<tool_call>f<arg_key>a</arg_key><arg_value>x</", '{"a": "x'),
+    ],
+)
+def test_an_escape_or_a_closing_mark_that_is_cut_is_no_part_of_a_text(form, answer, arguments):
+    tools = [{"function": {"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}}]
+    for parts in ([answer], list(answer)):
+        assert parsed(chat_format("", form).parser(tools, ""), parts, is_cut=True)[2] == [("f", arguments)]
+
+
 KIMI = "<|tool_calls_section_begin|><|tool_call_begin|>%s<|tool_call_end|><|tool_calls_section_end|>"
 DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 COMMENTARY = "<|channel|>commentary to=%s <|constrain|>json<|message|>%s<|call|>"
