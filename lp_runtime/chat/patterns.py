@@ -134,12 +134,14 @@ def argument_patterns(form: CallFormat, style: ParameterStyle) -> ArgumentPatter
 def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
     """Return the patterns of what ends a value whose closing mark is missing: a line of the next key, or the tail.
 
-    Of the tail, the last mark is enough if another call follows.
+    One mark of the tail may be text of the value: it must be followed by the next mark of the tail, another call, or
+    the end of the calls. Of several, the last is enough if another call follows.
     """
     key = lenient(style.open.rstrip("\n")) + "\n" * style.open.endswith("\n")
     tail = [each.pattern for each in pieces("", form.tail)]
-    next_call = rf"{tail[-1]}\s*{regex.escape(form.mark)}"
-    return [rf"(?=\n{key})", *(rf"\n?(?={each})" for each in (r"\s*".join(tail), next_call))]
+    next_call = any_of([form.call.partition("$")[0], form.end] if form.is_list else [form.mark])
+    ends = [rf"{tail[-1]}\s*(?:{next_call})", *([r"\s*".join(tail)] if tail[1:] else [])]
+    return [rf"(?=\n{key})", *(rf"\n?(?={each})" for each in ends)]
 
 
 def _last_ends(form: CallFormat) -> list[str]:

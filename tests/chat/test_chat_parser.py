@@ -53,6 +53,7 @@ llama, mistral, harmony = reading("llama3"), reading("mistral"), reading("harmon
 DRAFT = hermes_text(CALLS[:1])
 KIMI_CALL = f"<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{ARGUMENTS[0]}<|tool_call_end|>"
 DEEPSEEK_CALL = f"<｜tool▁call▁begin｜>f<｜tool▁sep｜>{ARGUMENTS[0]}<｜tool▁call▁end｜>"
+MINIMAX_CALL = '<minimax:tool_call>\n<invoke name="f">\n<parameter name="a">'
 QWEN_CALL = "<tool_call>\n<function=f>\n<parameter=a>\n"
 
 CASES = {
@@ -295,6 +296,23 @@ CASES = {
     "the mark of an end in a value": (
         reading("qwen3_coder"), f"{QWEN_CALL}a</function>b\n</parameter>\n</function>", "", "",
         [("f", '{"a": "a</function>b"}')],
+    ),
+    "the mark of an end in a value, where it is the only one": (
+        reading("glm"), "<tool_call>f<arg_key>a</arg_key><arg_value>a</tool_call>b</arg_value></tool_call>", "", "",
+        [("f", '{"a": "a</tool_call>b"}')],
+    ),
+    "the mark of an end in a value, in a section": (
+        reading("minimax_m2"),
+        f'{MINIMAX_CALL}a</invoke>b</parameter></invoke>\n</minimax:tool_call>', "", "",
+        [("f", '{"a": "a</invoke>b"}')],
+    ),
+    "no closing mark of a value, in a section": (
+        reading("minimax_m2"),
+        f'{MINIMAX_CALL}x</invoke>\n<invoke name="g"></invoke></minimax:tool_call>', "", "",
+        [("f", '{"a": "x"}'), ("g", "{}")],
+    ),
+    "no closing mark of a value, at the end of a section": (
+        reading("minimax_m2"), f"{MINIMAX_CALL}x</invoke></minimax:tool_call>so", "", "so", [("f", '{"a": "x"}')]
     ),
     "pythonic, code": (reading("pythonic"), "[f(x) for x in y]", "", "[f(x) for x in y]", []),
     "pythonic, a link": (reading("pythonic"), "[see](http://x)", "", "[see](http://x)", []),
