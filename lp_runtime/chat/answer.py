@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 from lp_runtime.chat.chat_format import PROMPT_END_TOKENS, ChatFormat
+from lp_runtime.chat.formats import others_than_reasoning
 from lp_runtime.chat.pieces import Piece
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.model.hf.types import Tokenizer
@@ -48,22 +50,20 @@ def read_message(chat: ChatFormat, tokenizer: Tokenizer, request: Request, token
 
 
 def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """Return the text of a prompt's last tokens, which may have begun the answer's reasoning part.
-
-    In harmony it has all of the last message, whose header tells what the answer continues.
-    """
-    num_tokens = max(PROMPT_END_TOKENS, _message_length(prompt_ids, tokenizer))
-    text = tokenizer.decode(list(prompt_ids[-num_tokens:]))
+    """Return the text of a prompt's last tokens and of all of its last message, which the answer may continue."""
+    starts = _message_starts(tokenizer)
+    length = next((number for number, token in enumerate(reversed(prompt_ids), 1) if token in starts), 0)
+    text = tokenizer.decode(list(prompt_ids[-max(PROMPT_END_TOKENS, length) :]))
     assert isinstance(text, str)  # a list only for a batch of sequences
     return text
 
 
-def _message_length(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> int:
-    """Return the number of tokens from the last one that begins a harmony message; 0 without one."""
-    (mark,) = cast(list[int], tokenizer.convert_tokens_to_ids([MESSAGE_START]))
-    if mark not in prompt_ids or tokenizer.convert_ids_to_tokens(mark) != MESSAGE_START:  # the unknown token
-        return 0
-    return list(reversed(prompt_ids)).index(mark) + 1
+@functools.lru_cache(maxsize=16)
+def _message_starts(tokenizer: Tokenizer) -> frozenset[int]:
+    """Return the ids of the tokens after which a message begins: in harmony one, else all that mark no reasoning."""
+    added = {each.content: token for token, each in tokenizer.added_tokens_decoder.items()}
+    texts = [MESSAGE_START] if MESSAGE_START in added else others_than_reasoning(added)
+    return frozenset(added[text] for text in texts)
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:

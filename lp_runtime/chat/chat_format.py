@@ -165,7 +165,7 @@ class ChatFormat:
         return known
 
     def is_thinking(self, prompt_end: str) -> bool:
-        return self.reasoning is not None and self.reasoning.is_opened_by(prompt_end)
+        return self.reasoning is not None and self.reasoning.is_opened_by(prompt_end, self._template.tokens)
 
     def reasoning_marks(self, prompt_end: str, text: ConstraintConfig | None = None) -> Reasoning | None:
         """Return the marks of an answer's reasoning part; None without one. `text` is the constraint of its text."""

@@ -6,7 +6,9 @@ must be calls (tags.py), and the recognition of a chat template (recognition.py)
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 MARK = re.compile(r"<[^<>$]*>|\[[A-Z_]+\]|\w+\[")
@@ -176,8 +178,10 @@ class ReasoningFormat:
     content: tuple[tuple[str, str], ...] = ()  # marks that may begin and end the content, which are not shown
     hides_space: bool = True  # whether white space after the part is not shown
 
-    def is_opened_by(self, prompt: str) -> bool:
-        return prompt.rstrip().endswith(self.begin.strip())
+    def is_opened_by(self, prompt: str, tokens: Iterable[str] = ()) -> bool:
+        """Whether a prompt ends inside the part; `tokens` are the vocabulary's added ones, which messages end with."""
+        _, begin, rest = prompt.rpartition(self.begin.strip())
+        return bool(begin) and self.end not in rest and not any(each in rest for each in others_than_reasoning(tokens))
 
 
 # The last is also what templates mention whose models reason between other marks.
@@ -195,3 +199,9 @@ REASONINGS = {
     "apriel": ReasoningFormat("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]"),
     "think": ReasoningFormat("<think>", "</think>"),
 }
+
+
+def others_than_reasoning(tokens: Iterable[str]) -> list[str]:
+    """Return the tokens that are neither white space nor in a mark of reasoning; one of them ends each message."""
+    marks = [mark for each in REASONINGS.values() for mark in (each.begin, each.end, *itertools.chain(*each.content))]
+    return [token for token in tokens if not token.isspace() and not any(token in mark for mark in marks)]

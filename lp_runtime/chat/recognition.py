@@ -83,7 +83,7 @@ def _answers(template: ChatTemplate) -> Iterator[tuple[bool, str, str]]:
 
 def _readers(answer: str, prompt: str, reasoning: ReasoningFormat | None) -> list[str]:
     """Return the formats that read the call in an answer, those first that leave the least text."""
-    is_thinking = reasoning is not None and reasoning.is_opened_by(prompt)
+    is_thinking = reasoning is not None and reasoning.is_opened_by(prompt.rpartition(QUESTION["content"])[2])
     lengths = {name: _rest(form, answer, reasoning, is_thinking) for name, form in FORMATS.items()}
     return sorted((name for name in FORMATS if lengths[name] is not None), key=lambda name: lengths[name] or 0)
 

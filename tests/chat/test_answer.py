@@ -52,6 +52,20 @@ def test_reasoning_between_special_tokens_is_split_off(prompt, begin):
     assert (message["reasoning"], message["content"]) == ("hm", "5")
 
 
+@pytest.mark.parametrize(
+    ("prompt", "reasoning", "content"),
+    [
+        ("<|start|>assistant<think>Okay, the user greets me.", "hm", "5"),
+        ("<|start|>assistant<think>hm</think>", None, "hm</think>5"),
+        ("<|start|>user What is <think>?<|end|><|start|>assistant", None, "hm</think>5"),
+    ],
+)
+def test_reasoning_that_the_prompt_has_begun_goes_on(prompt, reasoning, content):
+    request = Request(tuple(ids(prompt)), LookaheadConfig(), 99)
+    message = read_message(think_format(), tokenizer(), request, ids("hm</think>5"))
+    assert (message.get("reasoning"), message["content"]) == (reasoning, content)
+
+
 @pytest.mark.parametrize(("end", "arguments"), [("</s>", '{"a": 1}'), ("", '{"a": 1')])
 def test_only_a_call_that_a_limit_cuts_is_unfinished(end, arguments):
     tools = ({"function": {"name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}},)
