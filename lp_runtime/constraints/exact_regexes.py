@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
-from lp_runtime.constraints.regex_anchors import Group, fixed_beginning, parsed, without_anchors
+from lp_runtime.constraints.regex_anchors import Group, fixed_beginning, parsed, split, without_anchors
 from lp_runtime.constraints.regex_syntax import TOKEN, quoting
 
 Ranges = Sequence[tuple[int, int]]  # of code points: first and last of each
@@ -57,29 +57,23 @@ def automaton_regex(pattern: str, free: str = "") -> str:
 
 def _rewritten(pattern: str, allowed: Ranges, write: Callable[[Ranges], str], free: str) -> str:
     """Rewrite a regular expression; `write` returns an expression of one character in any of the ranges."""
-    tokens, before, place = list(TOKEN.finditer(without_anchors(pattern, free))), "", 0
-    written: list[str] = []
+    tokens, written, before = split(without_anchors(pattern, free)), list[str](), ""
     with quoting(pattern):
-        while place < len(tokens):
-            text = tokens[place][0]
-            ranges: Ranges | None = None
-            if text == "[":
-                ranges, place = _class(tokens, place)
-            elif text not in SYNTAX and (ranges := _ranges(tokens[place])) is None:
-                raise ValueError(f"{text} is not supported")
-            if ranges is not None:
-                written.append(write(intersection(ranges, allowed)))
-            elif text == "?" and before not in UNREPEATED:
-                written.append("{0,1}")  # in automata, (ab+)? matches b, too
+        for token in tokens:
+            if token in SYNTAX:
+                # In automata, (ab+)? matches b, too.
+                written.append("{0,1}" if token == "?" and before not in UNREPEATED else token)
+            elif (ranges := _characters(token)) is None:
+                raise ValueError(f"{token} is not supported")
             else:
-                written.append(text)
-            before, place = text, place + 1
+                written.append(write(intersection(ranges, allowed)))
+            before = token
     return "".join(written)
 
 
 def may_match_one_text(pattern: str, other: str) -> bool:
     """Whether searches for two expressions may find the same text; false only if the beginnings of theirs differ."""
-    pairs = zip(map(_characters, fixed_beginning(pattern)), map(_characters, fixed_beginning(other)), strict=False)
+    pairs = zip(map(_possible, fixed_beginning(pattern)), map(_possible, fixed_beginning(other)), strict=False)
     return all(one == two or intersection(one, two) for one, two in pairs)
 
 
@@ -98,7 +92,7 @@ def _beginning(group: Group) -> tuple[bool, bool]:
             if isinstance(item, Group):
                 has_one, is_open = _beginning(item)
             else:
-                has_one, is_open = bool(intersection(_characters(item), ANY_SPACE)), False
+                has_one, is_open = bool(intersection(_possible(item), ANY_SPACE)), False
             has_space |= has_one
             is_open |= items[place : place + 1] in (["*"], ["?"]) or items[place : place + 2] == ["{", "0"]
             if items[place : place + 1] == ["{"]:
@@ -109,12 +103,15 @@ def _beginning(group: Group) -> tuple[bool, bool]:
     return has_space, may_be_empty
 
 
-def _characters(token: str) -> Ranges:
-    """Return the characters that a character, class, escape or `$` may match."""
-    matches = list(TOKEN.finditer(token))
-    if token == "$":
-        return ()
-    ranges = _class(matches, 0)[0] if token[0] == "[" else _ranges(matches[0])
+def _characters(token: str) -> Ranges | None:
+    """Return the characters that a class, character or escape matches; None for an escape of no character."""
+    first, *others = TOKEN.finditer(token)
+    return _class(others[:-1]) if token[0] == "[" else _ranges(first)
+
+
+def _possible(token: str) -> Ranges:
+    """Return the characters that a class, character, escape or `$` may match."""
+    ranges = () if token == "$" else _characters(token)
     return UNICODE if ranges is None else ranges
 
 
@@ -131,11 +128,10 @@ def intersection(one: Ranges, other: Ranges) -> Ranges:
     return complement([*complement(one), *complement(other)])
 
 
-def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
-    """Return the characters of the class that opens at `place`, and the place of its closing bracket."""
-    end = next(each for each in range(place + 1, len(tokens)) if tokens[each][0] == "]")
-    is_negated = tokens[place + 1][0] == "^"
-    items = list(tokens[place + 1 + is_negated : end])
+def _class(items: list[re.Match[str]]) -> Ranges:
+    """Return the characters of a class, given what its brackets hold."""
+    is_negated = bool(items) and items[0][0] == "^"
+    items = items[is_negated:]
     if not items:
         raise ValueError("an empty character class is not supported")
     members: list[tuple[int, int]] = []
@@ -150,7 +146,7 @@ def _class(tokens: Sequence[re.Match[str]], place: int) -> tuple[Ranges, int]:
             ranges = [(ranges[0][0], last[0][0])]
             del items[:2]
         members += ranges
-    return (complement(members) if is_negated else members), end
+    return complement(members) if is_negated else members
 
 
 def _class_item(token: re.Match[str], is_wide: bool) -> Ranges:

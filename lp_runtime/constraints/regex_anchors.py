@@ -40,7 +40,7 @@ def without_anchors(pattern: str, free: str = "") -> str:
     for side in (START, END):
         _open(whole, side, free)
     text = whole.text()
-    for token in _tokens(text):
+    for token in split(text):
         if token in (*ANCHORS[START], *ANCHORS[END]):
             raise ValueError(f"{token} is supported only where a text begins or ends: {pattern[:100]!r}")
     return text
@@ -91,7 +91,7 @@ def _is_anchored(group: Group, side: int) -> bool:
     return any(_is_anchored(each, side) if isinstance(each, Group) else each in ANCHORS[side] for each in outers)
 
 
-def _tokens(pattern: str) -> list[str]:
+def split(pattern: str) -> list[str]:
     """Split an expression into characters and classes."""
     tokens, is_class = list[str](), False
     for match in TOKEN.finditer(pattern):
@@ -107,7 +107,7 @@ def _tokens(pattern: str) -> list[str]:
 
 def parsed(pattern: str) -> Group:
     """Return the groups of an expression."""
-    groups, tokens, place = [Group("", [[]])], _tokens(plain_syntax(pattern)), 0
+    groups, tokens, place = [Group("", [[]])], split(plain_syntax(pattern)), 0
     while place < len(tokens):
         token, place = tokens[place], place + 1
         if token == "(":
