@@ -27,7 +27,7 @@ class NotACallError(Exception):
 
 
 class CallReader:
-    """Reads calls of a text into pieces.
+    """Reads calls of a text, in one format, into pieces.
 
     Args:
         schemas: JSON schema of each tool's arguments, by its name.
@@ -35,19 +35,26 @@ class CallReader:
     """
 
     def __init__(
-        self, text: TextReader, pieces: NewPieces, schemas: Mapping[str, Mapping[str, Any]], known: Collection[str]
+        self,
+        form: CallFormat,
+        text: TextReader,
+        pieces: NewPieces,
+        schemas: Mapping[str, Mapping[str, Any]],
+        known: Collection[str],
     ):
+        self._form, self._tail = form, call_patterns(form).tail
         self._text, self._pieces = text, pieces
         self._schemas, self._known = schemas, known
 
-    def read(self, form: CallFormat, head: Pattern, is_marked: bool, is_known: bool = False) -> Steps[None]:
+    def read(self, head: Pattern, is_marked: bool, is_known: bool) -> Steps[None]:
         """Read a call that begins with `head`; raise NotACallError if the text is none; `is_known`: see `object`."""
+        form = self._form
         opening = yield from self._text.match(head)
         if opening is None:
             raise NotACallError
         if form.is_object:
-            yield from self.object(form, is_known, is_marked)
-            yield from self._text.match_all(call_patterns(form).tail)
+            yield from self.object(is_known, is_marked)
+            yield from self._text.match_all(self._tail)
             return
         groups = opening.groupdict()
         name, is_unmarked = groups["name"], groups.get("object") is not None
@@ -56,16 +63,16 @@ class CallReader:
         if not is_certain and name not in self._known:
             raise NotACallError
         if form.style is not None:
-            yield from self._keyed(form, form.style, name)
+            yield from self._keyed(form.style, name)
             return
-        self._begin(name, new_call_id(form.call_id, groups))
+        self._begin(name, groups)
         if has_arguments:
             yield from self._text.arguments(self._pieces.arguments, may_end_text=not form.tail)
         elif not self._text.is_cut:
             self._pieces.arguments("{}")
-        yield from self._text.match_all(call_patterns(form).tail)
+        yield from self._text.match_all(self._tail)
 
-    def object(self, form: CallFormat, is_known: bool = False, is_marked: bool = False) -> Steps[None]:
+    def object(self, is_known: bool, is_marked: bool = False) -> Steps[None]:
         """Read a JSON object with a name and arguments, in any order; other keys are skipped.
 
         With `is_known`, it is a call only if it names a known tool; without arguments also if it has no mark.
@@ -90,7 +97,7 @@ class CallReader:
                 raise NotACallError
         if name not in self._known and (is_known or (is_ended and not is_marked)):
             raise NotACallError
-        self._begin(name, new_call_id(form.call_id))
+        self._begin(name)
         self._pieces.arguments("".join(early))
         if not is_ended:
             yield from self._end_of_object(bool(early))
@@ -109,16 +116,16 @@ class CallReader:
         value = yield from self._text.match(SCALAR)
         if value is None or (key == "name" and value[1] is None):
             raise NotACallError
-        return unescaped(value[1]) if key == "name" else name
+        return _unescaped(value[1]) if key == "name" else name
 
-    def _keyed(self, form: CallFormat, style: ParameterStyle, name: str) -> Steps[None]:
+    def _keyed(self, style: ParameterStyle, name: str) -> Steps[None]:
         """Read arguments that are written one after another, up to and including the call's tail."""
-        text, patterns, tail = self._text, argument_patterns(form, style), call_patterns(form).tail
+        text, patterns = self._text, argument_patterns(self._form, style)
         key = yield from text.match(patterns.key)
-        is_ended = key is None and not text.is_cut_in_match and (yield from text.match_all(tail))
+        is_ended = key is None and not text.is_cut_in_match and (yield from text.match_all(self._tail))
         if key is None and not is_ended:
             raise NotACallError
-        self._begin(name, new_call_id(form.call_id))
+        self._begin(name)
         self._pieces.arguments("{")
         while key is not None:
             self._pieces.arguments(dumped(key["key"]) + ": ")
@@ -131,7 +138,7 @@ class CallReader:
             if key is not None:
                 self._pieces.arguments(", ")
             else:
-                is_ended = yield from text.match_all(tail)
+                is_ended = yield from text.match_all(self._tail)
                 yield from text.match(SPACE)
                 if not is_ended and text.is_end_cut:
                     text.skip_cut(patterns.key)
@@ -139,12 +146,12 @@ class CallReader:
         if is_ended or not (text.is_cut if style.close else text.is_over):
             self._pieces.arguments("}")
 
-    def _begin(self, name: str, call_id: str) -> None:
+    def _begin(self, name: str, placeholders: Mapping[str, str | None] | None = None) -> None:
         self._text.keep(False)
-        self._pieces.begin_call(name, call_id)
+        self._pieces.begin_call(name, new_call_id(self._form.call_id, placeholders))
 
 
-def unescaped(text: str) -> str:
+def _unescaped(text: str) -> str:
     """Unescape a JSON string; models also write escapes that JSON does not have, such as Markdown's."""
     try:
         return json.loads(f'"{text}"', strict=False)

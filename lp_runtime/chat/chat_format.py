@@ -11,7 +11,7 @@ from typing import Any
 
 from lp_runtime.chat import tags
 from lp_runtime.chat.chat_parser import START, AnswerParser, HarmonyParser
-from lp_runtime.chat.formats import FORMATS, REASONINGS, ReasoningFormat
+from lp_runtime.chat.formats import FORMATS, NO_CALLS, REASONINGS, ReasoningFormat
 from lp_runtime.chat.pieces import ChatParser
 from lp_runtime.chat.recognition import reasoning_of, recognize
 from lp_runtime.chat.template_parser import TemplateParser
@@ -132,7 +132,7 @@ class ChatFormat:
         with one it is either only calls or only text.
         """
         known = [] if isinstance(tools, bool) else list(tools)
-        form = FORMATS[self.tool_format] if tools and self.tool_format is not None else None
+        form = FORMATS[self.tool_format] if tools and self.tool_format is not None else NO_CALLS
         if self.is_harmony:
             parser = HarmonyParser(FORMATS["harmony"], schemas=schemas_of(known))
             header, mark, _ = prompt_end.rpartition(START)[2].partition(MESSAGE)
@@ -140,7 +140,7 @@ class ChatFormat:
             return parser
         if self._uses_own_parser:
             return TemplateParser(self._template.response_parser(prompt_end, known))
-        if form is None and self.reasoning is None:
+        if form is NO_CALLS and self.reasoning is None:
             return None
         is_thinking, is_either = self.is_thinking(prompt_end), text is not None
         return AnswerParser(form, self._reasoning_before(text), is_thinking, is_either, schemas_of(known))

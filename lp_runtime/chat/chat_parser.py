@@ -27,7 +27,7 @@ class AnswerParser(ChatParser):
     """Parser of an answer in a known format.
 
     Args:
-        form: None if the answer is not searched for calls.
+        form: NO_CALLS if the answer is not searched for calls.
         is_thinking: whether the prompt has already opened the reasoning part.
         is_either: whether the answer, after its reasoning part, is either only calls or only text.
         schemas: JSON schema of each tool's arguments, by its name.
@@ -38,24 +38,23 @@ class AnswerParser(ChatParser):
 
     def __init__(
         self,
-        form: CallFormat | None,
+        form: CallFormat,
         reasoning: ReasoningFormat | None = None,
         is_thinking: bool = False,
         is_either: bool = False,
         schemas: Mapping[str, Mapping[str, Any]] | None = None,
         is_strict: bool = False,
     ):
-        self._form, self._schemas = form, schemas or {}
+        self._form, self._patterns = form, call_patterns(form)
+        self._schemas = schemas or {}
         is_exact = is_strict or is_either  # as constrained answers are
         self._known = frozenset[str]() if is_exact else self._schemas.keys()  # tools that loose calls may name
         self._reasoning, self._is_thinking = reasoning, is_thinking
         self._is_either = is_either
-        self._loose = {} if form is None or not self._known else dict(form.loose)
-        self._marks = NEVER
-        if form is not None:
-            self._marks = call_patterns(form).loose_marks if self._loose else call_patterns(form).marks
+        self._loose = dict(form.loose) if self._known else {}
+        self._marks = self._patterns.loose_marks if self._loose else self._patterns.marks
         self._text, self._pieces = TextReader(), NewPieces()
-        self._reader = CallReader(self._text, self._pieces, self._schemas, self._known)
+        self._reader = CallReader(form, self._text, self._pieces, self._schemas, self._known)
         self._steps = self._answer()
 
     def add(self, text: str) -> list[Piece]:
@@ -78,17 +77,15 @@ class AnswerParser(ChatParser):
         if around:
             yield from self._text.match(regex.compile(rf"\s*(?:{any_of(begin for begin, _ in around)})"))
         ends = [end for _, end in around]
-        form = self._form
-        if form is not None and (yield from self._begins_with_a_call(form)):
-            yield from self._calls(form, "")
-        elif form is not None and "" in self._loose:
-            yield from self._loose_calls(form, "")
+        if (yield from self._begins_with_a_call()):
+            yield from self._calls("")
+        elif "" in self._loose:
+            yield from self._loose_calls("")
         while (mark := (yield from self._text.until(self._marks_or(ends), self._content))) is not None:
-            if mark.group() in ends:
-                continue
-            assert form is not None
-            read = self._loose_calls if mark.group() in self._loose else self._calls
-            yield from read(form, mark.group())
+            if mark.group() in self._loose:
+                yield from self._loose_calls(mark.group())
+            elif mark.group() not in ends:
+                yield from self._calls(mark.group())
 
     def _marks_or(self, texts: Sequence[str]) -> Pattern:
         return regex.compile(f"{any_of(texts)}|{self._marks.pattern}") if texts else self._marks
@@ -100,8 +97,7 @@ class AnswerParser(ChatParser):
         if begun is None and not self._is_thinking:
             return
         end = regex.escape(self._reasoning.end)
-        calls = NEVER if self._form is None else call_patterns(self._form).marks
-        marks, is_ended = regex.compile(f"(?P<end>{end})|{calls.pattern}"), False
+        marks, is_ended = regex.compile(f"(?P<end>{end})|{self._patterns.marks.pattern}"), False
         while not is_ended and (mark := (yield from self._text.until(marks, self._pieces.thought))) is not None:
             is_ended = mark["end"] is not None or (yield from self._drafts(mark.group(), regex.compile(end)))
         if self._reasoning.hides_space:
@@ -135,17 +131,16 @@ class AnswerParser(ChatParser):
 
     def _may_begin_calls(self, mark: str) -> Steps[bool]:
         """Return whether what follows a mark may be a call; consume nothing."""
-        assert self._form is not None
         text = self._text
         text.keep()
-        head = yield from text.match(call_patterns(self._form).heads[mark])
+        head = yield from text.match(self._patterns.heads[mark])
         may_begin = head is not None and not (self._form.is_object and (yield from text.match(OPEN)) is None)
         text.rewind()
         return may_begin
 
-    def _begins_with_a_call(self, form: CallFormat) -> Steps[bool]:
+    def _begins_with_a_call(self) -> Steps[bool]:
         """Return whether the rest may be a call without a mark; if it must be text, look for no more marks."""
-        bare = call_patterns(form).bare
+        bare = self._patterns.bare
         if bare is not None and (yield from self._text.match(bare)) is not None:
             return True
         begin = regex.compile(rf"(?=\s*(?:{self._marks.pattern}))")
@@ -153,21 +148,22 @@ class AnswerParser(ChatParser):
             self._marks = NEVER
         return False
 
-    def _calls(self, form: CallFormat, mark: str) -> Steps[None]:
+    def _calls(self, mark: str) -> Steps[None]:
         """Read the calls that follow a mark; what is not a call is text, as the mark is without one."""
-        patterns, num_before = call_patterns(form), self._pieces.num_calls
+        patterns, num_before = self._patterns, self._pieces.num_calls
         head, is_marked = patterns.heads[mark], bool(mark)
         while head is not None:
             self._text.keep()
             try:
-                yield from self._reader.read(form, head, bool(mark), head is patterns.following and not form.is_list)
+                is_known = head is patterns.following and not self._form.is_list
+                yield from self._reader.read(head, bool(mark), is_known)
             except NotACallError:
                 if is_marked and (self._text.is_cut or self._text.is_cut_in_match):
                     self._text.skip_all()  # the head of a call
                     return
                 self._text.rewind()
                 break
-            head, is_marked = patterns.following, form.is_list
+            head, is_marked = patterns.following, self._form.is_list
         if self._pieces.num_calls > num_before:
             yield from self._text.match_all(patterns.end)
             return
@@ -176,7 +172,7 @@ class AnswerParser(ChatParser):
         if self._is_either:
             self._marks = NEVER
 
-    def _loose_calls(self, form: CallFormat, mark: str) -> Steps[None]:
+    def _loose_calls(self, mark: str) -> Steps[None]:
         """Read the calls of known tools that follow a loose mark; what is not a call is text, as the mark is."""
         num_before = self._pieces.num_calls
         while True:
@@ -184,7 +180,7 @@ class AnswerParser(ChatParser):
             try:
                 if (yield from self._text.match(OBJECT_START)) is None:
                     raise NotACallError
-                yield from self._reader.object(form, is_known=True)
+                yield from self._reader.object(is_known=True)
             except NotACallError:
                 self._text.rewind()
                 break

@@ -85,6 +85,7 @@ class CallFormat:
         return self.call.partition("$ARGS}" if self.is_object else "$ARGS")[2]
 
 
+NO_CALLS = CallFormat("")  # of answers that are not searched for calls
 INVOKE = '<｜DSML｜invoke name="$NAME">\n$ARGS</｜DSML｜invoke>\n'
 
 # Of two formats that read a call of a template equally well, the first is taken.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import regex
 
-from lp_runtime.chat.formats import CallFormat, ParameterStyle
+from lp_runtime.chat.formats import NO_CALLS, CallFormat, ParameterStyle
 
 Pattern = Any  # the package regex has no type hints
 
@@ -22,7 +22,7 @@ PLACEHOLDERS = {
 WORD = r"""[^\s"'<>=:,(){}\[\]]+"""
 WORDS = f"{WORD}(?: +{WORD})*"
 ESCAPE = r"|\\(?:x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[^xuU])"
-PIECE = r"<[^>]*>|[^<\s]+"  # of a text: a mark, or what is between marks
+PART = r"<[^>]*>|[^<\s]+"  # of a text: a mark, or what is between marks
 NEVER = regex.compile(r"(?!)")
 
 
@@ -57,6 +57,8 @@ JSON = ArgumentPatterns(key=NEVER, close=None, last=None, value=NEVER, inner=NEV
 
 @functools.cache
 def call_patterns(form: CallFormat) -> CallPatterns:
+    if form is NO_CALLS:
+        return CallPatterns(NEVER, NEVER, bare=None, heads={}, following=None, tail=[], end=[])
     marks = marks_of(form)
     between = r"[\s,;]*" if form.is_list else r"\s*"
     following = between + head_of(form, form.head) if form.is_list else r"[\s,;]*(?=\{)"
@@ -67,8 +69,8 @@ def call_patterns(form: CallFormat) -> CallPatterns:
         bare=None if form.mark else regex.compile(rf"(?=\s*{regex.escape((form.begin + form.call)[0])})"),
         heads={mark: regex.compile(first_head(form, mark)) for mark in ("", *marks)},
         following=regex.compile(following) if form.is_list or form.is_object else None,
-        tail=pieces(before_tail, form.tail),
-        end=[*pieces(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
+        tail=mark_patterns(before_tail, form.tail),
+        end=[*mark_patterns(between, form.end + "".join(end for _, end in form.also)), regex.compile(between)],
     )
 
 
@@ -98,7 +100,7 @@ def head_of(form: CallFormat, text: str) -> str:
     if form.style is not None:
         return head + lenient(name) + (r"\s*(?=<)" if form.style.close else "")
     number, between = regex.fullmatch(r"\$NAME(.*\$[A-Z]+)?(.*)", name, regex.DOTALL).groups(default="")
-    ends = regex.findall(PIECE, form.tail)
+    ends = regex.findall(PART, form.tail)
     after, last = (any_of(ends), any_of(ends[-1:])) if ends else [rf"\Z|{any_of(marks_of(form))}"] * 2
     value = rf"{lenient(between)}\s*(?=(?P<value>[{{\"]|null)|{after})"
     # An object may follow the name at once, but an index would be taken for a part of the name.
@@ -138,7 +140,7 @@ def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
     the end of the calls. Of several, the last is enough if another call follows.
     """
     key = lenient(style.open.rstrip("\n")) + "\n" * style.open.endswith("\n")
-    tail = [each.pattern for each in pieces("", form.tail)]
+    tail = [each.pattern for each in mark_patterns("", form.tail)]
     next_call = any_of([form.call.partition("$")[0], form.end] if form.is_list else [form.mark])
     ends = [rf"{tail[-1]}\s*(?:{next_call})", *([r"\s*".join(tail)] if tail[1:] else [])]
     return [rf"(?=\n{key})", *(rf"\n?(?={each})" for each in ends)]
@@ -146,7 +148,7 @@ def _ends(form: CallFormat, style: ParameterStyle) -> list[str]:
 
 def _last_ends(form: CallFormat) -> list[str]:
     """Return the patterns of what ends a value at the end of a text: one mark of the tail, without the others."""
-    return [rf"\n?(?={each.pattern}\s*\Z)" for each in pieces("", form.tail)]
+    return [rf"\n?(?={each.pattern}\s*\Z)" for each in mark_patterns("", form.tail)]
 
 
 def lenient(text: str) -> str:
@@ -156,9 +158,9 @@ def lenient(text: str) -> str:
     return "".join(PLACEHOLDERS.get(part, known[part]) for part in parts)
 
 
-def pieces(before: str, text: str) -> list[Pattern]:
+def mark_patterns(before: str, text: str) -> list[Pattern]:
     """Return the patterns of the marks in a text, each after `before`."""
-    return [regex.compile(before + regex.escape(piece)) for piece in regex.findall(PIECE, text)]
+    return [regex.compile(before + regex.escape(piece)) for piece in regex.findall(PART, text)]
 
 
 def any_of(texts: Iterable[str]) -> str:
