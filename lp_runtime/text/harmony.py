@@ -4,7 +4,7 @@ from __future__ import annotations
 
 MESSAGE_START, MESSAGE, END = "<|start|>", "<|message|>", "<|end|>"
 ANALYSIS = "<|channel|>analysis"
-FUNCTIONS = "to=functions."  # recipient of a tool call
+RECIPIENT = "to="  # of a tool call; models also leave out `functions.` before the name
 
 
 def content_start(text: str) -> int | None:
@@ -12,6 +12,6 @@ def content_start(text: str) -> int | None:
     start = 0
     while (place := text.find(MESSAGE, start)) >= 0:
         header, start = text[start:place].rpartition(MESSAGE_START)[2], place + len(MESSAGE)
-        if ANALYSIS not in header and FUNCTIONS not in header:
+        if ANALYSIS not in header and RECIPIENT not in header:
             return start
     return None

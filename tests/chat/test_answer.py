@@ -96,12 +96,14 @@ THOUGHT = "<|channel|>analysis<|message|>a STOP<|end|><|start|>assistant"
         f"{THOUGHT}<|channel|>final <|constrain|>json<|message|>",
         f"{THOUGHT}<|channel|>commentary<|message|>",
         "<|channel|>commentary to=functions.f<|message|>STOP<|end|><|start|>assistant<|channel|>final<|message|>",
+        "<|channel|>commentary to=f<|message|>STOP<|end|><|start|>assistant<|channel|>final<|message|>",
     ],
 )
 def test_content_of_a_harmony_answer_ends_before_the_stop_string(begin):
     form, prompt = ChatFormat("", "harmony"), tuple(ids("<|start|>user<|message|>Hi<|end|><|start|>assistant"))
     marks = form.reasoning_marks(end_of(prompt, tokenizer()))
-    request = Request(prompt, LookaheadConfig(), 99, stop=("STOP", "\n"), is_answer=True, reasoning=marks)
+    options = {"stop": ("STOP", "\n"), "is_answer": True, "tools": ({"function": {"name": "f"}},)}
+    request = Request(prompt, LookaheadConfig(), 99, reasoning=marks, **options)
     assert read_message(form, tokenizer(), request, ids(f"{begin}5 STOP 6"))["content"] == "5 "
     assert read_message(form, tokenizer(), request, ids(f"{begin}\n5"))["content"] in ("", None)
 
