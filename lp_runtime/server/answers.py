@@ -17,8 +17,9 @@ from lp_runtime.request.generation import Delta
 from lp_runtime.scheduler.job import Job, JobState
 from lp_runtime.server.http.errors import ApiError
 from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.openai.choice import Choice
 from lp_runtime.server.openai.common import Common
-from lp_runtime.server.openai.forms import Choice, Form
+from lp_runtime.server.openai.forms import Form
 from lp_runtime.server.tracing import Tracing
 from lp_runtime.utils.json_line import to_json
 

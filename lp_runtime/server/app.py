@@ -26,8 +26,9 @@ from lp_runtime.server.http.errors import ApiError, handle, in_client_words
 from lp_runtime.server.http.gate import Gate
 from lp_runtime.server.http.settings import read_api_keys, served_name
 from lp_runtime.server.metrics import Metrics
+from lp_runtime.server.openai.choice import Choice
 from lp_runtime.server.openai.common import Common
-from lp_runtime.server.openai.forms import ChatForm, Choice, CompletionForm
+from lp_runtime.server.openai.forms import ChatForm, CompletionForm
 from lp_runtime.server.openai.protocol import Chat, Completion, Detokenize, Tokenize
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm

@@ -34,8 +34,8 @@ from lp_runtime.runtime import LookaheadRuntime
 from lp_runtime.sampling.request_processors import ChannelBudget, ReasoningBudget
 from lp_runtime.sampling.types import LogitsProcessor
 from lp_runtime.scheduler.scheduler import Scheduler
+from lp_runtime.server.openai.choice import Choice
 from lp_runtime.server.openai.common import Common
-from lp_runtime.server.openai.forms import Choice
 from lp_runtime.text.harmony import ANALYSIS, END, MESSAGE
 from lp_runtime.text.mark_spelling import spelling_of
 from lp_runtime.text.reasoning import Reasoning

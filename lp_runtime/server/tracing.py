@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from fastapi import Request
 
 from lp_runtime.errors import LookaheadError
+from lp_runtime.server.openai.choice import Choice, usage_of
 from lp_runtime.server.openai.common import Common
-from lp_runtime.server.openai.forms import Choice, usage_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -13,8 +13,9 @@ from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.request.generation import Delta
 from lp_runtime.request.output import Logprob
 from lp_runtime.server.answers import Answers
+from lp_runtime.server.openai.choice import Choice
 from lp_runtime.server.openai.common import StreamOptions
-from lp_runtime.server.openai.forms import ChatForm, Choice, CompletionForm
+from lp_runtime.server.openai.forms import ChatForm, CompletionForm
 from lp_runtime.server.openai.parts import Message
 
 

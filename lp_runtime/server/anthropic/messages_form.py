@@ -11,7 +11,8 @@ from pydantic_core import from_json
 
 from lp_runtime.chat.pieces import Piece
 from lp_runtime.server.http.errors import ApiError, anthropic_error
-from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event
+from lp_runtime.server.openai.choice import Choice, acceptance_of
+from lp_runtime.server.openai.forms import Form, event
 from lp_runtime.text.token_text import TokenTexts
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from lp_runtime.chat.pieces import Piece
 from lp_runtime.server.http.errors import ApiError
-from lp_runtime.server.openai.forms import Choice, Form, acceptance_of, event
+from lp_runtime.server.openai.choice import Choice, acceptance_of
+from lp_runtime.server.openai.forms import Form, event
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_tools import shown_names
 from lp_runtime.text.token_text import TokenTexts

@@ -13,7 +13,7 @@ from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
 from lp_runtime.server.anthropic.messages_api import Messages
 from lp_runtime.server.anthropic.messages_form import MessagesForm
-from lp_runtime.server.openai.forms import Choice
+from lp_runtime.server.openai.choice import Choice
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "x"]}}</tool_call>'
 TEXT = f"<think>so it is</think>\n\nI look.{CALL}{CALL}"

@@ -12,7 +12,7 @@ from support.serving import answering
 
 from lp_runtime.chat.chat_format import ChatFormat
 from lp_runtime.chat.stop_trimmer import StopTrimmer
-from lp_runtime.server.openai.forms import Choice
+from lp_runtime.server.openai.choice import Choice
 from lp_runtime.server.openai.protocol import Chat
 from lp_runtime.server.openai.responses_api import Responses
 from lp_runtime.server.openai.responses_form import ResponsesForm
